@@ -1,0 +1,1 @@
+"""The engine: model, tiers and decode loop. Outside code uses `moet_desk.engine.handle` only."""

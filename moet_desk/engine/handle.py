@@ -1,0 +1,220 @@
+"""What the command line, the endpoint and the screens see of the engine.
+
+Plain data in (`GenerateRequest`), plain data out (`telemetry` events and snapshots). This module
+imports no torch; `start_engine` loads the real engine by name inside its own thread. A scripted engine
+(`engine.scripted`) offers the same `EngineHandle`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol
+
+from moet_desk.telemetry import EngineSnapshot, Event, Failed, Finished
+
+
+class Quality(Enum):
+    """How an answer is computed: 2-bit experts, or the exact FP4 ones."""
+
+    FAST = "fast"
+    EXACT = "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. None means: the model's own recommendation.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch that filter off. Penalties
+    follow OpenAI (presence, frequency) and Hugging Face (repetition). With a `seed`, the same request
+    gives the same answer, alone or beside others.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One answer to be made. Give exactly one of `messages`, `prompt` and `prompt_ids`.
+
+    `messages` are OpenAI-shaped dicts and go through the model's chat template; `prompt` is encoded
+    as it is. `max_tokens` None means: up to the end of the context.
+    """
+
+    messages: Sequence[Mapping[str, Any]] | None = None
+    prompt: str | None = None
+    prompt_ids: Sequence[int] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    quality: Quality = Quality.FAST
+    top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
+    ignore_eos: bool = False
+    client: str = ""  # who asked, for the log
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a loaded model is, for `/v1/models` and the screens."""
+
+    name: str
+    family: str
+    context: int
+    model_context: int
+    vocab: int
+    n_layers: int
+    n_moe_layers: int
+    n_experts: int
+    top_k: int
+    identity: str
+    default_quality: Quality = Quality.FAST
+
+
+class RequestStream:
+    """The events of one request, from the engine thread to one reader.
+
+    The engine calls `push`; the reader calls `take` (never blocks) or iterates (blocks). The queue is
+    bounded by the producer: see `room`. Both sides only use operations that the interpreter makes
+    atomic, so no lock is held in the decode loop.
+    """
+
+    LIMIT = 256
+
+    def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
+        self.id = request_id
+        self.created = time.monotonic()
+        self._cancel = cancel
+        self._events: deque[Event] = deque()
+        self._ready = threading.Event()
+        self._wake: Callable[[], None] | None = None
+        self._done = False
+
+    def push(self, event: Event) -> None:
+        """Add an event (engine thread)."""
+        self._events.append(event)
+        self._ready.set()
+        wake = self._wake
+        if wake is not None:
+            wake()
+
+    def room(self) -> bool:
+        """Whether the reader keeps up; if not, the engine holds text back and sends it joined."""
+        return len(self._events) < self.LIMIT
+
+    def on_event(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called from the engine thread after each event (for event loops)."""
+        self._wake = wake
+        if self._events:
+            wake()
+
+    def cancel(self) -> None:
+        """Ask the engine to stop; a `Finished(CANCELLED)` follows unless it ended already."""
+        self._cancel(self.id)
+
+    @property
+    def done(self) -> bool:
+        """True once the reader has taken the last event."""
+        return self._done
+
+    def take(self) -> list[Event]:
+        """Return all events that have arrived, possibly none."""
+        taken: list[Event] = []
+        while self._events:
+            taken.append(self._events.popleft())
+        if taken and isinstance(taken[-1], Finished | Failed):
+            self._done = True
+        return taken
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until an event is there; False on time-out."""
+        if self._events:
+            return True
+        self._ready.clear()
+        if self._events:
+            return True
+        return self._ready.wait(timeout_s)
+
+    def __iter__(self) -> Iterator[Event]:
+        while not self._done:
+            self.wait()
+            yield from self.take()
+
+
+class EngineHandle(Protocol):
+    """The engine as seen from any other thread. Every method may be called from any thread."""
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        """Check and queue a request.
+
+        Raises:
+            MoetError: MD-ENG-07 no model, MD-API-03 prompt too long, MD-API-04 bad parameter,
+                MD-CHAT-01 template, MD-ENG-06 queue full.
+        """
+        ...
+
+    def count_tokens(self, request: GenerateRequest) -> int:
+        """Tokens of the request's prompt as the model would read it. Raises as `submit`."""
+        ...
+
+    def snapshot(self) -> EngineSnapshot:
+        """The newest snapshot; costs one attribute read."""
+        ...
+
+    def model(self) -> ModelInfo | None:
+        """The loaded model, None while loading or without one."""
+        ...
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Block until the model is loaded. False on time-out.
+
+        Raises:
+            MoetError: loading failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop requests (they end as cancelled), save heat, release memory, end the thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to run a pack. None means: sized by the plan. These are constraints on the plan."""
+
+    context: int | None = None
+    pool_slots: int | None = None  # base slots
+    fine_slots: int | None = None
+    arena_rows: int | None = None
+    prefill_chunk: int | None = None
+    kv_format: str = "auto"  # auto | nvfp4 | fp8 | bf16 | f32
+    threads: int | None = None
+    max_running: int = 4
+    max_waiting: int = 32
+    activations: str = "int8"  # "float" is the oracle path of the tests
+    save_heat: bool = True
+
+
+def start_engine(pack: Path, options: EngineOptions | None = None) -> EngineHandle:
+    """Start the engine thread on a pack and return at once; loading goes on in that thread.
+
+    Torch is imported there, not here. Errors while loading come out of `wait_ready` and as
+    `snapshot().error`.
+    """
+    engine = importlib.import_module("moet_desk.engine.engine")
+    handle: EngineHandle = engine.launch(pack, options or EngineOptions())
+    return handle

@@ -1,0 +1,453 @@
+"""Every error a person can meet: one table of words, exit codes and HTTP statuses, and the exceptions.
+
+The table is data. The command line, the screens, the endpoint and docs/reference/errors.md all print
+the same record, so a failure reads the same wherever it shows. Facts (sizes, names, limits) travel as
+keyword fields and are put into the words here; they are never baked into strings elsewhere.
+
+Imports nothing of ours and may be used from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any
+
+
+class ExitCode(IntEnum):
+    """What a command's exit status means (docs/reference/cli.md lists the same table)."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    UNFIT = 4
+    NO_ROOM = 5
+    NETWORK = 6
+    DAMAGED = 7
+    BUSY = 8
+    ENGINE = 9
+    STRICT = 10
+    TIMEOUT = 124
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+class Severity(Enum):
+    """How much an error takes away from the user."""
+
+    STOPS = "stops"
+    LOWER = "lower"
+    INFO = "info"
+
+
+class Reaction(Enum):
+    """Who has to act; each value has one exception class."""
+
+    USER = "user"  # the person must choose or change something
+    JOB = "job"  # a long job is paused and can be resumed
+    CLIENT = "client"  # the request was wrong; the server is fine
+    ENGINE = "engine"  # the engine failed a request or must restart
+    DAMAGED = "damaged"  # stored data is not what it should be
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorSpec:
+    """One row of the catalogue.
+
+    `cause` and `do` are format strings over the facts given when the error is raised.
+    `safe` says what was kept. `http` is the endpoint's status for this error.
+    """
+
+    code: str
+    title: str
+    cause: str
+    do: str
+    safe: str = "Nothing on disk was changed."
+    reaction: Reaction = Reaction.USER
+    severity: Severity = Severity.STOPS
+    exit: ExitCode = ExitCode.FAILED
+    http: int = 500
+
+
+class _Facts(dict[str, Any]):
+    """Facts for `str.format_map`: a missing fact prints as "?" instead of raising while reporting."""
+
+    def __missing__(self, key: str) -> str:
+        return "?"
+
+
+class MoetError(Exception):
+    """A failure from the catalogue. Raise it through `fail(code, ...)`.
+
+    Attributes:
+        spec: the catalogue row.
+        facts: the figures and names of this occurrence, JSON-ready.
+    """
+
+    def __init__(self, spec: ErrorSpec, facts: Mapping[str, Any]) -> None:
+        self.spec = spec
+        self.facts = dict(facts)
+        super().__init__(f"{spec.code} {spec.title}: {self.cause}")
+
+    @property
+    def code(self) -> str:
+        return self.spec.code
+
+    @property
+    def title(self) -> str:
+        return self.spec.title.format_map(_Facts(self.facts))
+
+    @property
+    def cause(self) -> str:
+        return self.spec.cause.format_map(_Facts(self.facts))
+
+    @property
+    def do(self) -> str:
+        return self.spec.do.format_map(_Facts(self.facts))
+
+    @property
+    def safe(self) -> str:
+        return self.spec.safe.format_map(_Facts(self.facts))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The error as the `error` object of `--json` output."""
+        words = {"code": self.code, "title": self.title, "cause": self.cause, "do": self.do}
+        return {**words, "safe": self.safe, "severity": self.spec.severity.value, **self.facts}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.spec, self.facts))
+
+
+class NeedsUser(MoetError):
+    """The person must choose or change something before this can go on."""
+
+
+class JobPaused(MoetError):
+    """A long job stopped; its journal is valid and it can be resumed."""
+
+
+class ClientFault(MoetError):
+    """A request was wrong (HTTP 4xx); the server is unharmed."""
+
+
+class EngineFault(MoetError):
+    """The engine could not finish a request; the next one may work."""
+
+
+class Damaged(MoetError):
+    """Stored data is not what its checksum or header says."""
+
+
+_CLASS_OF_REACTION: dict[Reaction, type[MoetError]] = {
+    Reaction.USER: NeedsUser,
+    Reaction.JOB: JobPaused,
+    Reaction.CLIENT: ClientFault,
+    Reaction.ENGINE: EngineFault,
+    Reaction.DAMAGED: Damaged,
+}
+
+
+def fail(code: str, **facts: Any) -> MoetError:
+    """Make the exception for a catalogue code; the caller raises it.
+
+    Args:
+        code: a key of `CATALOGUE`, e.g. "MD-DISK-01".
+        facts: values for the row's format strings; they also travel in `to_dict`.
+
+    Raises:
+        KeyError: the code is not in the catalogue (a programmer's mistake).
+    """
+    spec = CATALOGUE[code]
+    return _CLASS_OF_REACTION[spec.reaction](spec, facts)
+
+
+_USER, _JOB, _CLIENT = Reaction.USER, Reaction.JOB, Reaction.CLIENT
+_ENGINE, _DAMAGED = Reaction.ENGINE, Reaction.DAMAGED
+
+_ROWS: tuple[ErrorSpec, ...] = (
+    # memory and disk -------------------------------------------------------------------------
+    ErrorSpec(
+        "MD-RAM-01", "Not enough RAM for this plan",
+        "The plan needs {need} of RAM and {have} is available.",
+        "Lower memory.ram or the context, or close other programs.",
+        exit=ExitCode.NO_ROOM, http=503,
+    ),
+    ErrorSpec(
+        "MD-NVME-03", "Direct reads are not supported here",
+        "The file system of {path} does not take O_DIRECT.",
+        "Nothing to do: buffered reads are used. A local ext4 or xfs disk is faster.",
+        severity=Severity.INFO, exit=ExitCode.OK,
+    ),
+    ErrorSpec(
+        "MD-NVME-04", "A read failed",
+        "Reading row (layer {layer}, expert {expert}) of {path} failed: {reason}.",
+        "Run: moet-desk verify {model} --repair",
+        safe="The request was stopped; nothing was changed.",
+        reaction=_ENGINE, exit=ExitCode.DAMAGED, http=500,
+    ),
+    ErrorSpec(
+        "MD-DISK-01", "Not enough disk space",
+        "{what} needs {need} in {path} and {have} is free.",
+        "Free {missing}, or choose another folder with --data-dir.",
+        exit=ExitCode.NO_ROOM,
+    ),
+    ErrorSpec(
+        "MD-DISK-02", "The disk became full",
+        "Writing {path} stopped after {done}: no space left.",
+        "Free some space, then run the same command again; it resumes.",
+        safe="Finished rows are kept and will not be made again.",
+        reaction=_JOB, exit=ExitCode.NO_ROOM,
+    ),
+    ErrorSpec(
+        "MD-DISK-03", "No permission to write",
+        "{path} cannot be written: {reason}.",
+        "Change its permissions, or choose another folder with --data-dir.",
+        exit=ExitCode.USAGE,
+    ),
+    # source files ----------------------------------------------------------------------------
+    ErrorSpec(
+        "MD-SRC-01", "No model in this folder",
+        "{path} has no {missing}.",
+        "Give the folder that holds config.json and the .safetensors files.",
+        exit=ExitCode.NOT_FOUND,
+    ),
+    ErrorSpec(
+        "MD-SRC-02", "A model file cannot be read",
+        "{file}: {reason}.",
+        "Download this file again.",
+        reaction=_DAMAGED, exit=ExitCode.DAMAGED,
+    ),
+    ErrorSpec(
+        "MD-SRC-03", "Parts of the model are missing",
+        "{n_missing} of {n_total} tensors named by {index} are not there, first: {first}.",
+        "Download the missing files: {files}.",
+        reaction=_DAMAGED, exit=ExitCode.DAMAGED,
+    ),
+    ErrorSpec(
+        "MD-SRC-04", "A tensor has the wrong shape",
+        "{tensor} is {got}, the config asks for {want}.",
+        "The files do not belong to this config.json; download both again.",
+        reaction=_DAMAGED, exit=ExitCode.DAMAGED,
+    ),
+    ErrorSpec(
+        "MD-SRC-05", "Unknown quantisation",
+        "{tensor} is stored as {format}, which cannot be read.",
+        "Use the BF16, FP8 (block 128) or MXFP4 files of this model.",
+        exit=ExitCode.UNFIT,
+    ),
+    ErrorSpec(
+        "MD-SRC-06", "A tensor holds invalid numbers",
+        "{tensor} has {n_bad} NaN or infinite values in its {part}.",
+        "The file is damaged; download it again.",
+        reaction=_DAMAGED, exit=ExitCode.DAMAGED,
+    ),
+    ErrorSpec(
+        "MD-SRC-07", "The config cannot be used",
+        "{path}: {reason}.",
+        "Use the model's own config.json, unchanged.",
+        exit=ExitCode.UNFIT,
+    ),
+    # packs -----------------------------------------------------------------------------------
+    ErrorSpec(
+        "MD-PACK-01", "Unsupported model family",
+        'model_type "{model_type}" is not supported. Supported: {supported}.',
+        "See docs/models.md for what runs today.",
+        exit=ExitCode.UNFIT,
+    ),
+    ErrorSpec(
+        "MD-PACK-03", "The pack has another format version",
+        "{path} has format {got}, this program reads {want}.",
+        "Pack it again from the source: moet-desk pack SOURCE --name {model}",
+        reaction=_DAMAGED, exit=ExitCode.DAMAGED,
+    ),
+    ErrorSpec(
+        "MD-PACK-04", "Damaged rows",
+        "{n_bad} of {n_rows} rows of {model} do not match their checksum: {rows}.",
+        "Run: moet-desk verify {model} --repair --source SOURCE",
+        reaction=_DAMAGED, exit=ExitCode.DAMAGED,
+    ),
+    ErrorSpec(
+        "MD-PACK-06", "The pack is not complete",
+        "{path} has {done} of {total} rows.",
+        "Run: moet-desk pack SOURCE --name {model}   (it resumes)",
+        safe="Finished rows are kept.", reaction=_JOB, exit=ExitCode.DAMAGED,
+    ),
+    ErrorSpec(
+        "MD-PACK-07", "The pack cannot be read",
+        "{path}: {reason}.",
+        "Run: moet-desk verify {model}",
+        reaction=_DAMAGED, exit=ExitCode.DAMAGED,
+    ),
+    ErrorSpec(
+        "MD-PACK-08", "This name is taken by another model",
+        "{path} was packed from other files (identity {got}, this source is {want}).",
+        "Choose another name with --name, or remove the old one: moet-desk rm {model}",
+        exit=ExitCode.BUSY,
+    ),
+    ErrorSpec(
+        "MD-PACK-09", "Another process is packing this model",
+        "{path} is locked by process {pid}.",
+        "Wait for it, or stop it.",
+        exit=ExitCode.BUSY,
+    ),
+    ErrorSpec(
+        "MD-PACK-10", "This source does not match the pack",
+        "The files in {path} have identity {got}, the pack was made from {want}.",
+        "Give the folder the pack was made from.",
+        exit=ExitCode.DAMAGED,
+    ),
+    ErrorSpec(
+        "MD-LIB-01", "No such model",
+        "{model} is not among the models in {path}.",
+        "List them: moet-desk ls",
+        exit=ExitCode.NOT_FOUND, http=404,
+    ),
+    # planning --------------------------------------------------------------------------------
+    ErrorSpec(
+        "MD-PLAN-02", "The context does not fit",
+        "{want} tokens asked for; at most {largest} fit.",
+        "Set memory.context to {largest} or less.",
+        exit=ExitCode.NO_ROOM, http=400,
+    ),
+    ErrorSpec(
+        "MD-PLAN-03", "The expert pool is too small",
+        "{want} slots asked for; one token needs at least {least}.",
+        "Set memory.pool_slots to {least} or more.",
+        exit=ExitCode.NO_ROOM,
+    ),
+    # configuration ---------------------------------------------------------------------------
+    ErrorSpec(
+        "MD-CFG-01", "The settings file cannot be read",
+        "{path}, {where}: {reason}.",
+        "Correct the line, or remove the file to use the defaults.",
+        exit=ExitCode.USAGE,
+    ),
+    ErrorSpec(
+        "MD-CFG-02", "Unknown setting",
+        '"{name}" in {source} is not a setting.{guess}',
+        "List all settings: moet-desk config list",
+        exit=ExitCode.USAGE,
+    ),
+    ErrorSpec(
+        "MD-CFG-03", "A setting has a wrong value",
+        "{name} = {value} in {source}: {reason}.",
+        "Change it; the default is {default}.",
+        exit=ExitCode.USAGE,
+    ),
+    # terminal --------------------------------------------------------------------------------
+    ErrorSpec(
+        "MD-TERM-01", "The terminal is too small",
+        "This window is {columns} x {rows}; 80 x 24 is needed.",
+        "Make it larger, or use: moet-desk run, moet-desk serve",
+        severity=Severity.LOWER, exit=ExitCode.OK,
+    ),
+    ErrorSpec(
+        "MD-TERM-03", "No terminal",
+        "The app needs a terminal, and {stream} is not one.",
+        'Use: moet-desk run "your question"   or: moet-desk serve',
+        exit=ExitCode.USAGE,
+    ),
+    # process and engine ----------------------------------------------------------------------
+    ErrorSpec(
+        "MD-ENG-01", "Another moet-desk is running",
+        "Process {pid} holds {path}.",
+        "Use that one, stop it, or choose another folder with --data-dir.",
+        exit=ExitCode.BUSY,
+    ),
+    ErrorSpec(
+        "MD-ENG-03", "The engine stopped",
+        "{reason}.",
+        "Start moet-desk again. If it happens twice, report it with the log: {log}",
+        safe="Chats and models are safe.", reaction=_ENGINE, exit=ExitCode.ENGINE, http=503,
+    ),
+    ErrorSpec(
+        "MD-ENG-04", "The answer could not be finished",
+        "{reason}.",
+        "Try again. If it happens twice, run: moet-desk verify {model}",
+        safe="The text so far is kept.", reaction=_ENGINE, exit=ExitCode.ENGINE,
+    ),
+    ErrorSpec(
+        "MD-ENG-06", "The engine is busy",
+        "{n_waiting} requests are waiting, which is the limit.",
+        "Try again in a moment.",
+        reaction=_CLIENT, exit=ExitCode.BUSY, http=503,
+    ),
+    ErrorSpec(
+        "MD-ENG-07", "No model is loaded",
+        "The engine has no model{why}.",
+        "Load one first.",
+        reaction=_CLIENT, exit=ExitCode.NOT_FOUND, http=503,
+    ),
+    ErrorSpec(
+        "MD-ENG-09", "The self-test gave a wrong answer",
+        "{model} answered {got}, {want} was stored when it was packed.",
+        "Run: moet-desk verify {model}",
+        reaction=_DAMAGED, exit=ExitCode.DAMAGED,
+    ),
+    # endpoint --------------------------------------------------------------------------------
+    ErrorSpec(
+        "MD-API-01", "The port is in use",
+        "{host}:{port} is taken by another program.",
+        "Choose another: moet-desk serve --port {next_port}",
+        exit=ExitCode.BUSY,
+    ),
+    ErrorSpec(
+        "MD-API-02", "Unknown model",
+        'There is no model "{model}" here. This server offers: {offered}.',
+        "Use one of these names.",
+        reaction=_CLIENT, http=404,
+    ),
+    ErrorSpec(
+        "MD-API-03", "The prompt is longer than the context",
+        "The prompt has {prompt_tokens} tokens; the context holds {context}"
+        " and {reserve} are kept for the answer.",
+        "Shorten the prompt, or set memory.context higher (this model allows {model_context}).",
+        reaction=_CLIENT, exit=ExitCode.USAGE, http=400,
+    ),
+    ErrorSpec(
+        "MD-API-04", "A parameter is not supported",
+        "{parameter}: {reason}.",
+        "Leave it out or change it.",
+        reaction=_CLIENT, exit=ExitCode.USAGE, http=400,
+    ),
+    ErrorSpec(
+        "MD-API-05", "The request cannot be read",
+        "{reason}.",
+        "Send a JSON body as in the OpenAI chat completions reference.",
+        reaction=_CLIENT, exit=ExitCode.USAGE, http=400,
+    ),
+    ErrorSpec(
+        "MD-API-06", "Not allowed",
+        "{reason}.",
+        "{hint}",
+        reaction=_CLIENT, http=401,
+    ),
+    ErrorSpec(
+        "MD-API-07", "This host name is not served",
+        'The Host header "{host}" is not this computer.',
+        "Use http://127.0.0.1:{port}, or add the name to endpoint.hosts.",
+        reaction=_CLIENT, http=403,
+    ),
+    ErrorSpec(
+        "MD-CHAT-01", "The chat template failed",
+        "The model's own template refused the messages: {reason}.",
+        "Check the order of roles in the messages.",
+        reaction=_CLIENT, exit=ExitCode.USAGE, http=400,
+    ),
+    ErrorSpec(
+        "MD-CHAT-02", "The chats cannot be opened",
+        "{path}: {reason}.",
+        "Move the file away to start with an empty history.",
+        exit=ExitCode.DAMAGED, reaction=_DAMAGED,
+    ),
+    ErrorSpec(
+        "MD-BUG-01", "Something went wrong inside moet-desk",
+        "{reason}.",
+        "Please report this with the log: {log}",
+        safe="Chats and models are safe.",
+    ),
+)
+
+CATALOGUE: dict[str, ErrorSpec] = {row.code: row for row in _ROWS}

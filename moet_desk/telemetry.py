@@ -1,0 +1,201 @@
+"""Frozen records that cross threads: what the engine shows of itself, and what a request reports.
+
+The engine thread makes a new `EngineSnapshot` and swaps one reference; readers keep the one they took.
+Nothing here changes after it is made, so no lock is needed. Imports nothing heavy (no torch, no numpy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Any
+
+
+class EngineState(Enum):
+    """What the engine is doing, in the words of the status line."""
+
+    NO_MODEL = "no model"
+    LOADING = "loading"
+    READY = "ready"
+    READING = "reading"  # a prompt is being prefilled
+    WRITING = "writing"  # tokens are being decoded
+    FAULT = "fault"
+
+
+class Tier(IntEnum):
+    """The fastest place an expert row is in now (design §2). The values are the cell codes."""
+
+    NVME = 0
+    RAM = 1
+    BASE = 2  # a 2-bit slot
+    FINE = 3  # a 4-bit slot
+
+
+TIER_LETTERS = "NRGQ"
+"""Letter of each `Tier`, in its order."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheView:
+    """Where every expert of every MoE layer is: the heatmap's data.
+
+    `tiers[i]` and `heat[i]` are one byte per expert of MoE layer `i`: a `Tier` value, and a ramp step
+    0 (never used) to 7 (hottest). `generations[i]` grows when one of the two changed, so a view
+    repaints only those rows. `hit_share[i]` is the share of recent look-ups that a slot answered,
+    None before the first one.
+    """
+
+    layers: tuple[int, ...]
+    n_experts: int
+    tiers: tuple[bytes, ...]
+    heat: tuple[bytes, ...]
+    generations: tuple[int, ...]
+    hit_share: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierCounters:
+    """Totals since the model was loaded. Look-ups are (token, layer, expert) triples."""
+
+    lookups: int = 0
+    hits_base: int = 0
+    hits_fine: int = 0
+    from_ram: int = 0
+    from_nvme: int = 0
+    evictions: int = 0
+    bytes_ram_to_slot: int = 0
+    bytes_nvme_to_ram: int = 0
+    wait_s: float = 0.0  # time spent fetching rows a token was waiting for
+    step_s: float = 0.0  # time spent in decode steps, waiting included
+    read_errors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierSizes:
+    """How much each tier holds and how full it is, in rows and bytes."""
+
+    base_slots: int = 0
+    base_slots_used: int = 0
+    fine_slots: int = 0
+    fine_slots_used: int = 0
+    arena_rows: int = 0
+    arena_rows_used: int = 0
+    rows: int = 0  # base rows in the pack
+    slot_bytes: int = 0  # bytes of one base slot as it lies in the pool
+    row_bytes: int = 0  # bytes of one base row at rest
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStep:
+    """One line of the loading screen. `total` 0 means: no bar, only seconds."""
+
+    name: str
+    done: int = 0
+    total: int = 0
+    unit: str = "bytes"
+    seconds: float = 0.0
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """Everything a screen or `/metrics` needs, taken at one moment."""
+
+    state: EngineState = EngineState.NO_MODEL
+    model: str = ""
+    family: str = ""
+    device: str = ""  # "cpu" or the card's name
+    context: int = 0  # tokens a request may use, prompt and answer together
+    context_used: int = 0  # tokens of the longest running request
+    requests_running: int = 0
+    requests_waiting: int = 0
+    decode_tok_per_s: float | None = None  # over the last 3 s of decoding
+    prefill_tok_per_s: float | None = None  # of the last finished prompt
+    prompt_done: int = 0  # while reading: tokens of the prompt done, and in all
+    prompt_total: int = 0
+    steps: int = 0
+    tokens: int = 0
+    step_ms: float | None = None  # median of the last 64 steps
+    wait_share: float | None = None  # wait_s / step_s over the last 64 steps
+    tier_share: tuple[float, float, float, float] | None = None  # recent look-ups by N, R, G, Q
+    counters: TierCounters = field(default_factory=TierCounters)
+    sizes: TierSizes = field(default_factory=TierSizes)
+    cache: CacheView | None = None
+    loading: tuple[LoadStep, ...] = ()
+    error: Mapping[str, Any] | None = None  # MoetError.to_dict() of the fault
+    generation: int = 0  # grows with each published snapshot
+
+
+# -- events of one request -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts and times of a finished request. Times are seconds."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0  # prompt tokens whose KV was reused
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    first_token_s: float | None = None  # from submit to the first token
+    steps: int = 0
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token, with the best alternatives, from the raw (unscaled) logits."""
+
+    token_id: int
+    text: bytes
+    logprob: float
+    top: tuple[tuple[int, bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """Tokens of the prompt read so far. Sent at most once per chunk."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New answer text; always whole characters. `n_tokens` tokens were behind it."""
+
+    text: str
+    n_tokens: int = 1
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class FinishReason(Enum):
+    """Why an answer ended, in OpenAI's words plus `cancelled`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a request that went well (or was cancelled)."""
+
+    reason: FinishReason
+    usage: Usage
+    quality: str  # "fast" or "exact"
+    stop: str | None = None  # the stop string that matched
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last event of a request that did not. `error` is from the catalogue."""
+
+    error: Exception
+    usage: Usage | None = None
+
+
+Event = PrefillProgress | TextDelta | Finished | Failed
