@@ -1,0 +1,64 @@
+"""Model families: config.json in, `Spec` and `PackPlan` out. One file per family, named as model_type.
+
+No torch here. `spec_for` and `plan_for` are what the packer and the engine call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol, cast
+
+from moet_desk.engine.spec import Spec
+from moet_desk.errors import fail
+from moet_desk.store.pack_format import PackPlan
+
+MODULE_OF_TYPE = {
+    "deepseek_v3": "deepseek_v3",
+    "kimi_k2": "deepseek_v3",
+}
+"""model_type -> module. Kimi-K2's text model is DeepSeek-V3's with other sizes."""
+
+
+class Family(Protocol):
+    """What a family module offers."""
+
+    def spec(self, config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec: ...
+
+    def plan(self, spec: Spec) -> PackPlan: ...
+
+    def mtp_prefix(self, config: Mapping[str, Any]) -> str | None: ...
+
+
+def _family(config: Mapping[str, Any], path: str) -> Family:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise fail("MD-SRC-07", path=path, reason="it has no model_type")
+    module = MODULE_OF_TYPE.get(model_type)
+    if module is None:
+        supported = ", ".join(sorted(MODULE_OF_TYPE))
+        raise fail("MD-PACK-01", model_type=model_type, supported=supported)
+    return cast("Family", importlib.import_module(f"moet_desk.engine.families.{module}"))
+
+
+def spec_for(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
+    """The spec of a model.
+
+    Args:
+        config: the parsed config.json.
+        path: where it came from, for messages.
+        has_mtp: whether the MTP head's tensors are there (a config may announce a head that the
+            files lack, and the reverse is refused by the packer).
+
+    Raises:
+        MoetError: MD-PACK-01 unknown family, MD-SRC-07 a key that is missing, wrong or unknown.
+    """
+    return _family(config, path).spec(config, path=path, has_mtp=has_mtp)
+
+
+def plan_for(config: Mapping[str, Any], *, path: str, names: Collection[str]) -> PackPlan:
+    """The packer's plan for a source with these logical tensor `names`. Raises as `spec_for`."""
+    family = _family(config, path)
+    prefix = family.mtp_prefix(config)
+    has_mtp = prefix is not None and any(name.startswith(prefix) for name in names)
+    return family.plan(family.spec(config, path=path, has_mtp=has_mtp))

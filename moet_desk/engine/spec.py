@@ -1,0 +1,118 @@
+"""What a model is, as plain numbers: the record every block is built from.
+
+A family (engine/families) makes a `Spec` once from config.json; after that nothing in the engine asks
+for a model's name. Every variation is a field of one record, not a new class (docs/design/overview.md).
+No torch here, so the packer and the planner can use it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Score(Enum):
+    """How router logits become scores (models: softmax, sigmoid + bias, sqrt-softplus, gpt-oss)."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    SQRT_SOFTPLUS = "sqrt_softplus"
+    TOPK_SOFTMAX = "topk_softmax"
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """Yarn rope scaling (arXiv 2309.00071) with DeepSeek's two mscale fields."""
+
+    factor: float
+    original_context: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding over `dim` numbers of a head."""
+
+    dim: int
+    base: float
+    interleaved: bool
+    yarn: Yarn | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mla:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). `q_rank` None: no query latent."""
+
+    n_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    softmax_scale: float
+    latent_eps: float
+    rope: Rope
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How the experts of a token are chosen. The selection bias never enters the weights."""
+
+    n_experts: int
+    top_k: int
+    score: Score
+    selection_bias: bool
+    n_groups: int
+    kept_groups: int
+    renormalize: bool
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFfn:
+    """A plain SwiGLU feed-forward layer of inner width `inter`."""
+
+    inter: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoeFfn:
+    """Routed experts, plus one shared expert of width `shared_inter` (0: none)."""
+
+    router: Router
+    inter: int
+    shared_inter: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. `index` is the model's own layer number, used in tensor names."""
+
+    index: int
+    mixer: Mla
+    ffn: DenseFfn | MoeFfn
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A whole model. `mtp` is the layer of the multi-token-prediction head, if it is shipped."""
+
+    model_type: str
+    vocab: int
+    hidden: int
+    context: int
+    norm_eps: float
+    tied_head: bool
+    layers: tuple[Layer, ...]
+    mtp: Layer | None
+
+    @property
+    def moe_layers(self) -> tuple[Layer, ...]:
+        """Layers with routed experts in pack order: the main ones, then the MTP head's."""
+        every = self.layers if self.mtp is None else (*self.layers, self.mtp)
+        return tuple(layer for layer in every if isinstance(layer.ffn, MoeFfn))
