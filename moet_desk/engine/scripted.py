@@ -1,0 +1,516 @@
+"""An engine without a model: plays written answers, moving tiers, loading and failures.
+
+It offers the `EngineHandle` protocol, so screens, tests and demonstrations use it like the real
+one. It owns a simulated expert cache and a simulated clock; it computes nothing and imports no
+torch. Time passes only through `advance`, called by a test or by the thread that `start` makes.
+The same script and the same calls give the same events and snapshots.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from moet_desk.engine.handle import GenerateRequest, ModelInfo, RequestStream
+from moet_desk.errors import MoetError, fail
+from moet_desk.telemetry import (
+    CacheView,
+    EngineSnapshot,
+    EngineState,
+    Failed,
+    Finished,
+    FinishReason,
+    LoadStep,
+    PrefillProgress,
+    TextDelta,
+    Tier,
+    TierCounters,
+    TierSizes,
+    Usage,
+)
+
+_WINDOW = 64  # steps behind the shown shares, as in the real engine
+_ROW_BYTES = 110_592
+_MAX_WAITING = 32
+
+DEFAULT_ANSWER = """\
+A mixture-of-experts layer sends each token to a **few** experts only:
+
+1. The router scores all experts.
+2. The best four are kept, and their answers are added up.
+
+```python
+scores = router(x).sigmoid() + bias
+top = scores.topk(4).indices
+```
+
+So most weights rest, and the busy ones decide what must stay in fast memory.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedFailure:
+    """A failure of one request after `after_tokens` tokens, or of loading."""
+
+    code: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    after_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What a `ScriptedEngine` plays.
+
+    `answers` are given in turn. `load` lists the loading steps; `seconds` of each is how long it
+    takes, `done` is ignored. `failures` names requests (counted from 0) that fail.
+    """
+
+    answers: tuple[str, ...] = (DEFAULT_ANSWER,)
+    load: tuple[LoadStep, ...] = ()
+    load_failure: ScriptedFailure | None = None
+    failures: Mapping[int, ScriptedFailure] = field(default_factory=dict)
+    seed: int = 0
+    tokens_per_s: float = 40.0
+    prompt_tok_per_s: float = 400.0
+    prompt_chunk: int = 64
+    model: str = "moet-demo"
+    context: int = 2048
+    n_layers: int = 8
+    n_experts: int = 32
+    top_k: int = 4
+    pool_share: float = 0.3
+    fine_share: float = 0.03
+    arena_share: float = 0.8
+
+
+class _Cache:
+    """Experts moving between tiers under skewed use. Owned by the thread that calls `advance`."""
+
+    def __init__(self, script: Script) -> None:
+        n_layers, n_experts = script.n_layers, script.n_experts
+        n_rows = n_layers * n_experts
+        self._random = random.Random(script.seed)
+        self._top_k = script.top_k
+        self._order = [self._random.sample(range(n_experts), n_experts) for _ in range(n_layers)]
+        self._weights = list(
+            itertools.accumulate(1.0 / (rank + 1) ** 1.1 for rank in range(n_experts))
+        )
+        self._n_slots = max(n_layers * script.top_k, int(n_rows * script.pool_share))
+        self._n_fine = int(n_rows * script.fine_share)
+        self._n_arena = int(n_rows * script.arena_share)
+        rows = [(layer, expert) for layer in range(n_layers) for expert in range(n_experts)]
+        self._random.shuffle(rows)
+        self._arena = OrderedDict.fromkeys(rows[: self._n_arena])
+        self._slots: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._fine: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._uses = [[0.0] * n_experts for _ in range(n_layers)]
+        self._hits: list[float | None] = [None] * n_layers
+        self._recent: deque[tuple[int, int, int, int]] = deque(maxlen=_WINDOW)
+        empty = bytes(n_experts)
+        self._view = CacheView(
+            layers=tuple(range(1, n_layers + 1)),
+            n_experts=n_experts,
+            tiers=tuple(self._tier_bytes(layer) for layer in range(n_layers)),
+            heat=(empty,) * n_layers,
+            generations=(1,) * n_layers,
+            hit_share=(None,) * n_layers,
+        )
+        self.counters = TierCounters()
+        self._seen_lookups = 0
+
+    def _tier_of(self, row: tuple[int, int]) -> Tier:
+        if row in self._fine:
+            return Tier.FINE
+        if row in self._slots:
+            return Tier.BASE
+        return Tier.RAM if row in self._arena else Tier.NVME
+
+    def _tier_bytes(self, layer: int) -> bytes:
+        return bytes(self._tier_of((layer, e)) for e in range(len(self._order[0])))
+
+    def step(self, seconds: float) -> None:
+        """Look up the experts of one token in every layer."""
+        by_tier = [0, 0, 0, 0]
+        for layer, order in enumerate(self._order):
+            chosen: set[int] = set()
+            while len(chosen) < self._top_k:
+                chosen.add(self._random.choices(order, cum_weights=self._weights)[0])
+            hits = 0
+            for expert in sorted(chosen):
+                tier = self._use(layer, expert)
+                by_tier[tier] += 1
+                hits += tier >= Tier.BASE
+            share, before = hits / self._top_k, self._hits[layer]
+            self._hits[layer] = share if before is None else before * 0.95 + share * 0.05
+        self._count(by_tier, seconds)
+
+    def _use(self, layer: int, expert: int) -> Tier:
+        row = (layer, expert)
+        tier = self._tier_of(row)
+        self._uses[layer][expert] += 1.0
+        if tier is Tier.NVME:
+            self._arena[row] = None
+            if len(self._arena) > self._n_arena:
+                self._arena.popitem(last=False)
+        if row in self._slots and self._n_fine and self._random.random() < 0.02:
+            self._fine[row] = None
+            if len(self._fine) > self._n_fine:
+                self._fine.popitem(last=False)
+        self._slots[row] = None
+        self._slots.move_to_end(row)
+        if len(self._slots) > self._n_slots:
+            victim, _ = self._slots.popitem(last=False)
+            self._fine.pop(victim, None)
+        return tier
+
+    def _count(self, by_tier: list[int], seconds: float) -> None:
+        nvme, ram, base, fine = by_tier
+        old = self.counters
+        moved = (nvme + ram) * _ROW_BYTES
+        self._recent.append((nvme, ram, base, fine))
+        self.counters = replace(
+            old,
+            lookups=old.lookups + sum(by_tier),
+            hits_base=old.hits_base + base,
+            hits_fine=old.hits_fine + fine,
+            from_ram=old.from_ram + ram,
+            from_nvme=old.from_nvme + nvme,
+            evictions=old.evictions + nvme + ram,
+            bytes_ram_to_slot=old.bytes_ram_to_slot + moved,
+            bytes_nvme_to_ram=old.bytes_nvme_to_ram + nvme * _ROW_BYTES,
+            wait_s=old.wait_s + seconds * min(0.6, 0.01 * ram + 0.03 * nvme),
+            step_s=old.step_s + seconds,
+        )
+
+    def view(self) -> CacheView:
+        """The newest picture; rows that did not change keep their generation."""
+        before = self._view
+        if self.counters.lookups == self._seen_lookups:
+            return before
+        self._seen_lookups = self.counters.lookups
+        tiers = tuple(self._tier_bytes(layer) for layer in range(len(self._order)))
+        heat = tuple(
+            bytes(0 if uses == 0 else 1 + min(6, int(math.log2(uses))) for uses in row)
+            for row in self._uses
+        )
+        generations = tuple(
+            generation + (tiers[i] != before.tiers[i] or heat[i] != before.heat[i])
+            for i, generation in enumerate(before.generations)
+        )
+        hit_share = tuple(self._hits)
+        self._view = replace(
+            before, tiers=tiers, heat=heat, generations=generations, hit_share=hit_share
+        )
+        return self._view
+
+    def shares(self) -> tuple[float, float, float, float] | None:
+        """Recent look-ups by tier (N, R, G, Q)."""
+        if not self._recent:
+            return None
+        sums = [sum(column) for column in zip(*self._recent, strict=True)]
+        total = sum(sums)
+        return (sums[0] / total, sums[1] / total, sums[2] / total, sums[3] / total)
+
+    def sizes(self) -> TierSizes:
+        """How full each tier is."""
+        return TierSizes(
+            base_slots=self._n_slots,
+            base_slots_used=len(self._slots),
+            fine_slots=self._n_fine,
+            fine_slots_used=len(self._fine),
+            arena_rows=self._n_arena,
+            arena_rows_used=len(self._arena),
+            rows=len(self._order) * len(self._order[0]),
+            slot_bytes=_ROW_BYTES,
+            row_bytes=_ROW_BYTES,
+        )
+
+
+@dataclass(slots=True)
+class _Job:
+    """One request being played. Owned by the thread that calls `advance`."""
+
+    number: int
+    request: GenerateRequest
+    stream: RequestStream
+    prompt_tokens: int
+    tokens: list[str]
+    submitted_s: float
+    read: int = 0
+    written: int = 0
+    held: list[str] = field(default_factory=list)
+    first_token_s: float | None = None
+    started_s: float = 0.0
+    wait_before_s: float = 0.0
+    cancelled: bool = False
+
+
+class ScriptedEngine:
+    """An `EngineHandle` that plays a `Script`. See the module's paragraph for time and threads."""
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.script = script or Script()
+        self._now_s = 0.0
+        self._credit_s = 0.0
+        self._cache = _Cache(self.script)
+        self._jobs: deque[_Job] = deque()
+        self._numbers = itertools.count()
+        self._load_s = 0.0
+        self._steps = 0
+        self._error: MoetError | None = None
+        self._ready = threading.Event()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        if not self.script.load and self.script.load_failure is None:
+            self._ready.set()
+        self._snapshot = EngineSnapshot()
+        self._publish()
+
+    # -- EngineHandle ------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        """Queue a request. Raises MD-ENG-07, MD-API-03 and MD-ENG-06 like the real engine."""
+        if not self._ready.is_set() or self._error is not None:
+            raise fail("MD-ENG-07", why=" yet" if self._error is None else "")
+        prompt_tokens = self.count_tokens(request)
+        if prompt_tokens >= self.script.context:
+            raise fail(
+                "MD-API-03",
+                prompt_tokens=prompt_tokens,
+                context=self.script.context,
+                reserve=1,
+                model_context=self.script.context,
+            )
+        if len(self._jobs) > _MAX_WAITING:
+            raise fail("MD-ENG-06", n_waiting=_MAX_WAITING)
+        number = next(self._numbers)
+        answer = self.script.answers[number % len(self.script.answers)]
+        stream = RequestStream(f"scripted-{number}", self._cancel)
+        tokens = re.findall(r"\s*\S{1,5}|\s+$", answer)[: request.max_tokens]
+        job = _Job(number, request, stream, prompt_tokens, tokens, self._now_s)
+        self._jobs.append(job)
+        return stream
+
+    def count_tokens(self, request: GenerateRequest) -> int:
+        """About four characters per token, plus two per message."""
+        if request.prompt_ids is not None:
+            return len(request.prompt_ids)
+        texts = [str(message.get("content") or "") for message in request.messages or ()]
+        return sum(2 + len(text) // 4 for text in [*texts, request.prompt or ""])
+
+    def snapshot(self) -> EngineSnapshot:
+        """The newest snapshot."""
+        return self._snapshot
+
+    def model(self) -> ModelInfo | None:
+        """The played model, None while loading."""
+        if not self._ready.is_set():
+            return None
+        script = self.script
+        return ModelInfo(
+            name=script.model, family="scripted", context=script.context,
+            model_context=script.context, vocab=8192, n_layers=script.n_layers + 1,
+            n_moe_layers=script.n_layers, n_experts=script.n_experts, top_k=script.top_k,
+            identity="scripted",
+        )  # fmt: skip
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Block until loaded; returns at once when time only passes through `advance`."""
+        ready = self._ready.wait(timeout_s if self._thread is not None else 0.0)
+        if self._error is not None:
+            raise self._error
+        return ready
+
+    def close(self) -> None:
+        """End all requests as cancelled and stop the thread."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        while self._jobs:
+            self._finish(self._jobs.popleft(), FinishReason.CANCELLED)
+        self._publish()
+
+    # -- time --------------------------------------------------------------------------------
+
+    def start(self, period_s: float = 0.01) -> ScriptedEngine:
+        """Let real time pass in a thread of its own; returns the engine."""
+        self._thread = threading.Thread(
+            target=self._run, args=(period_s,), name="engine", daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def _run(self, period_s: float) -> None:
+        before = time.monotonic()
+        while not self._ended.wait(period_s):
+            now = time.monotonic()
+            self.advance(now - before)
+            before = now
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass: load, read prompts and write tokens that fall due."""
+        self._now_s += seconds
+        self._credit_s += seconds
+        while self._pay_for_one_thing():
+            pass
+        self._publish()
+
+    def _pay_for_one_thing(self) -> bool:
+        if not self._ready.is_set():
+            return self._load()
+        if self._error is not None or not self._jobs:
+            self._credit_s = 0.0
+            return False
+        job = self._jobs[0]
+        if job.cancelled:
+            self._jobs.popleft()
+            self._finish(job, FinishReason.CANCELLED)
+            return True
+        return self._read(job) if job.read < job.prompt_tokens else self._write(job)
+
+    def _pay(self, cost_s: float) -> bool:
+        if self._credit_s < cost_s:
+            return False
+        self._credit_s -= cost_s
+        return True
+
+    def _load(self) -> bool:
+        total_s = sum(step.seconds for step in self.script.load)
+        self._load_s = min(total_s, self._load_s + self._credit_s)
+        self._credit_s = 0.0
+        if self._load_s < total_s:
+            return False
+        failure = self.script.load_failure
+        if failure is not None:
+            self._error = fail(failure.code, **failure.facts)
+        self._ready.set()
+        return True
+
+    def _read(self, job: _Job) -> bool:
+        chunk = min(self.script.prompt_chunk, job.prompt_tokens - job.read)
+        if not self._pay(chunk / self.script.prompt_tok_per_s):
+            return False
+        job.read += chunk
+        job.stream.push(PrefillProgress(job.read, job.prompt_tokens))
+        if job.read == job.prompt_tokens:
+            job.started_s = self._now_s - self._credit_s
+            job.wait_before_s = self._cache.counters.wait_s
+        return True
+
+    def _write(self, job: _Job) -> bool:
+        failure = self.script.failures.get(job.number)
+        if failure is not None and job.written >= failure.after_tokens:
+            self._jobs.popleft()
+            self._push_held(job)
+            job.stream.push(Failed(fail(failure.code, **failure.facts), self._usage(job)))
+            return True
+        if job.written == len(job.tokens):
+            self._jobs.popleft()
+            asked = job.request.max_tokens
+            cut = asked is not None and asked == job.written
+            self._finish(job, FinishReason.LENGTH if cut else FinishReason.STOP)
+            return True
+        cost_s = 1.0 / self.script.tokens_per_s
+        if not self._pay(cost_s):
+            return False
+        self._cache.step(cost_s)
+        self._steps += 1
+        job.held.append(job.tokens[job.written])
+        job.written += 1
+        if job.first_token_s is None:
+            job.first_token_s = self._now_s - self._credit_s - job.submitted_s
+        if job.stream.room():
+            self._push_held(job)
+        return True
+
+    def _push_held(self, job: _Job) -> None:
+        if job.held:
+            job.stream.push(TextDelta("".join(job.held), n_tokens=len(job.held)))
+            job.held.clear()
+
+    def _finish(self, job: _Job, reason: FinishReason) -> None:
+        self._push_held(job)
+        job.stream.push(Finished(reason, self._usage(job), job.request.quality.value))
+
+    def _usage(self, job: _Job) -> Usage:
+        now_s = self._now_s - self._credit_s
+        started_s = job.started_s if job.written else now_s
+        return Usage(
+            prompt_tokens=job.prompt_tokens,
+            completion_tokens=job.written,
+            prefill_s=job.read / self.script.prompt_tok_per_s,
+            decode_s=now_s - started_s,
+            first_token_s=job.first_token_s,
+            steps=job.written,
+            wait_s=self._cache.counters.wait_s - job.wait_before_s if job.written else 0.0,
+        )
+
+    def _cancel(self, request_id: str) -> None:
+        for job in tuple(self._jobs):
+            if job.stream.id == request_id:
+                job.cancelled = True
+
+    # -- snapshot ----------------------------------------------------------------------------
+
+    def _state(self) -> EngineState:
+        if not self._ready.is_set():
+            return EngineState.LOADING
+        if self._error is not None:
+            return EngineState.FAULT
+        if not self._jobs:
+            return EngineState.READY
+        job = self._jobs[0]
+        reading = job.read < job.prompt_tokens
+        return EngineState.READING if reading else EngineState.WRITING
+
+    def _loading(self) -> tuple[LoadStep, ...]:
+        left_s, steps = self._load_s, []
+        for step in self.script.load:
+            part_s = max(0.0, min(step.seconds, left_s))
+            left_s -= step.seconds
+            share = part_s / step.seconds if step.seconds else 1.0
+            done = int(step.total * share)
+            steps.append(replace(step, done=done, seconds=part_s, finished=left_s >= 0))
+        return tuple(steps)
+
+    def _publish(self) -> None:
+        state = self._state()
+        job = self._jobs[0] if self._jobs else None
+        loaded = self._ready.is_set() and self._error is None
+        counters = self._cache.counters
+        waiting = counters.wait_s / counters.step_s if counters.step_s else None
+        reading = job is not None and state is EngineState.READING
+        self._snapshot = EngineSnapshot(
+            state=state,
+            model=self.script.model,
+            family="scripted",
+            device="cpu",
+            context=self.script.context,
+            context_used=job.read + job.written if job is not None else 0,
+            requests_running=min(1, len(self._jobs)),
+            requests_waiting=max(0, len(self._jobs) - 1),
+            decode_tok_per_s=self.script.tokens_per_s if self._steps else None,
+            prefill_tok_per_s=self.script.prompt_tok_per_s if self._steps else None,
+            prompt_done=job.read if job is not None and reading else 0,
+            prompt_total=job.prompt_tokens if job is not None and reading else 0,
+            steps=self._steps,
+            tokens=self._steps,
+            step_ms=1000.0 / self.script.tokens_per_s if self._steps else None,
+            wait_share=waiting,
+            tier_share=self._cache.shares(),
+            counters=counters,
+            sizes=self._cache.sizes() if loaded else TierSizes(),
+            cache=self._cache.view() if loaded else None,
+            loading=() if self._ready.is_set() else self._loading(),
+            error=self._error.to_dict() if self._error is not None else None,
+            generation=self._snapshot.generation + 1,
+        )
