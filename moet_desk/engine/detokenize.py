@@ -1,0 +1,125 @@
+"""Token ids back to text: the bytes of each token, and an incremental decoder.
+
+Knows two spellings of bytes inside tokenizer.json: byte-level BPE (each byte is one printable
+character) and byte fallback ("<0xF0>", with "▁" for a space). No torch, no IO. `TokenBytes` is
+shared and may be read by any thread; a `Detokenizer` belongs to one request.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from moet_desk.errors import fail
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The character <-> byte table of byte-level BPE.
+
+    Printable Latin-1 bytes stand for themselves; the 68 others got the code points from 256 on, in
+    order (the table of GPT-2, used by every byte-level tokenizer.json).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+    except KeyError:  # a whole token stored as text, e.g. an added one that is not in the list
+        return token.encode("utf-8", "replace")
+
+
+def _with_fallback(token: str) -> bytes:
+    match = _FALLBACK.fullmatch(token)
+    if match is not None:
+        return bytes((int(match[1], 16),))
+    return token.replace("▁", " ").encode("utf-8", "replace")
+
+
+def _decoder_kinds(decoder: Mapping[str, Any] | None) -> set[str]:
+    if decoder is None:
+        return set()
+    kinds = {str(decoder.get("type"))}
+    for part in decoder.get("decoders") or ():
+        kinds |= _decoder_kinds(part)
+    return kinds
+
+
+class TokenBytes:
+    """The bytes of every token of one vocabulary, worked out on first use and remembered."""
+
+    __slots__ = ("_bytes_of", "_known", "_spell")
+
+    def __init__(
+        self,
+        spell: Callable[[int], str | None],
+        decoder: Mapping[str, Any] | None,
+        *,
+        added: Mapping[int, str],
+    ) -> None:
+        """Make the table.
+
+        Args:
+            spell: id -> the token as tokenizer.json writes it; None for an unused id.
+            decoder: the "decoder" entry of tokenizer.json.
+            added: added tokens, id -> text; they are plain text, not spelt bytes.
+
+        Raises:
+            MoetError: MD-SRC-07, the decoder is of a kind that is not known here.
+        """
+        kinds = _decoder_kinds(decoder)
+        if "ByteLevel" in kinds:
+            self._bytes_of = _byte_level
+        elif kinds & {"ByteFallback", "Metaspace"}:
+            self._bytes_of = _with_fallback
+        else:
+            found = ", ".join(sorted(kinds)) or "none"
+            reason = f"its decoder ({found}) is neither byte-level nor byte-fallback"
+            raise fail("MD-SRC-07", path="tokenizer.json", reason=reason)
+        self._spell = spell
+        self._known = {token_id: text.encode() for token_id, text in added.items()}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        known = self._known.get(token_id)
+        if known is None:
+            token = self._spell(token_id)
+            known = b"" if token is None else self._bytes_of(token)
+            self._known[token_id] = known
+        return known
+
+
+class Detokenizer:
+    """Turns the tokens of one answer into text as they come, in constant time per token.
+
+    Special tokens are text like any other (parsers of tool calls need them); only the ids in
+    `hidden` (the end-of-sequence ones) print nothing.
+    """
+
+    __slots__ = ("_decode", "_hidden", "_table")
+
+    def __init__(self, table: TokenBytes, hidden: Collection[int]) -> None:
+        self._table = table
+        self._hidden = frozenset(hidden)
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the characters that are complete now, possibly none."""
+        if token_id in self._hidden:
+            return ""
+        return self._decode.decode(self._table[token_id])
+
+    def flush(self) -> str:
+        """End the text: bytes of an unfinished character come out as one U+FFFD."""
+        tail = self._decode.decode(b"", True)
+        self._decode.reset()
+        return tail

@@ -1,0 +1,171 @@
+"""The sampler of one request: penalties, biases, the draw and log-probabilities.
+
+Owned and called by the engine thread, one `choose` per token. The choice depends on the logits, the
+request and the number of tokens chosen so far, on nothing else; a seed therefore gives the same
+answer alone and beside other requests.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moet_desk.engine.checks import check_sampling
+from moet_desk.engine.handle import Sampling
+from moet_desk.errors import fail
+from moet_desk.kernels.reference.sampling import sample, uniform
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A token, and its log-probability with the best alternatives if they were asked for.
+
+    Log-probabilities are of the raw logits: no temperature, filter, penalty or bias.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """Chooses the tokens of one answer.
+
+    Invariant: `_n_chosen` tokens have been chosen and are counted in `_counts` and `_seen`.
+    """
+
+    __slots__ = (
+        "_bias",
+        "_counts",
+        "_frequency",
+        "_min_p",
+        "_model",
+        "_n_chosen",
+        "_presence",
+        "_repetition",
+        "_seed",
+        "_seen",
+        "_temperature",
+        "_top_k",
+        "_top_logprobs",
+        "_top_p",
+    )
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        defaults: Sampling,
+        *,
+        prompt_ids: Sequence[int],
+        vocab: int,
+        top_logprobs: int | None = None,
+        model: str = "MODEL",
+    ) -> None:
+        """Prepare the choice of tokens.
+
+        Args:
+            sampling: what the request asks for; None values come from `defaults`.
+            defaults: the model's recommendation; it must be complete.
+            prompt_ids: the repetition penalty counts these too.
+            vocab: number of logits.
+            top_logprobs: None for no log-probabilities, else how many alternatives.
+            model: its name, for the words of an error.
+
+        Raises:
+            MoetError: MD-API-04, a value is out of range.
+        """
+        check_sampling(sampling, vocab)
+        self._temperature = _first(sampling.temperature, defaults.temperature, 1.0)
+        self._top_p = _first(sampling.top_p, defaults.top_p, 1.0)
+        self._top_k = int(_first(sampling.top_k, defaults.top_k, 0))
+        self._min_p = _first(sampling.min_p, defaults.min_p, 0.0)
+        self._presence = sampling.presence_penalty
+        self._frequency = sampling.frequency_penalty
+        # 1.0 is also what a request without a wish says, so the model's own value applies then.
+        asked = sampling.repetition_penalty
+        self._repetition = asked if asked != 1.0 else defaults.repetition_penalty
+        self._seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        self._n_chosen = 0
+        self._model = model
+        self._top_logprobs = top_logprobs
+        self._bias = _bias_of(sampling.logit_bias, vocab)
+        self._counts = (
+            torch.zeros(vocab) if self._presence != 0 or self._frequency != 0 else None
+        )  # [V] float32: how often each token was chosen
+        self._seen: Tensor | None = None  # [V] bool: in the prompt or the answer
+        if self._repetition != 1.0:
+            self._seen = torch.zeros(vocab, dtype=torch.bool)
+            self._seen[torch.tensor(sorted(set(prompt_ids)), dtype=torch.long)] = True
+
+    def choose(self, logits: Tensor) -> Chosen:
+        """Choose the next token and count it.
+
+        Shapes:
+            logits [V] float32, left unchanged
+
+        Raises:
+            MoetError: MD-ENG-04, the logits hold NaN or infinity; no token is chosen then.
+        """
+        adjusted = self._adjust(logits)
+        best, best_id = adjusted.max(0)  # the first of equal ones; NaN counts as the largest
+        if not math.isfinite(best):
+            raise fail("MD-ENG-04", reason="the model gave invalid numbers", model=self._model)
+        token_id = int(best_id)
+        if self._temperature > 0:
+            token_id = sample(
+                adjusted,
+                temperature=self._temperature,
+                top_k=self._top_k,
+                top_p=self._top_p,
+                min_p=self._min_p,
+                u=uniform(self._seed, self._n_chosen),
+            )
+        self._count(token_id)
+        if self._top_logprobs is None:
+            return Chosen(token_id)
+        return _with_logprobs(logits, token_id, self._top_logprobs)
+
+    def _adjust(self, logits: Tensor) -> Tensor:
+        """Apply the repetition penalty (Hugging Face), then the other two (OpenAI), then biases."""
+        if self._seen is not None:
+            penalty = self._repetition
+            scaled = torch.where(logits > 0, logits / penalty, logits * penalty)  # [V]
+            logits = torch.where(self._seen, scaled, logits)
+        if self._counts is not None:
+            logits = logits - self._counts * self._frequency
+            logits = logits - (self._counts > 0) * self._presence
+        return logits if self._bias is None else logits + self._bias
+
+    def _count(self, token_id: int) -> None:
+        self._n_chosen += 1
+        if self._counts is not None:
+            self._counts[token_id] += 1
+        if self._seen is not None:
+            self._seen[token_id] = True
+
+
+def _first(asked: float | None, recommended: float | None, otherwise: float) -> float:
+    if asked is not None:
+        return asked
+    return otherwise if recommended is None else recommended
+
+
+def _bias_of(logit_bias: Mapping[int, float], vocab: int) -> Tensor | None:
+    if not logit_bias:
+        return None
+    bias = torch.zeros(vocab)
+    for token_id, value in logit_bias.items():
+        bias[token_id] = value
+    return bias
+
+
+def _with_logprobs(logits: Tensor, token_id: int, n_top: int) -> Chosen:
+    logprobs = logits.float().log_softmax(0)  # [V]
+    values, ids = logprobs.topk(min(n_top, logprobs.shape[0]))
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return Chosen(token_id, float(logprobs[token_id]), top)
