@@ -1,0 +1,83 @@
+"""Every op in plain torch, float32 inside: the meaning of each op and the engine's CPU path.
+
+Split by concern; this module gives all of them under one roof. Triton twins carry the same names
+and argument orders. Owns no state; any thread may call it, the engine thread does.
+"""
+
+from moet_desk.kernels.reference.attention import gqa, mla_absorbed, mla_plain
+from moet_desk.kernels.reference.cache import CacheTables, LookupResult, lookup, release
+from moet_desk.kernels.reference.dense import linear, linear_row
+from moet_desk.kernels.reference.experts import combine, expert_mlp, expert_mlp_float, swiglu
+from moet_desk.kernels.reference.kv_formats import (
+    KvFormat,
+    gqa_entry_bytes,
+    gqa_read,
+    gqa_write,
+    mla_entry_bytes,
+    mla_read,
+    mla_write,
+)
+from moet_desk.kernels.reference.norms import (
+    RopeScaling,
+    apply_rope,
+    rms_norm,
+    rope_frequencies,
+    rope_tables,
+    rotate,
+    yarn_mscale,
+)
+from moet_desk.kernels.reference.quant import (
+    balance_zeros,
+    base_codes,
+    base_values,
+    expand_base,
+    expand_fine,
+    fine_digits,
+    fp4_values,
+    quantize_activations,
+    quantize_fp4,
+)
+from moet_desk.kernels.reference.routing import Score, route
+from moet_desk.kernels.reference.sampling import sample
+
+__all__ = [
+    "CacheTables",
+    "KvFormat",
+    "LookupResult",
+    "RopeScaling",
+    "Score",
+    "apply_rope",
+    "balance_zeros",
+    "base_codes",
+    "base_values",
+    "combine",
+    "expand_base",
+    "expand_fine",
+    "expert_mlp",
+    "expert_mlp_float",
+    "fine_digits",
+    "fp4_values",
+    "gqa",
+    "gqa_entry_bytes",
+    "gqa_read",
+    "gqa_write",
+    "linear",
+    "linear_row",
+    "lookup",
+    "mla_absorbed",
+    "mla_entry_bytes",
+    "mla_plain",
+    "mla_read",
+    "mla_write",
+    "quantize_activations",
+    "quantize_fp4",
+    "release",
+    "rms_norm",
+    "rope_frequencies",
+    "rope_tables",
+    "rotate",
+    "route",
+    "sample",
+    "swiglu",
+    "yarn_mscale",
+]
