@@ -422,13 +422,31 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "MD-API-06", "Not allowed",
         "{reason}.",
         "{hint}",
-        reaction=_CLIENT, http=401,
+        reaction=_CLIENT, exit=ExitCode.USAGE, http=401,
     ),
     ErrorSpec(
         "MD-API-07", "This host name is not served",
         'The Host header "{host}" is not this computer.',
         "Use http://127.0.0.1:{port}, or add the name to endpoint.hosts.",
         reaction=_CLIENT, http=403,
+    ),
+    ErrorSpec(
+        "MD-API-08", "The request is too large",
+        "The body is larger than {limit}.",
+        "Send less.",
+        reaction=_CLIENT, http=413,
+    ),
+    ErrorSpec(
+        "MD-API-09", "Web pages from elsewhere are not served",
+        'The request comes from a page of "{origin}".',
+        "Call from a program, or add the page's host to endpoint.hosts.",
+        reaction=_CLIENT, http=403,
+    ),
+    ErrorSpec(
+        "MD-API-10", "No such address",
+        "{address} is not served.",
+        "The base address ends in /v1; try /v1/models.",
+        reaction=_CLIENT, http=404,
     ),
     ErrorSpec(
         "MD-CHAT-01", "The chat template failed",

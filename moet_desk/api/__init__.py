@@ -1,0 +1,1 @@
+"""The OpenAI-compatible endpoint. It knows the engine only through `engine.handle`."""

@@ -1,0 +1,139 @@
+"""Who may call: host names, web pages, the key; and the last catch for failures of a handler.
+
+Owns the checks that come before any route. A browser can be made to call a server on this computer
+(DNS rebinding, forms on foreign pages), so names that are not this computer's and foreign origins
+are turned away even without a key. Runs in the endpoint's loop.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moet_desk.api.schemas import error_body
+from moet_desk.errors import MoetError, fail
+
+log = logging.getLogger(__name__)
+
+_OPEN_PATHS = ("/health",)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointOptions:
+    """Where and for whom the endpoint listens.
+
+    `port` 0 takes a free one. `hosts` are further names clients may use for this computer. Without
+    a `key` only loopback addresses are served.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 11500
+    key: str | None = None
+    hosts: tuple[str, ...] = ()
+    keep_alive_s: float = 10.0
+    max_body_bytes: int = 32 * 2**20
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this computer can connect."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address means this computer only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def host_of(header: str) -> str:
+    """The name in a Host header or origin's authority, without port, brackets and final dot."""
+    try:
+        return (urlsplit(f"//{header.strip()}").hostname or "").rstrip(".").lower()
+    except ValueError:
+        return ""
+
+
+def is_served(host: str, options: EndpointOptions) -> bool:
+    """Whether a client may call this computer by this name.
+
+    Addresses are safe when we listen on the network: rebinding needs a name.
+    """
+    if not host:
+        return False
+    if is_loopback(host) or host in (options.host.lower(), *map(str.lower, options.hosts)):
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return not options.is_loopback
+
+
+def check_caller(headers: Headers, path: str, options: EndpointOptions) -> None:
+    """Let a request through or refuse it.
+
+    Raises:
+        MoetError: MD-API-07 host name, MD-API-09 foreign web page, MD-API-06 key.
+    """
+    host = headers.get("host", "")
+    if not is_served(host_of(host), options):
+        raise fail("MD-API-07", host=host, port=options.port)
+    origin = headers.get("origin")
+    if origin is not None and not is_served(host_of(origin.partition("://")[2]), options):
+        raise fail("MD-API-09", origin=origin)
+    if options.key is None or path in _OPEN_PATHS:
+        return
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    hint = "Send the header Authorization: Bearer KEY with the key of this server."
+    if scheme.lower() != "bearer":
+        raise fail("MD-API-06", reason="This server wants a key", hint=hint)
+    if not hmac.compare_digest(given.strip().encode(), options.key.encode()):
+        raise fail("MD-API-06", reason="The key is not this server's", hint=hint)
+
+
+def error_response(error: MoetError, status: int | None = None) -> JSONResponse:
+    """An error as HTTP response."""
+    headers = {}
+    if error.spec.http == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.code == "MD-ENG-06":
+        headers["retry-after"] = "1"
+    return JSONResponse(error_body(error), status or error.spec.http, headers)
+
+
+class Guard:
+    """Checks every request before the routes see it, and answers for handlers that broke."""
+
+    def __init__(self, app: ASGIApp, options: EndpointOptions) -> None:
+        self._app = app
+        self._options = options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            check_caller(Headers(scope=scope), scope["path"], self._options)
+            await self._app(scope, receive, send_noted)
+        except MoetError as error:
+            await error_response(error)(scope, receive, send)
+        except Exception as error:
+            log.exception("request failed: %s %s", scope["method"], scope["path"])
+            if not started:
+                bug = fail("MD-BUG-01", reason=type(error).__name__, log="moet-desk.log")
+                await error_response(bug)(scope, receive, send)

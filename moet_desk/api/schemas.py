@@ -1,0 +1,336 @@
+"""Shapes of the OpenAI protocol: request bodies in (checked), response bodies out (plain dicts).
+
+Owns what a client may send: types, ranges, which parameters are refused because they would change
+the answer, and which are ignored because they would not. Messages and tools pass through as they
+are: the engine prepares and checks them for every front end. Pure; runs in the endpoint's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from moet_desk.engine.handle import GenerateRequest, ModelInfo, Quality, Sampling
+from moet_desk.errors import MoetError, fail
+from moet_desk.telemetry import TokenLogprob, Usage
+
+_T = TypeVar("_T")
+
+MAX_STOP_STRINGS = 16
+MAX_TOP_LOGPROBS = 20
+
+# Parameters that would change the answer and are not served. Null, false and empty count as left
+# out, and so does the value that means "as usual".
+REFUSED: Mapping[str, str] = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "audio": "only text is made",
+    "web_search_options": "there is no web search",
+    "reasoning_effort": "this model does not reason before it answers",
+    "verbosity": "it cannot be steered",
+    "best_of": "one answer per request",
+    "echo": "it belongs to text completions",
+    "suffix": "it belongs to text completions",
+    "min_tokens": "not served; max_tokens is",
+    "stop_token_ids": "not served; stop is",
+    "bad_words": "not served; logit_bias is",
+    "typical_p": "not served; top_p, top_k and min_p are",
+    "repeat_penalty": "its name is repetition_penalty",
+    "chat_template": "the model's own template is used",
+    "chat_template_kwargs": "the model's template takes none",
+    "guided_json": "structured answers are not served",
+    "guided_regex": "structured answers are not served",
+    "guided_choice": "structured answers are not served",
+    "guided_grammar": "structured answers are not served",
+    "structured_outputs": "structured answers are not served",
+    "grammar": "structured answers are not served",
+    "json_schema": "structured answers are not served",
+}
+
+_AS_USUAL: Mapping[str, Any] = {
+    "best_of": 1,
+    "typical_p": 1,
+    "repeat_penalty": 1,
+    "reasoning_effort": "none",
+}
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """Only plain text is served."""
+
+    type: str = "text"
+
+
+class ChatRequest(msgspec.Struct):
+    """Body of POST /v1/chat/completions. None means: not given."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    ignore_eos: bool | None = None
+    quality: Literal["fast", "exact"] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    modalities: list[str] | None = None
+
+    @property
+    def wants_calls(self) -> bool:
+        """Whether the answer may hold tool calls."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+# -- in --------------------------------------------------------------------------------------
+
+
+def read_chat(body: bytes) -> ChatRequest:
+    """Decode and check a chat request; what depends on the model is left to `to_generate`.
+
+    Raises:
+        MoetError: MD-API-05 not JSON or a wrong type, MD-API-04 a parameter out of range or not
+            served.
+    """
+    given = _decode_object(body)
+    # Clients that build the body by hand send the Python client's extra_body as it is.
+    extra = given.pop("extra_body", None)
+    if isinstance(extra, dict):
+        given = {**extra, **given}
+    for name, reason in REFUSED.items():
+        if given.get(name) and given[name] != _AS_USUAL.get(name):
+            raise refuse(name, reason)
+    try:
+        request = msgspec.convert(given, ChatRequest)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(str(error)) from error
+    _check_choices(request)
+    _check_numbers(request)
+    if not request.messages:
+        raise refuse("messages", "there must be at least one")
+    return request
+
+
+def to_generate(request: ChatRequest, model: ModelInfo, *, client: str) -> GenerateRequest:
+    """Turn a checked request into the engine's own.
+
+    Raises:
+        MoetError: MD-API-04, a token id outside the vocabulary.
+    """
+    default = model.default_quality
+    return GenerateRequest(
+        messages=request.messages,
+        tools=(request.tools or ()) if request.wants_calls else (),
+        sampling=_sampling(request, model.vocab),
+        stop=_stop_strings(request.stop),
+        max_tokens=_first(request.max_completion_tokens, request.max_tokens),
+        quality=default if request.quality is None else Quality(request.quality),
+        top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        ignore_eos=bool(request.ignore_eos),
+        client=client,
+    )
+
+
+def refuse(parameter: str, reason: str) -> MoetError:
+    """The error for a parameter that is not served or out of range."""
+    return fail("MD-API-04", parameter=parameter, reason=reason)
+
+
+def _decode_object(body: bytes) -> dict[str, Any]:
+    try:
+        given = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise fail("MD-API-05", reason=f"The body is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise fail("MD-API-05", reason="The body is not a JSON object")
+    return given
+
+
+def _wrong_type(words: str) -> MoetError:
+    what, _, where = words.partition(" - at `$.")
+    parameter = where.rstrip("`") or None
+    reason = f"{parameter}: {what}" if parameter else what
+    return fail("MD-API-05", reason=reason, parameter=parameter)
+
+
+def _check_choices(request: ChatRequest) -> None:
+    if request.n not in (None, 1):
+        raise refuse("n", "one answer per request")
+    if request.tool_choice not in (None, "auto", "none"):
+        raise refuse("tool_choice", 'only "auto" and "none" are served')
+    if request.response_format is not None and request.response_format.type != "text":
+        raise refuse("response_format", "structured answers are not served")
+    if request.modalities not in (None, ["text"]):
+        raise refuse("modalities", "only text is made")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise refuse("top_logprobs", "it needs logprobs: true")
+    stop = request.stop
+    if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
+        raise refuse("stop", f"at most {MAX_STOP_STRINGS} strings")
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0, 2),
+    ("top_p", 0, 1),
+    ("top_k", -1, 2**31),
+    ("min_p", 0, 1),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("repetition_penalty", 0, 10),
+    ("seed", -(2**63), 2**63 - 1),
+    ("top_logprobs", 0, MAX_TOP_LOGPROBS),
+    ("max_tokens", 1, 2**31),
+    ("max_completion_tokens", 1, 2**31),
+)
+
+
+def _check_numbers(request: ChatRequest) -> None:
+    for name, low, high in _RANGES:
+        value = getattr(request, name)
+        if value is not None and not low <= value <= high:
+            raise refuse(name, f"{value} is not within {low} to {high}")
+    for name in ("repetition_penalty", "top_p"):
+        if getattr(request, name) == 0:
+            raise refuse(name, "it must be above 0")
+    for token, bias in (request.logit_bias or {}).items():
+        if not -100 <= bias <= 100:
+            raise refuse("logit_bias", f"{bias} for {token} is not within -100 to 100")
+
+
+def _sampling(request: ChatRequest, vocab: int) -> Sampling:
+    return Sampling(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=None if request.top_k is None else max(0, request.top_k),  # -1 also means off
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=_first(request.repetition_penalty, 1.0),
+        seed=request.seed,
+        logit_bias=_logit_bias(request.logit_bias or {}, vocab),
+    )
+
+
+def _logit_bias(given: Mapping[str, float], vocab: int) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab):
+            raise refuse("logit_bias", f'"{key}" is not a token id below {vocab}')
+        bias[int(key)] = value
+    return bias
+
+
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    strings = [stop] if isinstance(stop, str) else stop or []
+    return tuple(string for string in strings if string)
+
+
+def _first(value: _T | None, default: _T) -> _T:
+    return default if value is None else value
+
+
+# -- out -------------------------------------------------------------------------------------
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    """Token counts as OpenAI names them."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def logprob_body(token: TokenLogprob) -> dict[str, Any]:
+    """One entry of `logprobs.content`."""
+    return {
+        **_token_body(token.text, token.logprob),
+        "top_logprobs": [_token_body(text, logprob) for _, text, logprob in token.top],
+    }
+
+
+def _token_body(text: bytes, logprob: float) -> dict[str, Any]:
+    # A token may hold part of a character; `bytes` has it whole. JSON has no -inf.
+    return {
+        "token": text.decode("utf-8", "replace"),
+        "logprob": max(logprob, -9999.0),
+        "bytes": list(text),
+    }
+
+
+def model_body(model: ModelInfo, *, created: int) -> dict[str, Any]:
+    """One entry of /v1/models, with the window a request really has."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "moet-desk",
+        "context_length": model.context,
+        "max_model_len": model.context,
+        "family": model.family,
+        "quality": model.default_quality.value,
+    }
+
+
+_OPENAI_CODE: Mapping[str, str] = {
+    "MD-API-02": "model_not_found",
+    "MD-API-03": "context_length_exceeded",
+    "MD-API-04": "unsupported_parameter",
+    "MD-API-05": "invalid_request",
+    "MD-API-06": "invalid_api_key",
+}
+
+_OPENAI_TYPE: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
+
+
+def error_body(error: MoetError) -> dict[str, Any]:
+    """The error as OpenAI clients read it, with our own code and next step beside.
+
+    `code` is OpenAI's word where it has one (clients act on context_length_exceeded), otherwise
+    ours.
+    """
+    status = error.spec.http
+    other = "server_error" if status >= 500 else "invalid_request_error"
+    return {
+        "error": {
+            "message": f"{error.title}. {error.cause}",
+            "type": _OPENAI_TYPE.get(status, other),
+            "param": error.facts.get("parameter"),
+            "code": _OPENAI_CODE.get(error.code, error.code),
+            "moet_code": error.code,
+            "do": error.do,
+        }
+    }
