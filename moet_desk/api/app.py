@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from moet_desk import __version__
-from moet_desk.api.chat import ChatStream, envelope, whole_answer
+from moet_desk.api.chat import ChatStream, as_moet_error, envelope, whole_answer
 from moet_desk.api.guard import EndpointOptions, Guard, error_response
 from moet_desk.api.schemas import model_body, read_chat, to_generate
 from moet_desk.engine.handle import EngineHandle, ModelInfo
@@ -41,7 +41,11 @@ def build_app(engine: EngineHandle, options: EndpointOptions) -> ASGIApp:
             Route("/v1/models/{name:path}", routes.show_model),
             Route("/health", routes.health),
         ],
-        exception_handlers={MoetError: _moet_error, HTTPException: _http_error},
+        exception_handlers={
+            MoetError: _moet_error,
+            HTTPException: _http_error,
+            Exception: _bug,
+        },
     )
     return Guard(app, options)
 
@@ -138,3 +142,8 @@ async def _http_error(http: Request, error: Exception) -> JSONResponse:
     status = error.status_code if isinstance(error, HTTPException) else 404
     address = f"{http.method} {http.url.path}"
     return error_response(fail("MD-API-10", address=address), status=status)
+
+
+async def _bug(http: Request, error: Exception) -> JSONResponse:
+    """A client never sees a traceback; the guard logs it."""
+    return error_response(as_moet_error(error))

@@ -8,6 +8,7 @@ clients raise as an error instead of taking the text for complete. Runs in the e
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -23,6 +24,8 @@ from moet_desk.engine.handle import ModelInfo, RequestStream
 from moet_desk.engine.parsers.hermes import Call, HermesParser, Parsed
 from moet_desk.errors import MoetError, fail
 from moet_desk.telemetry import Failed, Finished, FinishReason, PrefillProgress, TextDelta
+
+log = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -124,10 +127,11 @@ def _finish_word(finished: Finished, deltas: ChatDeltas) -> str:
 
 
 def as_moet_error(error: Exception) -> MoetError:
-    """A catalogue error for any failure."""
+    """A catalogue error for any failure; details of a bug go to the log only."""
     if isinstance(error, MoetError):
         return error
-    return fail("MD-BUG-01", reason=f"{type(error).__name__}: {error}", log="moet-desk.log")
+    log.error("the engine failed a request", exc_info=error)
+    return fail("MD-BUG-01", reason=type(error).__name__, log="moet-desk.log")
 
 
 # -- one body --------------------------------------------------------------------------------

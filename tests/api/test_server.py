@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import socket
+
+import httpx
+import pytest
+from moet_desk.api.guard import EndpointOptions, host_of, is_served
+from moet_desk.api.server import Endpoint
+from moet_desk.errors import MoetError
+from tests.api.fakes import FakeEngine
+
+
+def test_start__port_in_use__names_the_next_free_one(
+    engine: FakeEngine, endpoint: Endpoint
+) -> None:
+    taken = endpoint.options.port
+    with pytest.raises(MoetError) as caught:
+        Endpoint(engine, EndpointOptions(port=taken)).start()
+    assert caught.value.code == "MD-API-01"
+    second = Endpoint(engine, EndpointOptions(port=caught.value.facts["next_port"]))
+    second.start()
+    assert second.options.port > taken
+    second.stop()
+
+
+def test_stop__then_start__same_port_again(engine: FakeEngine) -> None:
+    endpoint = Endpoint(engine, EndpointOptions(port=0))
+    endpoint.start()
+    address = endpoint.address
+    endpoint.start()
+    endpoint.stop()
+    endpoint.stop()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{address}/health")
+    endpoint.start()
+    assert httpx.get(f"{address}/health").status_code == 200
+    endpoint.stop()
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
+def test_start__impossible_address__is_a_wrong_setting(engine: FakeEngine, host: str) -> None:
+    with pytest.raises(MoetError) as caught:
+        Endpoint(engine, EndpointOptions(host=host, port=0, key="k")).start()
+    assert caught.value.code == "MD-CFG-03"
+
+
+def test_start__network_address_without_key__refused(engine: FakeEngine) -> None:
+    with pytest.raises(MoetError) as caught:
+        Endpoint(engine, EndpointOptions(host="0.0.0.0", port=0)).start()
+    assert caught.value.code == "MD-API-06"
+
+
+def test_key__wrong_or_missing__401(engine: FakeEngine) -> None:
+    endpoint = Endpoint(engine, EndpointOptions(host="0.0.0.0", port=0, key="s3cret"))
+    endpoint.start()
+    try:
+        url = f"{endpoint.address}/v1/models"
+        assert url.startswith("http://127.0.0.1:")
+        for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "Basic s3cret"}):
+            refused = httpx.get(url, headers=headers)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(url, headers={"Authorization": "Bearer s3cret"}).status_code == 200
+        assert httpx.get(f"{endpoint.address}/health").status_code == 200
+    finally:
+        endpoint.stop()
+
+
+def test_start__ipv6(engine: FakeEngine) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6")
+    endpoint = Endpoint(engine, EndpointOptions(host="::1", port=0))
+    try:
+        endpoint.start()
+    except MoetError:
+        pytest.skip("no IPv6 loopback here")
+    try:
+        assert endpoint.address.startswith("http://[::1]:")
+        assert httpx.get(f"{endpoint.address}/health").status_code == 200
+    finally:
+        endpoint.stop()
+
+
+@pytest.mark.parametrize(
+    ("header", "host"),
+    [
+        ("localhost", "localhost"),
+        ("LOCALHOST:80", "localhost"),
+        ("[::1]:80", "::1"),
+        ("name.", "name"),
+        ("", ""),
+        ("[", ""),
+        ("a@localhost", "localhost"),
+    ],
+)
+def test_host_of(header: str, host: str) -> None:
+    assert host_of(header) == host
+
+
+@pytest.mark.parametrize(
+    ("listening", "hosts", "called", "served"),
+    [
+        ("127.0.0.1", (), "192.168.1.5", False),
+        ("0.0.0.0", (), "192.168.1.5", True),
+        ("0.0.0.0", (), "desk.lan", False),
+        ("0.0.0.0", ("Desk.lan",), "desk.lan", True),
+        ("desk.lan", (), "desk.lan", True),
+        ("127.0.0.1", (), "", False),
+    ],
+)
+def test_is_served(listening: str, hosts: tuple[str, ...], called: str, served: bool) -> None:
+    options = EndpointOptions(host=listening, hosts=hosts, key="k")
+    assert is_served(called, options) is served
