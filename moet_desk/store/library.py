@@ -1,0 +1,248 @@
+"""The packs on this computer: which there are, in what state, and removing one.
+
+Owns the models folder as a whole; the inside of a pack belongs to the packer and its reader. States
+are read from the pack record, the journal and file sizes; checksums are `verify`'s work. Deletes
+only files that the packer or the engine wrote. Any thread; imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import moet_desk
+from moet_desk.errors import MoetError, fail
+from moet_desk.store.durable import PARTIAL, disk_errors, pack_lock
+from moet_desk.store.journal import read_journal
+from moet_desk.store.pack_format import (
+    BASE_FILE,
+    COPIED_FILES,
+    DENSE_FILE,
+    DIGEST_BYTES,
+    DIGEST_FILE,
+    FINE_FILE,
+    HEAT_FILE,
+    JOURNAL_FILE,
+    LOCK_FILE,
+    PACK_JSON,
+    ROW_FILES,
+    PackMeta,
+    decode_meta,
+)
+
+DEMO = "demo"
+"""Name of the model that comes with the program."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_REMOVING = ".removing-"  # a folder of this name is on its way out and is no pack any more
+_OWN_FILES = (
+    *(PACK_JSON, DENSE_FILE, BASE_FILE, FINE_FILE, DIGEST_FILE, HEAT_FILE, JOURNAL_FILE, LOCK_FILE),
+    *COPIED_FILES,
+)
+
+
+class PackState(Enum):
+    """What can be done with a pack; the values are shown to people."""
+
+    READY = "ready"
+    INCOMPLETE = "incomplete"
+    DAMAGED = "damaged"
+    OTHER_FORMAT = "other format"
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledPack:
+    """One folder of the models folder.
+
+    `error` says why it is not ready; `meta` is None unless its record could be read.
+    """
+
+    name: str
+    path: Path
+    state: PackState
+    bytes: int  # on disk
+    rows_done: int
+    rows: int  # 0: not known yet
+    meta: PackMeta | None = None
+    error: MoetError | None = None
+
+
+class Library:
+    """The packs below one folder, which need not exist yet."""
+
+    def __init__(self, models_dir: Path) -> None:
+        self.models_dir = models_dir
+
+    def packs(self) -> list[InstalledPack]:
+        """All packs by name; folders that the packer did not make are left out."""
+        try:
+            folders = sorted(path for path in self.models_dir.iterdir() if path.is_dir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise fail("MD-PACK-07", path=str(self.models_dir), reason=reason) from error
+        return [look_at(path) for path in folders if _is_pack(path)]
+
+    def find(self, name: str) -> InstalledPack:
+        """The pack of this name, in whatever state.
+
+        Raises:
+            MoetError: MD-LIB-01 there is none.
+        """
+        path = self.models_dir / name
+        if not _NAME.fullmatch(name) or not _is_pack(path):
+            raise fail("MD-LIB-01", model=name, path=str(self.models_dir))
+        return look_at(path)
+
+    def has_ready(self, name: str) -> bool:
+        """Whether a pack of this name can be opened."""
+        path = self.models_dir / name
+        return _is_pack(path) and look_at(path).state is PackState.READY
+
+    def ready(self, name: str) -> Path:
+        """The folder of a pack that can be opened.
+
+        Raises:
+            MoetError: MD-LIB-01 there is none; MD-PACK-03, 06 or 07, it is not ready.
+        """
+        pack = self.find(name)
+        if pack.error is not None:
+            raise pack.error
+        return pack.path
+
+    def path_for(self, name: str) -> Path:
+        """Where a pack of this name is or will be.
+
+        Raises:
+            MoetError: MD-CFG-03 it is no usable name.
+        """
+        if not _NAME.fullmatch(name):
+            raise fail(
+                "MD-CFG-03",
+                name="--name",
+                value=name,
+                source="the command",
+                reason="letters, digits, dots, - and _ only, and a letter or digit first",
+                default="the source folder's name",
+            )
+        return self.models_dir / name
+
+    def remove(self, name: str) -> int:
+        """Delete a pack and return the bytes that became free; foreign files in it stay.
+
+        Raises:
+            MoetError: MD-LIB-01 there is none; MD-PACK-09 it is being packed; MD-DISK-03.
+        """
+        pack = self.find(name)
+        leaving = self.models_dir / f"{_REMOVING}{name}"
+        with disk_errors(pack.path):
+            self._finish_removals()
+            with pack_lock(pack.path):
+                # From this rename on it is no pack, even if deleting is interrupted.
+                pack.path.rename(leaving)
+            self._finish_removals()
+            if leaving.exists():
+                leaving.rename(pack.path)
+        return pack.bytes
+
+    def _finish_removals(self) -> None:
+        for leaving in self.models_dir.glob(f"{_REMOVING}*"):
+            for file in _own_files(leaving):
+                file.unlink()
+            if not any(leaving.iterdir()):
+                leaving.rmdir()
+
+
+def look_at(path: Path) -> InstalledPack:
+    """Read the state of one pack folder. Raises nothing: what is wrong is in the result."""
+    n_bytes = sum(_allocated(file) for file in _own_files(path))
+    if not (path / PACK_JSON).exists():
+        return _unfinished(path, n_bytes)
+    try:
+        meta = decode_meta((path / PACK_JSON).read_bytes(), path=str(path))
+        _check_sizes(path, meta)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        problem = fail("MD-PACK-07", path=str(path), reason=reason, model=path.name)
+    except MoetError as error:
+        problem = fail(error.code, **{**error.facts, "model": path.name})
+    else:
+        rows = meta.n_rows
+        return InstalledPack(path.name, path, PackState.READY, n_bytes, rows, rows, meta)
+    other = problem.code == "MD-PACK-03"
+    state = PackState.OTHER_FORMAT if other else PackState.DAMAGED
+    return InstalledPack(path.name, path, state, n_bytes, 0, 0, error=problem)
+
+
+def embedded_source() -> Path:
+    """The folder of the model that comes with the program.
+
+    In an installed wheel it lies inside the package, in a checkout beside it.
+
+    Raises:
+        MoetError: MD-SRC-01 it is not there.
+    """
+    package = Path(str(importlib.resources.files(moet_desk)))
+    for root in (package, package.parent):
+        source = root / "assets" / "demo"
+        if (source / "config.json").is_file():
+            return source
+    raise fail("MD-SRC-01", path=str(package / "assets" / "demo"), missing="config.json")
+
+
+def free_bytes(path: Path) -> int:
+    """Free disk space where `path` is or will be."""
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    return shutil.disk_usage(place).free
+
+
+def _is_pack(path: Path) -> bool:
+    marks = (PACK_JSON, JOURNAL_FILE, BASE_FILE)
+    return not path.name.startswith(".") and any((path / name).is_file() for name in marks)
+
+
+def _unfinished(path: Path, n_bytes: int) -> InstalledPack:
+    try:
+        journal = read_journal(path / JOURNAL_FILE)
+    except OSError:
+        done = total = 0
+    else:
+        done = len(journal.rows)
+        total = 0 if journal.key is None else journal.key.n_rows
+    shown = total or "?"
+    error = fail("MD-PACK-06", path=str(path), done=done, total=shown, model=path.name)
+    return InstalledPack(path.name, path, PackState.INCOMPLETE, n_bytes, done, total, error=error)
+
+
+def _check_sizes(path: Path, meta: PackMeta) -> None:
+    """Raises MD-PACK-07 naming the first file that is missing or has another size."""
+    sizes = {name: meta.n_rows * meta.stride(plane) for plane, name in ROW_FILES.items()}
+    sizes[DENSE_FILE] = meta.dense_bytes
+    sizes[DIGEST_FILE] = meta.n_rows * 2 * DIGEST_BYTES
+    for name, want in sizes.items():
+        file = path / name
+        got = file.stat().st_size if file.is_file() else None
+        if got != want:
+            what = "is missing" if got is None else f"has {got} bytes instead of {want}"
+            raise fail("MD-PACK-07", path=str(path), reason=f"{name} {what}")
+
+
+def _own_files(path: Path) -> Iterator[Path]:
+    for name in _OWN_FILES:
+        for file in (path / name, path / f"{name}{PARTIAL}"):
+            if file.is_file():
+                yield file
+
+
+def _allocated(file: Path) -> int:
+    """Bytes on disk: less than the size while the file is sparse."""
+    try:
+        return file.stat().st_blocks * 512
+    except OSError:
+        return 0
