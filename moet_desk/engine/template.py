@@ -33,10 +33,11 @@ _FILTERS = """
     selectattr sort string sum title trim unique upper
 """
 _PADDING_METHODS = frozenset(("center", "expandtabs", "ljust", "rjust", "zfill"))
-_WIDTH = re.compile(r"\d{5,}")  # a field width of a format string
-_BUDGET = (
-    "__budget__"  # read from the context's parent, which assignments in a template do not reach
-)
+# Large field widths in a format string, and widths that come as arguments.
+_WIDTH = re.compile(r"\d{5,}|\{[^{}]*:[^{}]*\{|%[-#0 +.\d]*\*")
+_STEP, _CONCATENATE = " step", " concatenate"  # names of filters that a template cannot spell
+# Read from the context's parent, which assignments in a template do not reach.
+_BUDGET = "__budget__"
 
 
 class _LimitReached(Exception):
@@ -51,11 +52,10 @@ class _Budget:
     def __init__(self) -> None:
         self.steps = MAX_LOOP_STEPS
 
-    def step(self) -> str:
+    def step(self) -> None:
         self.steps -= 1
         if self.steps < 0:
             raise _LimitReached(f"it runs more than {MAX_LOOP_STEPS:,} loop steps")
-        return ""
 
 
 class _GenerationBlock(Extension):
@@ -76,21 +76,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-            step = nodes.Call(
-                nodes.EnvironmentAttribute("take_step"), [nodes.ContextReference()], [], None, None
-            )
-            loop.body.insert(0, nodes.Output([step]))  # type: ignore[attr-defined]
+            step = nodes.Filter(nodes.Const(None), _STEP, [], [], None, None)
+            loop.body.insert(0, nodes.ExprStmt(step))  # type: ignore[attr-defined]
         _replace_concatenations(tree)
         return tree
-
-    def take_step(self, context: Context) -> str:
-        """Count one loop step or macro call. Prints nothing."""
-        budget: _Budget = context.parent[_BUDGET]
-        return budget.step()
-
-    def concatenate(self, *parts: object) -> str:
-        """The `~` operator with a limit."""
-        return _limited_join("", parts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
@@ -103,6 +92,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "+" and isinstance(result, str | list | tuple):
             _check_size(len(result))
         return result
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        _check_format(value.__self__)
+        return wrapped
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(function, "__self__", None)
@@ -184,6 +180,8 @@ def _environment() -> _Sandbox:
     originals = sandbox.filters
     sandbox.filters = {name: originals[name] for name in _FILTERS.split()}
     sandbox.filters |= {
+        _STEP: _take_step,
+        _CONCATENATE: _concatenate,
         "tojson": _to_json,
         "from_json": json.loads,
         "indent": _indent_filter(originals["indent"]),
@@ -214,7 +212,7 @@ def _join_limited_output(chunks: Iterable[str]) -> str:
 
 
 def _replace_concatenations(tree: nodes.Template) -> None:
-    """Turn `a ~ b` into a call, since the sandbox cannot intercept that operator."""
+    """Turn `a ~ b` into a filter, since the sandbox cannot intercept that operator."""
     for parent in [tree, *tree.find_all(nodes.Node)]:
         for field, value in parent.iter_fields():
             if isinstance(value, nodes.Concat):
@@ -223,9 +221,21 @@ def _replace_concatenations(tree: nodes.Template) -> None:
                 value[:] = [_concatenation(v) if isinstance(v, nodes.Concat) else v for v in value]
 
 
-def _concatenation(node: nodes.Concat) -> nodes.Call:
-    function = nodes.EnvironmentAttribute("concatenate", lineno=node.lineno)
-    return nodes.Call(function, node.nodes, [], None, None, lineno=node.lineno)
+def _concatenation(node: nodes.Concat) -> nodes.Filter:
+    first, *others = node.nodes
+    return nodes.Filter(first, _CONCATENATE, others, [], None, None, lineno=node.lineno)
+
+
+@jinja2.pass_context
+def _take_step(context: Context, _: None) -> None:
+    """Count one loop step or macro call."""
+    budget: _Budget = context.parent[_BUDGET]
+    budget.step()
+
+
+def _concatenate(*parts: object) -> str:
+    """Join text as the `~` operator does, with a limit."""
+    return _limited_join("", parts)
 
 
 def _check_size(n_items: int) -> None:
@@ -251,8 +261,6 @@ def _check_text_method(owner: str, method: str, args: tuple[Any, ...]) -> None:
             raise _LimitReached("it pads text to a large width")
     elif method == "replace" and len(args) >= 2:
         _check_replace(owner, args[0], args[1])
-    elif method == "format":
-        _check_format(owner)
     elif method == "join" and args and isinstance(args[0], Sequence):
         _limited_join(owner, args[0])
 
