@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+import blake3
 import msgspec
 
 from moet_desk.errors import fail
@@ -27,6 +28,7 @@ FINE_FILE = "experts.fine"
 DIGEST_FILE = "rows.b3"
 HEAT_FILE = "heat.json"
 JOURNAL_FILE = "journal"
+LOCK_FILE = "lock"
 DIGEST_BYTES = 16  # blake3 truncated to 128 bits
 
 COPIED_FILES = (
@@ -40,11 +42,45 @@ COPIED_FILES = (
 """Small files taken over from the source when they are there."""
 
 
+IDENTITY_FILES = tuple(name for name in COPIED_FILES if name != "NOTICE")
+"""Of those, the ones that change answers; with the weights they make a source's identity."""
+
+
 class Plane(Enum):
     """Which of an expert's two rows."""
 
     BASE = "base"
     FINE = "fine"
+
+
+ROW_FILES: Mapping[Plane, str] = {Plane.BASE: BASE_FILE, Plane.FINE: FINE_FILE}
+
+
+class Phase(Enum):
+    """What a packer or a verifier is doing now; the values are shown to people."""
+
+    READ_SOURCE = "read the source"
+    DENSE = "copy dense weights"
+    ROWS = "pack experts"
+    FINISH = "write the index"
+    VERIFY = "verify rows"
+    REPAIR = "repair rows"
+
+
+@dataclass(frozen=True, slots=True)
+class PackProgress:
+    """One report of a long job: `done` of `total` in `unit` ("bytes" or "rows").
+
+    `kept` rows were found finished from an earlier run; `dropped` journal records were damaged, so
+    their rows are made again.
+    """
+
+    phase: Phase
+    done: int
+    total: int
+    unit: str
+    kept: int = 0
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +135,51 @@ class PackMeta(msgspec.Struct, frozen=True):
     source_format: str  # how the experts were stored: "mxfp4", "bf16", "fp8", ...
     fine_is_lossless: bool  # FP4 source kept verbatim
     source: list[SourceFile]
+    dense_bytes: int
+    dense_blake3: str
+    digests_blake3: str  # of rows.b3
+    copied: list[SourceFile]  # small files taken over, as they were then
+    checksum: str = ""  # of this record without it; set by `encode_meta`
 
     @property
     def n_rows(self) -> int:
         return len(self.moe_layers) * self.n_experts
 
+    def stride(self, plane: Plane) -> int:
+        """Bytes from one row of this plane to the next."""
+        return self.base_stride if plane is Plane.BASE else self.fine_stride
+
+    def expert_of(self, row: int) -> tuple[int, int]:
+        """(model layer number, expert) of a row."""
+        layer, expert = divmod(row, self.n_experts)
+        return self.moe_layers[layer], expert
+
 
 def encode_meta(meta: PackMeta) -> bytes:
     """The record as stable, indented JSON (the same meta gives the same bytes)."""
-    return msgspec.json.format(msgspec.json.encode(meta), indent=1) + b"\n"
+    sealed = msgspec.structs.replace(meta, checksum=_checksum(meta))
+    return msgspec.json.format(msgspec.json.encode(sealed), indent=1) + b"\n"
 
 
 def decode_meta(data: bytes, *, path: str) -> PackMeta:
     """Read pack.json.
 
     Raises:
-        MoetError: MD-PACK-03 another format version, MD-PACK-07 not a pack record.
+        MoetError: MD-PACK-03 another format version, MD-PACK-07 not a pack record, or changed
+            since it was written.
     """
     try:
         version = msgspec.json.decode(data, type=dict).get("format")
-        if version != FORMAT_VERSION:
+        if isinstance(version, int) and version != FORMAT_VERSION:
             raise fail("MD-PACK-03", path=path, got=version, want=FORMAT_VERSION, model="NAME")
-        return msgspec.json.decode(data, type=PackMeta)
-    except msgspec.MsgspecError as error:
+        meta = msgspec.json.decode(data, type=PackMeta)
+    except (ValueError, RecursionError) as error:
         raise fail("MD-PACK-07", path=path, reason=str(error)) from error
+    if encode_meta(meta) != data:
+        raise fail("MD-PACK-07", path=path, reason="it does not match its checksum")
+    return meta
+
+
+def _checksum(meta: PackMeta) -> str:
+    blank = msgspec.structs.replace(meta, checksum="")
+    return blake3.blake3(msgspec.json.encode(blank)).hexdigest(length=DIGEST_BYTES)

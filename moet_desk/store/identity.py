@@ -1,0 +1,91 @@
+"""What makes a source that source: the content of its weights, config, tokenizer and template.
+
+Owns the hash that packs, journals and repairs compare. Reads every byte once with plain reads, so
+a disk that cannot read a file is found here, before anything is mapped and decoded. Used by the
+packing thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import blake3
+
+from moet_desk.errors import fail
+from moet_desk.store.pack_format import (
+    FORMAT_VERSION,
+    IDENTITY_FILES,
+    QUANTIZER_VERSION,
+    SourceFile,
+)
+
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """blake3 over the files of a source, the quantiser and the pack format, in hex."""
+
+    hash: str
+    files: tuple[SourceFile, ...]
+
+    @property
+    def short(self) -> str:
+        return self.hash[:12]
+
+
+def identify(
+    folder: Path, weights: Sequence[Path], on_bytes: Callable[[int, int], None]
+) -> Identity:
+    """Hash the weights and small files of a source.
+
+    Args:
+        folder: the source.
+        weights: its safetensors files.
+        on_bytes: called with (bytes read, bytes in all) after each chunk; may raise to stop.
+
+    Raises:
+        MoetError: MD-SRC-01 no config.json, MD-SRC-02 a file cannot be read.
+    """
+    if not (folder / "config.json").is_file():
+        raise fail("MD-SRC-01", path=str(folder), missing="config.json")
+    small = [folder / name for name in IDENTITY_FILES if (folder / name).is_file()]
+    paths = sorted({*weights, *small}, key=lambda path: path.name)
+    total = sum(path.stat().st_size for path in paths)
+    done = 0
+    files = []
+    whole = blake3.blake3(f"{FORMAT_VERSION} {QUANTIZER_VERSION}\n".encode())
+    for path in paths:
+        file = hash_file(path, partial(_add, on_bytes, done, total))
+        done += file.bytes
+        files.append(file)
+        whole.update(f"{file.name}\0{file.bytes}\0{file.blake3}\n".encode())
+    return Identity(whole.hexdigest(), tuple(files))
+
+
+def _add(on_bytes: Callable[[int, int], None], start: int, total: int, done: int) -> None:
+    on_bytes(start + done, total)
+
+
+def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> SourceFile:
+    """Name, size and blake3 of one file.
+
+    Raises:
+        MoetError: MD-SRC-02 it cannot be read.
+    """
+    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    buffer = bytearray(_CHUNK_BYTES)
+    done = 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while n_read := file.readinto(buffer):
+                hasher.update(memoryview(buffer)[:n_read])
+                done += n_read
+                on_bytes(done)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise fail("MD-SRC-02", file=path.name, reason=reason) from error
+    return SourceFile(path.name, done, hasher.hexdigest())

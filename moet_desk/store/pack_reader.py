@@ -1,0 +1,231 @@
+"""Read a pack: single expert rows straight from the file, dense tensors by name.
+
+Owns the open files. Every row is checked against its digest before anybody uses it, and a row that
+cannot be read is an error, never zeros. `read_row` may be called from several threads at once, as
+it has no file position; `close` must come after the last of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import blake3
+import numpy as np
+from torch import Tensor
+
+from moet_desk.errors import MoetError, fail
+from moet_desk.kernels.layouts import ROW_ALIGN_BYTES, ExpertLayout
+from moet_desk.store.pack_format import DENSE_FILE, ROW_FILES, PackMeta, Plane
+from moet_desk.store.pack_meta import (
+    DigestTable,
+    check_sizes,
+    damaged_rows,
+    read_digests,
+    read_meta,
+    unreadable,
+)
+from moet_desk.store.pack_rows import row_digest
+from moet_desk.store.quant_formats import decode
+from moet_desk.store.sources import TensorIndex
+
+RowBuffer = bytearray | memoryview | mmap.mmap
+
+
+class PackReader:
+    """An open pack. Made by `open`; usable as a context manager.
+
+    Attributes:
+        path: the pack's folder.
+        meta: its record.
+        layout: sizes of one expert.
+        dense: the dense tensors, mapped read only.
+        direct: whether aligned buffers are filled past the page cache.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        meta: PackMeta,
+        *,
+        dense: TensorIndex,
+        digests: DigestTable,
+        fds: Mapping[Plane, int],
+        direct_fds: Mapping[Plane, int],
+    ) -> None:
+        self.path = path
+        self.meta = meta
+        self.layout = ExpertLayout(meta.hidden, meta.inter)
+        self.dense = dense
+        self._digests = digests
+        self._fds = dict(fds)
+        self._direct_fds = dict(direct_fds)
+
+    @classmethod
+    def open(cls, path: Path, *, direct: bool = False) -> PackReader:
+        """Open a complete pack after checking its record, sizes and digest table.
+
+        Args:
+            path: the pack's folder.
+            direct: read past the page cache (O_DIRECT) where the file system allows it. Only
+                buffers on a 4096-byte boundary gain by it; others are read as usual.
+
+        Raises:
+            MoetError: MD-PACK-03 another format version, MD-PACK-06 not complete, MD-PACK-07
+                damaged or not a pack.
+        """
+        meta = read_meta(path)
+        _check_layout(path, meta)
+        check_sizes(path, meta)
+        digests = read_digests(path, meta)
+        if not digests.matches(meta):
+            raise unreadable(path / "rows.b3", "it does not match its checksum")
+        dense = _open_dense(path)
+        fds: dict[Plane, int] = {}
+        try:
+            for plane in Plane:
+                fds[plane] = os.open(path / ROW_FILES[plane], os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            _close(fds)
+            raise unreadable(path, error.strerror or str(error)) from error
+        direct_fds = _open_direct(path) if direct else {}
+        return cls(path, meta, dense=dense, digests=digests, fds=fds, direct_fds=direct_fds)
+
+    @property
+    def direct(self) -> bool:
+        return bool(self._direct_fds)
+
+    def read_row(self, plane: Plane, row: int, out: RowBuffer, *, verify: bool = True) -> None:
+        """Fill `out` with one padded row.
+
+        Args:
+            plane: base or fine.
+            row: layer * n_experts + expert, layers counted among MoE layers.
+            out: writable, exactly one stride of this plane.
+            verify: compare with the stored digest.
+
+        Raises:
+            MoetError: MD-NVME-04 the read failed, MD-PACK-04 the bytes are not those packed. `out`
+                must not be used then.
+            ValueError: `row` or the size of `out` is wrong.
+        """
+        view = memoryview(out).cast("B")
+        stride = self.meta.stride(plane)
+        if not 0 <= row < self.meta.n_rows or len(view) != stride:
+            raise ValueError(f"row {row} into {len(view)} bytes, stride {stride}")
+        try:
+            self._fill(plane, view, row * stride)
+        except OSError as error:
+            raise self._failed(row, error.strerror or str(error)) from error
+        if verify and row_digest(view) != self._digests.of(plane, row):
+            raise damaged_rows(self.path, self.meta, [(plane, row)])
+
+    def _fill(self, plane: Plane, view: memoryview, offset: int) -> None:
+        fd = self._fds[plane]
+        if plane in self._direct_fds and _address(view) % ROW_ALIGN_BYTES == 0:
+            fd = self._direct_fds[plane]
+        done = 0
+        while done < len(view):
+            n_read = os.preadv(fd, [view[done:]], offset + done)
+            if n_read == 0:
+                raise OSError(errno.EIO, "the file ends before this row")
+            done += n_read
+            fd = self._fds[plane]  # the rest of a short direct read is no longer aligned
+
+    def _failed(self, row: int, reason: str) -> MoetError:
+        layer, expert = self.meta.expert_of(row)
+        names = {"path": str(self.path), "model": self.path.name}
+        return fail("MD-NVME-04", layer=layer, expert=expert, reason=reason, **names)
+
+    def dense_tensor(self, name: str) -> Tensor:
+        """A dense tensor by logical name, decoded to a new float32 tensor.
+
+        Raises:
+            MoetError: MD-PACK-07 the pack has no such tensor; MD-SRC-05, MD-SRC-06 as `decode`.
+        """
+        if name not in self.dense:
+            raise unreadable(self.path / DENSE_FILE, f"it has no tensor {name}")
+        return decode(self.dense, name)
+
+    def config(self) -> dict[str, Any]:
+        """The model's config.json.
+
+        Raises:
+            MoetError: MD-PACK-07 it is missing or not as it was when packed.
+        """
+        path = self.path / "config.json"
+        want = {file.name: file.blake3 for file in self.meta.copied}
+        try:
+            data = path.read_bytes()
+            if blake3.blake3(data).hexdigest() != want.get("config.json"):
+                raise unreadable(path, "it does not match its checksum")
+            config: dict[str, Any] = json.loads(data)
+        except OSError as error:
+            raise unreadable(path, error.strerror or str(error)) from error
+        except (ValueError, RecursionError) as error:
+            raise unreadable(path, str(error)) from error
+        return config
+
+    def close(self) -> None:
+        """Close the row files. Dense tensors stay mapped while somebody holds a view of them."""
+        _close(self._fds)
+        _close(self._direct_fds)
+
+    def __enter__(self) -> PackReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _check_layout(path: Path, meta: PackMeta) -> None:
+    try:
+        layout = ExpertLayout(meta.hidden, meta.inter)
+    except ValueError as error:
+        raise unreadable(path / "pack.json", str(error)) from error
+    sizes = (meta.base_row_bytes, meta.base_stride, meta.fine_row_bytes, meta.fine_stride)
+    want = (layout.base_bytes, layout.base_stride, layout.fine_bytes, layout.fine_stride)
+    if sizes != want:
+        raise unreadable(path / "pack.json", f"rows of {sizes} bytes, {want} are expected")
+
+
+def _open_dense(path: Path) -> TensorIndex:
+    try:
+        return TensorIndex.open_file(path / DENSE_FILE)
+    except MoetError as error:
+        # the words of MD-SRC-02 would send people to download a file that we made
+        raise unreadable(path / DENSE_FILE, str(error.facts.get("reason", error))) from error
+
+
+def _open_direct(path: Path) -> dict[Plane, int]:
+    """Descriptors that read past the page cache; none when the file system refuses."""
+    fds: dict[Plane, int] = {}
+    probe = mmap.mmap(-1, ROW_ALIGN_BYTES)
+    try:
+        for plane in Plane:
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+            fds[plane] = os.open(path / ROW_FILES[plane], flags)
+            os.preadv(fds[plane], [probe], 0)  # some file systems take the flag and then refuse
+    except OSError:
+        _close(fds)
+    return fds
+
+
+def _close(fds: dict[Plane, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)

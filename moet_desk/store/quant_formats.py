@@ -1,0 +1,198 @@
+"""Decode stored tensors to float32, and turn an expert's matrix into FP4 nibbles and scales.
+
+Owns the meaning of each `Format`; the quantiser itself is `kernels.reference.quant`. Works in tiles
+of rows, so that a matrix costs its nibbles and one tile. Pure functions over mapped tensors; the
+packer's threads call them.
+
+Formats (models.md §3): FP8 is q * scale with one scale per 128 x 128 block, edge blocks partial.
+MXFP4 is e2m1 with one E8M0 byte u = 2**(u - 127) per 32 columns; byte j holds element 2j in its low
+nibble and 2j + 1 in its high one, in all three layouts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moet_desk.errors import MoetError, fail
+from moet_desk.kernels.reference.quant import (
+    MAX_FINITE_SCALE,
+    balance_zeros,
+    fp4_values,
+    quantize_fp4,
+)
+from moet_desk.store.sources import (
+    FP8_BLOCK,
+    MXFP4_BLOCK,
+    Format,
+    RawTensor,
+    TensorIndex,
+    TensorInfo,
+)
+
+TILE_WEIGHTS = 1 << 22  # 16 MiB of float32 at a time
+
+_FLOATS = (Format.F64, Format.F32, Format.F16, Format.BF16)
+
+
+def decode(
+    index: TensorIndex, name: str, *, rows: slice | None = None, expert: int | None = None
+) -> Tensor:
+    """The values of a logical tensor.
+
+    Args:
+        index: where the tensor is.
+        name: its logical name.
+        rows: which rows (of the first dimension left) to decode; a positive step is allowed.
+        expert: choose one matrix of a tensor that stacks all experts, [E, N, K].
+
+    Returns:
+        A new float32 tensor: the logical shape, without the expert dimension when one was chosen.
+
+    Raises:
+        MoetError: MD-SRC-05 a format that cannot be decoded, MD-SRC-06 NaN or infinite values.
+    """
+    info = index.info(name)
+    values = _decode(info, rows, expert)
+    if not _all_finite(values):
+        raise _invalid(name, "weights", values)
+    return values
+
+
+def fp4_of(
+    index: TensorIndex, name: str, *, rows: slice | None = None, expert: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """A matrix as FP4 nibbles and scale bytes: MXFP4 kept bit for bit, all else quantised.
+
+    Shapes:
+        returns nibbles uint8 [N, K] (one per byte, 0..15) and E8M0 scales uint8 [N, K/32]
+
+    Raises:
+        MoetError: MD-SRC-05 or MD-SRC-06 as `decode`; MD-SRC-05 when K is no multiple of 32.
+    """
+    info = index.info(name)
+    if info.format is Format.MXFP4:
+        codes, scales = _mxfp4(info, rows, expert)
+        return _nibbles(codes), scales.clone()
+    n_rows, width = _matrix_shape(info, rows, expert)
+    chosen = range(info.shape[-2])[rows or slice(None)]
+    step = max(1, TILE_WEIGHTS // width)
+    nibbles = torch.empty(n_rows, width, dtype=torch.uint8)
+    scales = torch.empty(n_rows, width // MXFP4_BLOCK, dtype=torch.uint8)
+    for first in range(0, n_rows, step):
+        part = chosen[first : first + step]
+        tile = decode(index, name, rows=slice(part.start, part.stop, part.step), expert=expert)
+        nibbles[first : first + step], scales[first : first + step] = quantize_fp4(tile)
+    return balance_zeros(nibbles), scales
+
+
+def check_finite(index: TensorIndex, name: str) -> None:
+    """Look through a whole tensor for NaN and infinite numbers, tile by tile.
+
+    Raises:
+        MoetError: MD-SRC-06 when there is one, MD-SRC-05 a format that cannot be decoded.
+    """
+    info = index.info(name)
+    if info.format is Format.INTEGER:
+        return
+    if not info.shape:
+        decode(index, name)
+        return
+    width = max(1, info.weight.n_bytes // max(1, info.shape[0]))
+    step = max(1, TILE_WEIGHTS // width)
+    for first in range(0, info.shape[0], step):
+        decode(index, name, rows=slice(first, min(first + step, info.shape[0])))
+
+
+# -- one format each ---------------------------------------------------------------------------
+
+
+def _decode(info: TensorInfo, rows: slice | None, expert: int | None) -> Tensor:
+    if info.format in _FLOATS:
+        return _select(info.weight.tensor(), rows, expert).to(torch.float32, copy=True)
+    if info.format is Format.FP8 and expert is None:
+        return _fp8(info, rows)
+    if info.format is Format.MXFP4:
+        codes, scales = _mxfp4(info, rows, expert)
+        return fp4_values(_nibbles(codes), scales)
+    raise fail("MD-SRC-05", tensor=info.name, format=info.stored_as)
+
+
+def _fp8(info: TensorInfo, rows: slice | None) -> Tensor:
+    n_rows, width = info.shape
+    weight = _select(info.weight.tensor(), rows, None).to(torch.float32)  # [R, K]
+    scale = _finite_scales(info)  # [N/128, K/128] f32
+    block_rows = torch.arange(n_rows)[rows or slice(None)] // FP8_BLOCK
+    columns = scale[block_rows].repeat_interleave(FP8_BLOCK, dim=1)  # [R, >= K]
+    return weight.mul_(columns[:, :width])
+
+
+def _finite_scales(info: TensorInfo) -> Tensor:
+    scale = _scale(info)
+    if scale.dtype == "F8_E8M0":
+        return e8m0(_checked_e8m0(info.name, scale.tensor()))
+    values = scale.tensor().to(torch.float32)
+    if not _all_finite(values):
+        raise _invalid(info.name, "scales", values)
+    return values
+
+
+def _mxfp4(info: TensorInfo, rows: slice | None, expert: int | None) -> tuple[Tensor, Tensor]:
+    """Packed codes uint8 [..., K/2] and scale bytes uint8 [..., K/32], views of the file."""
+    half = (*info.shape[:-1], info.shape[-1] // 2)
+    codes = info.weight.bytes().view(half)  # the three layouts differ in shape and dtype only
+    scales = _scale(info).bytes().view(*info.shape[:-1], info.shape[-1] // MXFP4_BLOCK)
+    chosen = _select(scales, rows, expert)
+    return _select(codes, rows, expert), _checked_e8m0(info.name, chosen)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """Unpack uint8 [..., K/2] to one nibble per byte, uint8 [..., K]."""
+    pairs = torch.empty(*codes.shape, 2, dtype=torch.uint8)
+    torch.bitwise_and(codes, 15, out=pairs[..., 0])
+    torch.bitwise_right_shift(codes, 4, out=pairs[..., 1])
+    return pairs.flatten(-2)
+
+
+def e8m0(scales: Tensor) -> Tensor:
+    """E8M0 bytes as float32, exactly: 2**(u - 127); u = 0 is the subnormal 2**-127."""
+    bits = torch.where(scales == 0, 0x00400000, scales.int() << 23)
+    return bits.int().view(torch.float32)
+
+
+# -- parts -------------------------------------------------------------------------------------
+
+
+def _select(tensor: Tensor, rows: slice | None, expert: int | None) -> Tensor:
+    chosen = tensor if expert is None else tensor[expert]
+    return chosen if rows is None else chosen[rows]
+
+
+def _scale(info: TensorInfo) -> RawTensor:
+    if info.scale is None:
+        raise fail("MD-SRC-05", tensor=info.name, format=info.stored_as)
+    return info.scale
+
+
+def _matrix_shape(info: TensorInfo, rows: slice | None, expert: int | None) -> tuple[int, int]:
+    shape = info.shape if expert is None else info.shape[1:]
+    if len(shape) != 2 or shape[1] % MXFP4_BLOCK or shape[1] == 0:
+        reason = f"{list(info.shape)}, not a matrix of whole blocks of {MXFP4_BLOCK} columns"
+        raise fail("MD-SRC-05", tensor=info.name, format=reason)
+    return len(range(shape[0])[rows or slice(None)]), shape[1]
+
+
+def _all_finite(values: Tensor) -> bool:
+    return bool(torch.isfinite(values).all())
+
+
+def _checked_e8m0(name: str, scales: Tensor) -> Tensor:
+    if scales.numel() and int(scales.max()) > MAX_FINITE_SCALE:
+        n_bad = int((scales > MAX_FINITE_SCALE).sum())
+        raise fail("MD-SRC-06", tensor=name, n_bad=n_bad, part="scales")
+    return scales
+
+
+def _invalid(name: str, part: str, values: Tensor) -> MoetError:
+    n_bad = int((~torch.isfinite(values)).sum())
+    return fail("MD-SRC-06", tensor=name, n_bad=n_bad, part=part)

@@ -1,0 +1,450 @@
+"""One index over the tensors of a safetensors folder, whatever quantisation they are stored in.
+
+Owns the header checks, the read-only mappings and the grouping of stored tensors into logical ones
+(a weight with its scales is one tensor). Decodes nothing: that is `quant_formats`. Not bound to a
+thread; an index never changes after `open`.
+
+A file is: 8 bytes little-endian header length, the JSON header, then the data without holes. The
+checks follow the format's description in the safetensors README and its Rust reader.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+
+from moet_desk.errors import MoetError, fail
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library has the same limit
+MXFP4_BLOCK = 32
+FP8_BLOCK = 128
+
+_LENGTH_BYTES = 8
+_MAX_DIMS = 8
+_MAX_SIZE = 1 << 63
+
+# name in the file -> torch dtype of a view; E8M0 stays bytes because only its exponent is used
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.uint8,
+}
+
+_SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
+# present only with layouts that are not read here; they make a tensor UNKNOWN instead of wrong
+_EXTRAS = (
+    ".weight_scale_2",
+    ".weight_global_scale",
+    ".weight_zero_point",
+    ".weight_g_idx",
+    ".weight_shape",
+    ".input_scale",
+    ".input_global_scale",
+)
+_BYTE_CODES = ("U8", "I8")
+_SCALED = ("U8", "I8", "F8_E4M3")  # dtypes that mean nothing without a scale
+
+
+class Format(Enum):
+    """How a logical tensor is stored. The values are the words of messages and of pack.json."""
+
+    F64 = "f64"
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+    FP8 = "fp8"  # e4m3, one scale per 128 x 128 block
+    MXFP4 = "mxfp4"  # e2m1, one E8M0 scale per 32 columns
+    INTEGER = "integer"  # tables of numbers; copied, never decoded
+    UNKNOWN = "unknown"
+
+
+_PLAIN = {"F64": Format.F64, "F32": Format.F32, "F16": Format.F16, "BF16": Format.BF16}
+_INTEGERS = ("BOOL", "U16", "I16", "U32", "I32", "U64", "I64", "U8", "I8")
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """One tensor as it lies in a file: `n_bytes` bytes from `start`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    n_bytes: int
+    mapped: torch.Tensor = field(repr=False, compare=False)  # the whole file, uint8 [size]
+
+    def data(self) -> memoryview:
+        """The stored bytes, without a copy."""
+        return memoryview(self.bytes().numpy())  # type: ignore[arg-type]  # numpy's stubs know no Buffer
+
+    def bytes(self) -> torch.Tensor:
+        """The stored bytes, uint8 [n_bytes], without a copy; writing to them ends the process."""
+        return self.mapped[self.start : self.start + self.n_bytes]
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor in its own dtype and shape, a read-only view (F8_E8M0 as uint8).
+
+        A tensor that does not begin on a multiple of its item size is copied: no view can be made.
+        """
+        dtype = DTYPES[self.dtype]
+        data = self.bytes()
+        if self.start % dtype.itemsize:
+            data = data.clone()
+        return data.view(dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A logical tensor: its shape after decoding, how it is stored and where."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format
+    weight: RawTensor
+    scale: RawTensor | None = None
+    extras: tuple[RawTensor, ...] = ()
+
+    @property
+    def raws(self) -> tuple[RawTensor, ...]:
+        scales = () if self.scale is None else (self.scale,)
+        return (self.weight, *scales, *self.extras)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(dict.fromkeys(raw.file for raw in self.raws))
+
+    @property
+    def bytes(self) -> int:
+        """Stored bytes, scales included."""
+        return sum(raw.n_bytes for raw in self.raws)
+
+    @property
+    def stored_as(self) -> str:
+        """Words for an error: "F8_E4M3 [128, 512] with weight_scale F32 [128, 1]"."""
+        first, *others = self.raws
+        words = [f"{raw.name.rpartition('.')[2]} {raw.dtype} {list(raw.shape)}" for raw in others]
+        own = f"{first.dtype} {list(first.shape)}"
+        return f"{own} with {', '.join(words)}" if words else own
+
+
+class TensorIndex:
+    """All tensors of a folder (or of one file) by logical name. Immutable.
+
+    A logical name has no ".weight" and no quantisation suffix; a parameter with another suffix
+    ("….bias") keeps its name.
+    """
+
+    def __init__(self, raws: Mapping[str, RawTensor], files: Sequence[Path]) -> None:
+        self.files: tuple[Path, ...] = tuple(files)
+        self._tensors = _group(raws)
+
+    @classmethod
+    def open(cls, folder: Path) -> TensorIndex:
+        """Map the weights of a source folder and check every header.
+
+        Raises:
+            MoetError: MD-SRC-01 no weights, MD-SRC-02 a damaged file or index, MD-SRC-03 missing
+                shards or tensors, MD-SRC-05 an unknown dtype.
+        """
+        if (folder / INDEX_FILE).is_file():
+            return _open_shards(folder)
+        if (folder / SINGLE_FILE).is_file():
+            return cls.open_file(folder / SINGLE_FILE)
+        found = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+        if len(found) != 1:
+            missing = INDEX_FILE if found else ".safetensors file"
+            raise fail("MD-SRC-01", path=str(folder), missing=missing)
+        return cls.open_file(found[0])
+
+    @classmethod
+    def open_file(cls, path: Path) -> TensorIndex:
+        """Map one safetensors file. Raises as `open`."""
+        return cls({raw.name: raw for raw in _map_file(path)}, [path])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def names(self) -> list[str]:
+        """All logical names, sorted."""
+        return sorted(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """The logical tensor called `name`.
+
+        Raises:
+            KeyError: there is none; the plan check makes that an error for people first.
+        """
+        return self._tensors[name]
+
+    def raw(self, name: str) -> dict[str, RawTensor]:
+        """The stored tensors behind a logical one, by their names in the file."""
+        return {raw.name: raw for raw in self.info(name).raws}
+
+
+# -- headers -----------------------------------------------------------------------------------
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """One checked line of a header; offsets count from the first data byte."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def parse_header(header: bytes, *, data_bytes: int, file: str) -> list[HeaderEntry]:
+    """Check a JSON header against the bytes behind it; return its tensors in data order.
+
+    Raises:
+        MoetError: MD-SRC-02 with the reason, MD-SRC-05 an unknown dtype.
+    """
+    try:
+        table = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, f"its header is not valid JSON ({error})") from error
+    metadata = table.pop("__metadata__", None)
+    try:
+        if metadata is not None:
+            msgspec.json.decode(metadata, type=dict[str, str])
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, f"its __metadata__ is not a table of strings ({error})") from error
+    entries = sorted(
+        (_check_entry(name, raw, file) for name, raw in table.items()),
+        key=lambda entry: (entry.begin, entry.end),
+    )
+    at = 0
+    for entry in entries:
+        if entry.begin != at:
+            kind = "overlaps the one before" if entry.begin < at else "leaves a hole before it"
+            raise _damaged(file, f"tensor {entry.name} begins at {entry.begin} and {kind} ({at})")
+        at = entry.end
+    if at != data_bytes:
+        raise _damaged(file, f"its tensors need {at} bytes of data, it has {data_bytes}")
+    return entries
+
+
+def _check_entry(name: str, raw: msgspec.Raw, file: str) -> HeaderEntry:
+    try:
+        entry = msgspec.json.decode(raw, type=_Entry)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, f"the header of tensor {name} is wrong ({error})") from error
+    if entry.dtype not in DTYPES:
+        raise fail("MD-SRC-05", tensor=name, format=entry.dtype)
+    begin, end = entry.data_offsets
+    # msgspec's bounds do not see integers beyond 64 bits
+    if any(not 0 <= size < _MAX_SIZE for size in (*entry.shape, begin, end)):
+        raise _damaged(file, f"the header of tensor {name} has a size out of range")
+    want = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+    if end - begin != want:
+        what = f"{entry.dtype} {entry.shape} needs {want} bytes"
+        raise _damaged(file, f"tensor {name}: {what}, its offsets give {end - begin}")
+    return HeaderEntry(name, entry.dtype, tuple(entry.shape), begin, end)
+
+
+def _map_file(path: Path) -> Iterator[RawTensor]:
+    """Map a file read only, check its header and yield its tensors in data order."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header_bytes = _header_length(file.read(_LENGTH_BYTES), size, path.name)
+            header = file.read(header_bytes)
+            mapped = _mapping(file.fileno())
+    except OSError as error:
+        raise _damaged(path.name, error.strerror or str(error)) from error
+    start = _LENGTH_BYTES + header_bytes
+    for entry in parse_header(header, data_bytes=size - start, file=path.name):
+        n_bytes = entry.end - entry.begin
+        begin = start + entry.begin
+        yield RawTensor(entry.name, entry.dtype, entry.shape, path, begin, n_bytes, mapped)
+
+
+def _header_length(prefix: bytes, size: int, file: str) -> int:
+    if len(prefix) < _LENGTH_BYTES:
+        raise _damaged(file, f"it has only {size} bytes")
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise _damaged(file, f"its header claims {length} bytes, {MAX_HEADER_BYTES} are allowed")
+    if length > size - _LENGTH_BYTES:
+        raise _damaged(file, f"its header claims {length} bytes, the file has {size}")
+    return length
+
+
+def _mapping(fd: int) -> torch.Tensor:
+    """The file as one uint8 tensor over a read-only mapping, which lives as long as any view."""
+    pages = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        # torch warns that such a tensor must not be written to; a writable private mapping would
+        # be counted as used memory by the system, so a big file could not be opened at all
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _damaged(file: str, reason: str) -> MoetError:
+    return fail("MD-SRC-02", file=file, reason=reason)
+
+
+# -- shards ------------------------------------------------------------------------------------
+
+
+class _ShardIndex(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def _open_shards(folder: Path) -> TensorIndex:
+    shard_of = _read_shard_index(folder / INDEX_FILE)
+    shards = sorted(set(shard_of.values()))
+    absent = {shard for shard in shards if not (folder / shard).is_file()}
+    if absent:
+        raise _missing([name for name, shard in shard_of.items() if shard in absent], shard_of)
+    raws: dict[str, RawTensor] = {}
+    for shard in shards:
+        for raw in _map_file(folder / shard):
+            if shard_of.get(raw.name) != shard:
+                place = shard_of.get(raw.name, "no file")
+                raise _damaged(shard, f"it holds {raw.name}, {INDEX_FILE} says {place}")
+            raws[raw.name] = raw
+    if len(raws) < len(shard_of):
+        raise _missing([name for name in shard_of if name not in raws], shard_of)
+    return TensorIndex(raws, [folder / shard for shard in shards])
+
+
+def _read_shard_index(path: Path) -> dict[str, str]:
+    try:
+        shard_of = msgspec.json.decode(path.read_bytes(), type=_ShardIndex).weight_map
+    except OSError as error:
+        raise _damaged(path.name, error.strerror or str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path.name, f"it is not a valid index ({error})") from error
+    for shard in set(shard_of.values()):
+        # an index comes from the network: it may only name files beside itself
+        if Path(shard).name != shard or "\0" in shard or not shard.endswith(".safetensors"):
+            raise _damaged(path.name, f'"{shard}" is not the name of a file beside it')
+    if not shard_of:
+        raise _damaged(path.name, "it names no tensors")
+    return shard_of
+
+
+def _missing(names: Sequence[str], shard_of: Mapping[str, str]) -> MoetError:
+    files = sorted({shard_of[name] for name in names})
+    shown = ", ".join(files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "")
+    return fail(
+        "MD-SRC-03",
+        n_missing=len(names),
+        n_total=len(shard_of),
+        index=INDEX_FILE,
+        first=min(names),
+        files=shown,
+    )
+
+
+# -- grouping ----------------------------------------------------------------------------------
+
+
+def _group(raws: Mapping[str, RawTensor]) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    claimed: set[str] = set()
+    for raw in raws.values():
+        parts = _parts(raw, raws)
+        if parts is not None:
+            claimed.update(part.name for part in parts.raws)
+            if parts.name in tensors:
+                other = tensors[parts.name].weight.name
+                reason = f"{raw.name} and {other} would both be {parts.name}"
+                raise _damaged(raw.file.name, reason)
+            tensors[parts.name] = parts
+    for raw in raws.values():
+        if raw.name not in claimed:
+            if raw.name in tensors:
+                raise _damaged(raw.file.name, f"two tensors would both be {raw.name}")
+            tensors[raw.name] = _classify(raw.name, raw, (), ())
+    return tensors
+
+
+def _parts(raw: RawTensor, raws: Mapping[str, RawTensor]) -> TensorInfo | None:
+    """The logical tensor whose weight `raw` is, or None when it stands alone or is a companion."""
+    if raw.name.endswith("_blocks"):
+        base = raw.name.removesuffix("_blocks")
+        scale = raws.get(base + "_scales")
+        return None if scale is None else _classify(base, raw, (scale,), ())
+    for suffix in (".weight_packed", ".weight"):
+        if raw.name.endswith(suffix):
+            base = raw.name.removesuffix(suffix)
+            # ".scale" is a usual name for a parameter of its own; beside byte codes it is a scale
+            usual = _SCALES if raw.dtype in _SCALED else _SCALES[:-1]
+            scales = tuple(raws[base + end] for end in usual if base + end in raws)
+            extras = tuple(raws[base + end] for end in _EXTRAS if base + end in raws)
+            return _classify(base, raw, scales, extras)
+    return None
+
+
+def _classify(
+    name: str,
+    weight: RawTensor,
+    scales: tuple[RawTensor, ...],
+    extras: tuple[RawTensor, ...],
+) -> TensorInfo:
+    if len(scales) > 1 or extras:
+        return TensorInfo(name, weight.shape, Format.UNKNOWN, weight, None, (*scales, *extras))
+    if not scales:
+        kind = Format.INTEGER if weight.dtype in _INTEGERS else Format.UNKNOWN
+        return TensorInfo(name, weight.shape, _PLAIN.get(weight.dtype, kind), weight)
+    scale = scales[0]
+    if weight.dtype in _BYTE_CODES and scale.dtype in ("U8", "F8_E8M0"):
+        shape = _mxfp4_shape(weight.shape, scale.shape)
+        if shape is not None:
+            return TensorInfo(name, shape, Format.MXFP4, weight, scale)
+    blocks = tuple(-(-size // FP8_BLOCK) for size in weight.shape)
+    is_fp8 = weight.dtype == "F8_E4M3" and scale.dtype in ("F32", "BF16", "F8_E8M0")
+    if is_fp8 and len(blocks) == 2 and scale.shape == blocks:
+        return TensorInfo(name, weight.shape, Format.FP8, weight, scale)
+    return TensorInfo(name, weight.shape, Format.UNKNOWN, weight, scale)
+
+
+def _mxfp4_shape(codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Logical shape of MXFP4 codes, two per byte: [o, i/2], or gpt-oss [E, o, i/32, 16]."""
+    half = MXFP4_BLOCK // 2
+    if len(codes) == len(scales) + 1 and codes == (*scales, half):
+        return (*scales[:-1], scales[-1] * MXFP4_BLOCK)
+    if len(scales) >= 2 and codes == (*scales[:-1], scales[-1] * half):
+        return (*scales[:-1], scales[-1] * MXFP4_BLOCK)
+    return None
