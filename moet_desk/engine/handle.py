@@ -1,8 +1,8 @@
 """What the command line, the endpoint and the screens see of the engine.
 
 Plain data in (`GenerateRequest`), plain data out (`telemetry` events and snapshots). This module
-imports no torch; `start_engine` loads the real engine by name inside its own thread. A scripted engine
-(`engine.scripted`) offers the same `EngineHandle`.
+imports no torch; `start_engine` loads the real engine by name inside its own thread. A scripted
+engine (`engine.scripted`) offers the same `EngineHandle`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Sampling:
     """How the next token is chosen. None means: the model's own recommendation.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch that filter off. Penalties
-    follow OpenAI (presence, frequency) and Hugging Face (repetition). With a `seed`, the same request
-    gives the same answer, alone or beside others.
+    follow OpenAI (presence, frequency) and Hugging Face (repetition). With a `seed`, the same
+    request gives the same answer, alone or beside others.
     """
 
     temperature: float | None = None
@@ -88,9 +88,9 @@ class ModelInfo:
 class RequestStream:
     """The events of one request, from the engine thread to one reader.
 
-    The engine calls `push`; the reader calls `take` (never blocks) or iterates (blocks). The queue is
-    bounded by the producer: see `room`. Both sides only use operations that the interpreter makes
-    atomic, so no lock is held in the decode loop.
+    The engine calls `push`; the reader calls `take` (never blocks) or iterates (blocks). The queue
+    is bounded by the producer: see `room`. Both sides only use operations that the interpreter
+    makes atomic, so no lock is held in the decode loop.
     """
 
     LIMIT = 256
@@ -201,6 +201,7 @@ class EngineOptions:
     fine_slots: int | None = None
     arena_rows: int | None = None
     prefill_chunk: int | None = None
+    ram_bytes: int | None = None  # what all tiers together may take
     kv_format: str = "auto"  # auto | nvfp4 | fp8 | bf16 | f32
     threads: int | None = None
     max_running: int = 4

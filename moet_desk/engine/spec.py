@@ -1,37 +1,15 @@
 """What a model is, as plain numbers: the record every block is built from.
 
-A family (engine/families) makes a `Spec` once from config.json; after that nothing in the engine asks
-for a model's name. Every variation is a field of one record, not a new class (docs/design/overview.md).
-No torch here, so the packer and the planner can use it too.
+A family (engine/families) makes a `Spec` once from config.json; after that nothing in the engine
+asks for a model's name. Every variation is a field of one record, not a new class
+(docs/design/overview.md). No torch here, so the packer and the planner can use it too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-
-class Score(Enum):
-    """How router logits become scores (models: softmax, sigmoid + bias, sqrt-softplus, gpt-oss)."""
-
-    SOFTMAX = "softmax"
-    SIGMOID = "sigmoid"
-    SQRT_SOFTPLUS = "sqrt_softplus"
-    TOPK_SOFTMAX = "topk_softmax"
-
-
-@dataclass(frozen=True, slots=True)
-class Yarn:
-    """Yarn rope scaling (arXiv 2309.00071) with DeepSeek's two mscale fields."""
-
-    factor: float
-    original_context: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    truncate: bool = True
+from moet_desk.kernels.kinds import RopeScaling, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +19,12 @@ class Rope:
     dim: int
     base: float
     interleaved: bool
-    yarn: Yarn | None = None
+    yarn: RopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Mla:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). `q_rank` None: no query latent."""
+    """Multi-head latent attention (arXiv 2405.04434). `q_rank` None: no query latent."""
 
     n_heads: int
     q_rank: int | None
@@ -110,6 +88,19 @@ class Spec:
     tied_head: bool
     layers: tuple[Layer, ...]
     mtp: Layer | None
+
+    @property
+    def moe_ffn(self) -> MoeFfn:
+        """The routed feed-forward part; all MoE layers of a model have equal shapes."""
+        for layer in self.layers:
+            if isinstance(layer.ffn, MoeFfn):
+                return layer.ffn
+        raise ValueError("a model without routed experts")
+
+    @property
+    def main_moe_layers(self) -> tuple[int, ...]:
+        """Model layer numbers of the MoE layers that run for every token."""
+        return tuple(layer.index for layer in self.layers if isinstance(layer.ffn, MoeFfn))
 
     @property
     def moe_layers(self) -> tuple[Layer, ...]:

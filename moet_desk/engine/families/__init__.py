@@ -1,4 +1,5 @@
-"""Model families: config.json in, `Spec` and `PackPlan` out. One file per family, named as model_type.
+"""Model families: config.json in, `Spec` and `PackPlan` out. One file per family, named as
+model_type.
 
 No torch here. `spec_for` and `plan_for` are what the packer and the engine call.
 """

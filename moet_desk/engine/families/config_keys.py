@@ -1,7 +1,8 @@
 """Typed, strict reading of a config.json: missing, wrong and unknown keys become MD-SRC-07.
 
-An unknown key may change the maths of a new point release, so a family lists the keys it knows and the
-rest is refused by name, except those listed here that cannot matter (training, bookkeeping, generation).
+An unknown key may change the maths of a new point release, so a family lists the keys it knows and
+the rest is refused by name, except those listed here that cannot matter (training, bookkeeping,
+generation).
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Keys:
     def count(
         self, key: str, *, default: int | None = None, least: int = 1, aliases: tuple[str, ...] = ()
     ) -> int:
-        found = [self._config[name] for name in (key, *aliases) if self._config.get(name) is not None]
+        found = [
+            self._config[name] for name in (key, *aliases) if self._config.get(name) is not None
+        ]
         value = found[0] if found else default
         if value is None:
             raise self.wrong(f"{key} is missing")
@@ -70,7 +73,9 @@ class Keys:
     def multiple(self, key: str, *, of: int) -> int:
         value = self.count(key)
         if value % of:
-            raise self.wrong(f"{key} is {value}, a multiple of {of} is needed for blocks of weights")
+            raise self.wrong(
+                f"{key} is {value}, a multiple of {of} is needed for blocks of weights"
+            )
         return value
 
     def number(self, key: str, *, default: float | None = None) -> float:
@@ -106,6 +111,10 @@ class Keys:
             value = default
         if value is None:
             raise self.wrong(f"{key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise self.wrong(f"{key} is {value!r}, a number was expected")
         return float(value)

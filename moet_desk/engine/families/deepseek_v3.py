@@ -1,7 +1,9 @@
-"""DeepSeek-V3 family (V3, R1, V3.1, Kimi-K2 text, and the demo model): config keys and tensor names.
+"""DeepSeek-V3 family (V3, R1, V3.1, Kimi-K2 text, and the demo model): config keys and tensor
+names.
 
-MLA attention with interleaved rope; the first layers dense, the others with routed experts, a sigmoid
-router with a selection bias, and one shared expert. The MTP head is one more layer after the last.
+MLA attention with interleaved rope; the first layers dense, the others with routed experts, a
+sigmoid router with a selection bias, and one shared expert. The MTP head is one more layer after
+the last.
 """
 
 from __future__ import annotations
@@ -18,10 +20,9 @@ from moet_desk.engine.spec import (
     MoeFfn,
     Rope,
     Router,
-    Score,
     Spec,
-    Yarn,
 )
+from moet_desk.kernels.kinds import RopeScaling, Score
 from moet_desk.store.pack_format import PackPlan
 
 MATHS_KEYS = frozenset(
@@ -94,13 +95,13 @@ def _mixer(keys: Keys) -> Mla:
     )
 
 
-def _yarn(keys: Keys) -> Yarn | None:
+def _yarn(keys: Keys) -> RopeScaling | None:
     kind = keys.rope_kind()
     if kind == "default":
         return None
     if kind != "yarn":
         raise keys.wrong(f'rope type "{kind}" is not supported (default, yarn)')
-    return Yarn(
+    return RopeScaling(
         factor=keys.rope_number("factor"),
         original_context=int(keys.rope_number("original_max_position_embeddings")),
         beta_fast=keys.rope_number("beta_fast", default=32.0),
@@ -137,9 +138,7 @@ def _moe(keys: Keys) -> MoeFfn:
 
 def plan(spec: Spec) -> PackPlan:
     """See `families.plan_for`."""
-    moe = spec.moe_layers
-    ffn = moe[0].ffn
-    assert isinstance(ffn, MoeFfn)
+    moe, ffn = spec.moe_layers, spec.moe_ffn
     expert = "model.layers.{layer}.mlp.experts.{expert}."
     ignored = ["model.rotary_emb."]
     if spec.mtp is not None:

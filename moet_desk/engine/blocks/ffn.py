@@ -1,0 +1,67 @@
+"""Feed-forward parts: the plain SwiGLU, and routed experts with a shared one.
+
+Routed experts are not computed here: the block routes and hands ids over to an `Experts` object,
+which is residency with fetching in decode and a grouped stream in prefill.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moet_desk.engine.blocks.weights import Weights
+from moet_desk.engine.spec import MoeFfn, Router
+from moet_desk.kernels.reference import linear, route, swiglu
+
+
+class Experts(Protocol):
+    """Computes routed experts of one MoE layer for some tokens."""
+
+    def __call__(self, moe_layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts.
+
+        Shapes:
+            x [T, H] float32, ids [T, K] int64, weights [T, K] float32; returns [T, H] float32
+        """
+        ...
+
+
+class SwigluFfn:
+    """W_down(silu(W_gate x) * W_up x): a dense layer or a shared expert."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._w_in = torch.cat([weights("gate_proj"), weights("up_proj")])
+        self._w_down = weights("down_proj")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = linear(x, self._w_in).chunk(2, -1)
+        return linear(swiglu(gate, up, None), self._w_down)
+
+
+class MoeBlock:
+    """Router, routed experts and shared expert of one layer; `moe_layer` counts from 0."""
+
+    def __init__(self, ffn: MoeFfn, weights: Weights, *, moe_layer: int) -> None:
+        self.moe_layer = moe_layer
+        self._router: Router = ffn.router
+        self._w_router = weights("gate")
+        bias = ffn.router.selection_bias
+        self._bias = weights("gate.e_score_correction_bias") if bias else None
+        self._shared = SwigluFfn(weights.below("shared_experts.")) if ffn.shared_inter else None
+
+    def __call__(self, x: Tensor, experts: Experts) -> Tensor:
+        router = self._router
+        ids, weights = route(
+            linear(x, self._w_router),
+            top_k=router.top_k,
+            score=router.score,
+            selection_bias=self._bias,
+            n_groups=router.n_groups,
+            kept_groups=router.kept_groups,
+            renormalize=router.renormalize,
+            scale=router.scale,
+        )
+        routed = experts(self.moe_layer, x, ids, weights)
+        return routed if self._shared is None else routed + self._shared(x)

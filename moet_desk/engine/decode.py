@@ -1,0 +1,67 @@
+"""The decode step: one token for every running answer. Read this after engine.py.
+
+On a CPU the rows of a step go through the model one by one, so that an answer is the same alone and
+beside others. A missing expert is fetched inside the step, in the layer that asks for it, and the
+step goes on: nothing is ever replayed, skipped or approximated (design §7).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moet_desk.engine.blocks.expert_math import ExpertMath
+from moet_desk.engine.kv_cache import KvCache
+from moet_desk.engine.model import Model
+from moet_desk.engine.request import ActiveRequest
+from moet_desk.engine.residency import Residency
+from moet_desk.errors import MoetError
+from moet_desk.kernels.reference import combine
+from moet_desk.store.pack_format import Plane
+
+
+class DecodeExperts:
+    """Routed experts of one token: look up, fetch what is missing, compute, add up."""
+
+    def __init__(self, residency: Residency, math: ExpertMath, plane: Plane) -> None:
+        self._residency = residency
+        self._math = math
+        self._plane = plane
+
+    def __call__(self, moe_layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """See `Experts`; here T is 1."""
+        slots = self._residency.slots(self._plane, moe_layer, ids[0].tolist())
+        codes, scales = self._math.prepare(x)
+        parts = [self._math.mlp(codes, scales, slot) for slot in slots]
+        return combine(torch.stack(parts, 1), weights)
+
+
+class Decoder:
+    """Makes tokens for the running requests."""
+
+    def __init__(
+        self, model: Model, kv: KvCache, residency: Residency, experts: dict[Plane, DecodeExperts]
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._residency = residency
+        self._experts = experts
+
+    def step(self, requests: list[ActiveRequest]) -> None:
+        """One token for each request. A request that fails ends alone; the others go on."""
+        for request in requests:
+            waited_before = self._residency.wait_s
+            request.steps += 1
+            try:
+                logits = self.logits(request)
+                request.timing.wait_s += self._residency.wait_s - waited_before
+                request.accept(request.sampler.choose(logits))
+            except MoetError as error:
+                request.fail(error)
+
+    def logits(self, request: ActiveRequest) -> Tensor:
+        """Scores [V] of the token after the request's newest one, which is read here."""
+        newest = torch.tensor(request.out_ids[-1:])
+        experts = self._experts[request.plane]
+        hidden = self._model.forward(newest, self._kv, request.kv, experts)
+        return self._model.logits(hidden)[0]

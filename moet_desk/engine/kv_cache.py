@@ -1,0 +1,112 @@
+"""KV pages: what attention remembers of each sequence, in the storage format of the plan.
+
+Owned by the engine thread. A sequence holds whole pages, reserved when it is admitted, so it never
+runs out in the middle of an answer. State contract: `reserve`, `write` (append), `length` as the
+mark, and `rewind`. Entries are made and read by `kernels.reference.kv_formats`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moet_desk.engine.spec import Mla
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.reference import mla_entry_bytes, mla_read, mla_write
+
+
+@dataclass(slots=True)
+class KvSequence:
+    """Pages of one sequence and how many tokens they hold."""
+
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+    in_a_row: bool = True  # the pages follow each other, so reading needs no gather
+
+
+class KvCache:
+    """Pages for `n_layers` MLA layers of equal shape.
+
+    Args:
+        mixer: the attention whose latent and rope key are stored.
+        n_layers: layers that store.
+        n_pages, page_tokens: pool size.
+        form: storage format of an entry.
+    """
+
+    def __init__(
+        self, mixer: Mla, *, n_layers: int, n_pages: int, page_tokens: int, form: KvFormat
+    ) -> None:
+        self.form = form
+        self.page_tokens = page_tokens
+        self.entry_bytes = mla_entry_bytes(form, mixer.kv_rank, mixer.rope_dim)
+        self._rank, self._rope_dim = mixer.kv_rank, mixer.rope_dim
+        shape = (n_layers, n_pages, page_tokens, self.entry_bytes)
+        self._pages = torch.zeros(shape, dtype=torch.uint8)
+        self._free = list(range(n_pages))
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that could still be reserved."""
+        return len(self._free) * self.page_tokens
+
+    def reserve(self, n_tokens: int) -> KvSequence | None:
+        """Pages for a new sequence of up to `n_tokens`; None if too few are free."""
+        count = -(-n_tokens // self.page_tokens)
+        if count > len(self._free):
+            return None
+        start = self._run_of(count)
+        pages = self._free[start : start + count]
+        del self._free[start : start + count]
+        return KvSequence(pages, in_a_row=pages[-1] - pages[0] == count - 1)
+
+    def release(self, sequence: KvSequence) -> None:
+        """Give a sequence's pages back."""
+        self._free = sorted(self._free + sequence.pages)
+        sequence.pages = []
+        sequence.length = 0
+
+    def rewind(self, sequence: KvSequence, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        sequence.length = min(sequence.length, length)
+
+    def write(self, layer: int, sequence: KvSequence, latent: Tensor, k_rope: Tensor) -> None:
+        """Store entries for the tokens behind `sequence.length`, which the caller moves on later.
+
+        Shapes:
+            latent [T, r] float32, k_rope [T, d_r] float32 (already rotated)
+        """
+        entries = mla_write(latent, k_rope, self.form)  # [T, bytes] uint8
+        n_tokens, size = entries.shape[0], self.page_tokens
+        at = sequence.length
+        if n_tokens == 1:
+            self._pages[layer, sequence.pages[at // size], at % size] = entries[0]
+            return
+        done = 0
+        while done < n_tokens:
+            page, offset = divmod(at + done, size)
+            count = min(size - offset, n_tokens - done)
+            target = self._pages[layer, sequence.pages[page], offset : offset + count]
+            target.copy_(entries[done : done + count])
+            done += count
+
+    def read(self, layer: int, sequence: KvSequence, length: int) -> tuple[Tensor, Tensor]:
+        """The first `length` entries: latent [S, r] and k_rope [S, d_r], float32."""
+        count = -(-length // self.page_tokens)
+        if sequence.in_a_row:
+            first = sequence.pages[0]
+            pages = self._pages[layer, first : first + count]
+        else:
+            pages = self._pages[layer, sequence.pages[:count]]
+        entries = pages.view(-1, self.entry_bytes)[:length]
+        return mla_read(entries, self.form, self._rank, self._rope_dim)
+
+    def _run_of(self, count: int) -> int:
+        """Where in the free list `count` neighbouring pages begin; 0 if there is no such run."""
+        free = self._free
+        for start in range(len(free) - count + 1):
+            if free[start + count - 1] - free[start] == count - 1:
+                return start
+        return 0

@@ -1,0 +1,218 @@
+"""From a pack and a plan to everything the engine thread works with.
+
+Each part of loading reports a `LoadStep`, so a screen can show what, how much and how fast. The
+order is: index, dense layers, rows to RAM, hot rows to slots. Called in the engine thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from moet_desk import hardware
+from moet_desk.engine import heat
+from moet_desk.engine.blocks.expert_math import ExpertMath
+from moet_desk.engine.blocks.weights import Weights
+from moet_desk.engine.decode import DecodeExperts, Decoder
+from moet_desk.engine.families import spec_for
+from moet_desk.engine.handle import EngineOptions
+from moet_desk.engine.kv_cache import KvCache
+from moet_desk.engine.model import Model
+from moet_desk.engine.prefill import Prefiller, PrefillExperts
+from moet_desk.engine.residency import Residency
+from moet_desk.engine.spec import Spec
+from moet_desk.engine.transfer import Transfer
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.reference import mla_entry_bytes
+from moet_desk.plan import (
+    KV_PAGE_TOKENS,
+    ModelShape,
+    TierPlan,
+    Wishes,
+    choose_kv_format,
+    kv_tokens,
+    plan_tiers,
+)
+from moet_desk.store.arena import Arena
+from moet_desk.store.pack_format import Plane
+from moet_desk.store.pack_reader import PackReader
+from moet_desk.telemetry import LoadStep
+
+RAM_SHARE = 0.7
+"""Part of the available RAM the planner may use; the rest stays with the user's other programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A loaded model with its tiers. Every field belongs to the engine thread."""
+
+    reader: PackReader
+    spec: Spec
+    plan: TierPlan
+    model: Model
+    kv: KvCache
+    arena: Arena
+    residency: Residency
+    decoder: Decoder
+    prefiller: Prefiller
+
+    def close(self) -> None:
+        """Release files and memory."""
+        self.arena.close()
+        self.reader.close()
+
+
+class LoadReport:
+    """The growing list of loading steps; each change goes to `show`."""
+
+    def __init__(self, show: Callable[[tuple[LoadStep, ...]], None]) -> None:
+        self._show = show
+        self._steps: list[LoadStep] = []
+        self._began = 0.0
+
+    def begin(self, name: str, *, total: int = 0, unit: str = "bytes") -> None:
+        self._began = time.monotonic()
+        self._steps.append(LoadStep(name, total=total, unit=unit))
+        self._show(tuple(self._steps))
+
+    def advance(self, amount: int) -> None:
+        step = self._steps[-1]
+        seconds = time.monotonic() - self._began
+        self._steps[-1] = replace(step, done=step.done + amount, seconds=seconds)
+        self._show(tuple(self._steps))
+
+    def end(self) -> None:
+        seconds = time.monotonic() - self._began
+        self._steps[-1] = replace(self._steps[-1], seconds=seconds, finished=True)
+        self._show(tuple(self._steps))
+
+
+def load(
+    pack: Path,
+    options: EngineOptions,
+    show: Callable[[tuple[LoadStep, ...]], None] = lambda steps: None,
+) -> Core:
+    """Load a pack.
+
+    Raises:
+        MoetError: the pack is incomplete, damaged or of another version (MD-PACK-..), the family
+            is unknown (MD-PACK-01), or it does not fit (MD-RAM-01, MD-PLAN-..).
+    """
+    report = LoadReport(show)
+    report.begin("Read the pack index")
+    reader = PackReader.open(pack)
+    has_mtp = _has_mtp(reader)
+    spec = spec_for(reader.config(), path=str(pack / "config.json"), has_mtp=has_mtp)
+    ram = options.ram_bytes or int(RAM_SHARE * hardware.probe().ram_available)
+    form, plan = _plan(reader, spec, options, ram)
+    report.end()
+
+    report.begin("Dense layers", total=_dense_bytes(reader))
+    weights = Weights(_counted(reader, report))
+    model = Model(spec, weights, context=plan.context)
+    mixer = spec.layers[0].mixer
+    kv = KvCache(
+        mixer,
+        n_layers=len(spec.layers),
+        n_pages=plan.kv_pages,
+        page_tokens=KV_PAGE_TOKENS,
+        form=form,
+    )
+    report.end()
+
+    arena = Arena(reader, base_rows=plan.arena_base_rows, fine_rows=plan.arena_fine_rows)
+    residency = _residency(spec, plan, reader, arena)
+    _warm(pack, plan, arena, residency, report)
+    math = ExpertMath(reader.layout, int8=options.activations == "int8")
+    decode = {plane: DecodeExperts(residency, math, plane) for plane in Plane}
+    prefill = {plane: PrefillExperts(residency, math, plane) for plane in Plane}
+    decoder = Decoder(model, kv, residency, decode)
+    prefiller = Prefiller(model, kv, prefill, chunk=plan.prefill_chunk)
+    return Core(reader, spec, plan, model, kv, arena, residency, decoder, prefiller)
+
+
+def _has_mtp(reader: PackReader) -> bool:
+    """A pack holds the MTP head's experts as its last MoE layer, behind the model's last layer."""
+    return reader.meta.moe_layers[-1] >= int(reader.config()["num_hidden_layers"])
+
+
+def _dense_bytes(reader: PackReader) -> int:
+    return (reader.path / "dense.safetensors").stat().st_size
+
+
+def _plan(
+    reader: PackReader, spec: Spec, options: EngineOptions, ram: int
+) -> tuple[KvFormat, TierPlan]:
+    meta, mixer, n_layers = reader.meta, spec.layers[0].mixer, len(spec.layers)
+    wishes = Wishes(
+        context=options.context,
+        base_slots=options.pool_slots,
+        fine_slots=options.fine_slots,
+        arena_rows=options.arena_rows,
+        prefill_chunk=options.prefill_chunk,
+        max_running=options.max_running,
+    )
+
+    def token_bytes(form: KvFormat) -> int:
+        return n_layers * mla_entry_bytes(form, mixer.kv_rank, mixer.rope_dim)
+
+    if options.kv_format == "auto":
+        n_tokens = kv_tokens(wishes, spec.context)
+        form = choose_kv_format(token_bytes(KvFormat.F32), n_tokens, ram)
+    else:
+        form = KvFormat(options.kv_format)
+    shape = ModelShape(
+        n_rows=len(spec.main_moe_layers) * meta.n_experts,
+        top_k=spec.moe_ffn.router.top_k,
+        base_stride=meta.base_stride,
+        fine_stride=meta.fine_stride,
+        slot_bytes=reader.layout.slot_floats * 4,
+        dense_bytes=4 * _dense_bytes(reader),  # FP8 becomes float32
+        kv_token_bytes=token_bytes(form),
+        model_context=spec.context,
+    )
+    return form, plan_tiers(shape, ram, wishes)
+
+
+def _counted(reader: PackReader, report: LoadReport) -> Callable[[str], torch.Tensor]:
+    def load_one(name: str) -> torch.Tensor:
+        tensor = reader.dense_tensor(name)
+        report.advance(reader.dense.info(name).bytes)
+        return tensor
+
+    return load_one
+
+
+def _residency(spec: Spec, plan: TierPlan, reader: PackReader, arena: Arena) -> Residency:
+    return Residency(
+        Transfer(arena, reader.layout),
+        moe_layers=spec.main_moe_layers,
+        n_experts=reader.meta.n_experts,
+        base_slots=plan.base_slots,
+        fine_slots=plan.fine_slots,
+    )
+
+
+def _warm(
+    pack: Path, plan: TierPlan, arena: Arena, residency: Residency, report: LoadReport
+) -> None:
+    """Rows to RAM and hot rows to slots, the hottest of the last run first.
+
+    Fine rows stay on disk until an exact answer asks for them.
+    """
+    sizes = residency.sizes()
+    saved = heat.read(pack)
+    residency.restore_heat(saved)
+    hot = [row for row, _ in saved if row < sizes.rows]
+    order = hot + sorted(set(range(sizes.rows)) - set(hot))
+    n_base = min(plan.arena_base_rows, sizes.rows)
+    report.begin("Experts to RAM", total=n_base * sizes.row_bytes)
+    arena.preload(Plane.BASE, order[:n_base], progress=report.advance)
+    report.end()
+    report.begin("Hot experts to slots", total=plan.base_slots, unit="slots")
+    residency.preload(order, slots=plan.base_slots, progress=report.advance)
+    report.end()

@@ -1,0 +1,96 @@
+"""The model: embedding, decoder layers, final norm and head, built from a `Spec`.
+
+One forward for everything: a decode row is the case of one token, a prompt chunk of many. Rows of a
+decode step go through one by one, because a matrix product of one row and of three rounds
+differently in BLAS; so a row's result cannot depend on what runs beside it (design §1).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moet_desk.engine.blocks.attention import MlaBlock
+from moet_desk.engine.blocks.ffn import Experts, MoeBlock, SwigluFfn
+from moet_desk.engine.blocks.weights import Weights
+from moet_desk.engine.kv_cache import KvCache, KvSequence
+from moet_desk.engine.spec import Layer, MoeFfn, Rope, Spec
+from moet_desk.kernels.reference import linear, rms_norm, rope_frequencies
+
+
+class RopeTable:
+    """cos and sin of every position, made once. Shapes: [positions, dim / 2] float32."""
+
+    def __init__(self, rope: Rope, positions: int) -> None:
+        inv_freq, magnitude = rope_frequencies(rope.dim, rope.base, rope.yarn)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), inv_freq)
+        self.cos, self.sin = angles.cos() * magnitude, angles.sin() * magnitude
+
+
+class Block:
+    """One decoder layer: x += attention(norm x); x += ffn(norm x)."""
+
+    def __init__(self, layer: Layer, weights: Weights, *, kv_layer: int, moe_layer: int) -> None:
+        self._attention_norm = weights("input_layernorm")
+        self._ffn_norm = weights("post_attention_layernorm")
+        self._attention = MlaBlock(layer.mixer, weights.below("self_attn."), layer=kv_layer)
+        mlp = weights.below("mlp.")
+        self._ffn: MoeBlock | SwigluFfn
+        if isinstance(layer.ffn, MoeFfn):
+            self._ffn = MoeBlock(layer.ffn, mlp, moe_layer=moe_layer)
+        else:
+            self._ffn = SwigluFfn(mlp)
+
+    def __call__(
+        self,
+        x: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        kv: KvCache,
+        sequence: KvSequence,
+        experts: Experts,
+    ) -> Tensor:
+        normed = rms_norm(x, self._attention_norm, eps)
+        x = x + self._attention(normed, cos, sin, kv, sequence)
+        normed = rms_norm(x, self._ffn_norm, eps)
+        if isinstance(self._ffn, MoeBlock):
+            return x + self._ffn(normed, experts)
+        return x + self._ffn(normed)
+
+
+class Model:
+    """A loaded model: float32 dense weights on the CPU, experts elsewhere (`Experts`)."""
+
+    def __init__(self, spec: Spec, weights: Weights, *, context: int) -> None:
+        self.spec = spec
+        self._embedding = weights("model.embed_tokens")  # [V, H]
+        self._head = self._embedding if spec.tied_head else weights("lm_head")
+        self._final_norm = weights("model.norm")
+        self._rope = RopeTable(spec.layers[0].mixer.rope, context)
+        self._blocks: list[Block] = []
+        n_moe = 0
+        for i, layer in enumerate(spec.layers):
+            below = weights.below(f"model.layers.{layer.index}.")
+            self._blocks.append(Block(layer, below, kv_layer=i, moe_layer=n_moe))
+            n_moe += isinstance(layer.ffn, MoeFfn)
+
+    def forward(self, ids: Tensor, kv: KvCache, sequence: KvSequence, experts: Experts) -> Tensor:
+        """Hidden states of new tokens, their KV stored and `sequence.length` moved on.
+
+        Shapes:
+            ids [T] int64; returns [T, H] float32, after the final norm
+        """
+        start, n_tokens = sequence.length, ids.shape[0]
+        cos = self._rope.cos[start : start + n_tokens]
+        sin = self._rope.sin[start : start + n_tokens]
+        x = self._embedding[ids]
+        eps = self.spec.norm_eps
+        for block in self._blocks:
+            x = block(x, eps, cos, sin, kv, sequence, experts)
+        sequence.length = start + n_tokens
+        return rms_norm(x, self._final_norm, eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token: hidden [T, H] -> [T, V] float32."""
+        return linear(hidden, self._head)

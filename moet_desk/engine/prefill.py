@@ -1,0 +1,75 @@
+"""Reading prompts: chunks on a fixed grid, tokens grouped by expert, no decode slot evicted.
+
+The chunk size comes from the plan and chunks start at multiples of it, so what a prompt computes to
+depends on the prompt and the plan alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moet_desk.engine.blocks.expert_math import ExpertMath
+from moet_desk.engine.kv_cache import KvCache
+from moet_desk.engine.model import Model
+from moet_desk.engine.request import ActiveRequest
+from moet_desk.engine.residency import Residency
+from moet_desk.errors import MoetError
+from moet_desk.kernels.reference import combine
+from moet_desk.store.pack_format import Plane
+
+
+class PrefillExperts:
+    """Routed experts of many tokens: each is read once and serves all tokens that chose it."""
+
+    def __init__(self, residency: Residency, math: ExpertMath, plane: Plane) -> None:
+        self._residency = residency
+        self._math = math
+        self._plane = plane
+
+    def __call__(self, moe_layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """See `Experts`."""
+        n_tokens, top_k = ids.shape
+        chosen = ids.flatten()
+        by_expert = torch.argsort(chosen, stable=True)  # places in [T * K], grouped by expert
+        experts, counts = torch.unique_consecutive(chosen[by_expert], return_counts=True)
+        parts = x.new_empty((n_tokens * top_k, x.shape[1]))
+        codes, scales = self._math.prepare(x)
+        groups = torch.split(by_expert, counts.tolist())
+        for expert, places in zip(experts.tolist(), groups, strict=True):
+            slot = self._residency.read(self._plane, moe_layer, expert)
+            tokens = places // top_k
+            parts[places] = self._math.mlp(codes[tokens], scales[tokens], slot)
+        return combine(parts.view(n_tokens, top_k, -1), weights)
+
+
+class Prefiller:
+    """Reads prompts into the KV cache, a chunk at a time."""
+
+    def __init__(
+        self, model: Model, kv: KvCache, experts: dict[Plane, PrefillExperts], *, chunk: int
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._experts = experts
+        self.chunk = chunk
+
+    def step(self, request: ActiveRequest) -> int:
+        """Read the next chunk; after the last one the answer gets its first token.
+
+        Returns:
+            how many tokens were read. A request that fails ends with its error.
+        """
+        start = request.kv.length
+        end = min(start - start % self.chunk + self.chunk, len(request.prompt_ids))
+        try:
+            ids = torch.tensor(request.prompt_ids[start:end])
+            experts = self._experts[request.plane]
+            hidden = self._model.forward(ids, self._kv, request.kv, experts)
+            request.note_read()
+            if end == len(request.prompt_ids):
+                logits = self._model.logits(hidden[-1:])[0]
+                request.accept(request.sampler.choose(logits))
+        except MoetError as error:
+            request.fail(error)
+        return end - start

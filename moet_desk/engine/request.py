@@ -1,0 +1,184 @@
+"""One request while the engine works on it: its KV, its sampler, and its text on the way out.
+
+Made by `engine.submit` in the caller's thread, owned by the engine thread from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from moet_desk.engine.detokenize import Detokenizer
+from moet_desk.engine.handle import GenerateRequest, Quality, RequestStream
+from moet_desk.engine.kv_cache import KvSequence
+from moet_desk.engine.sampling import Chosen, Sampler
+from moet_desk.engine.stops import StopScanner
+from moet_desk.engine.text import Text
+from moet_desk.store.pack_format import Plane
+from moet_desk.telemetry import (
+    Failed,
+    Finished,
+    FinishReason,
+    PrefillProgress,
+    TextDelta,
+    TokenLogprob,
+    Usage,
+)
+
+
+@dataclass(slots=True)
+class Timing:
+    """When things happened to a request, in `time.monotonic` seconds."""
+
+    submitted: float
+    admitted: float = 0.0
+    read: float = 0.0  # the prompt was prefilled
+    first_token: float | None = None
+    wait_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Text that is ready but not sent yet, because the reader is behind."""
+
+    text: str = ""
+    n_tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class ActiveRequest:
+    """A request from admission to its last event.
+
+    Args:
+        request: what was asked.
+        stream: where the events go.
+        prompt_ids: the encoded prompt, shorter than the context.
+        text: the model's tokenizer.
+        sampler: chooses tokens.
+        limit: most tokens the answer may have.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        stream: RequestStream,
+        prompt_ids: list[int],
+        *,
+        text: Text,
+        sampler: Sampler,
+        limit: int,
+    ) -> None:
+        self.request = request
+        self.stream = stream
+        self.prompt_ids = prompt_ids
+        self.sampler = sampler
+        self.limit = limit
+        self.plane = Plane.FINE if request.quality is Quality.EXACT else Plane.BASE
+        self.kv = KvSequence()
+        self.out_ids: list[int] = []
+        self.steps = 0
+        self.ended = False
+        self.cancelled = False
+        self.timing = Timing(stream.created)
+        self._eos = frozenset[int]() if request.ignore_eos else text.eos_ids
+        self._text = text
+        self._detokenizer: Detokenizer = text.detokenizer()
+        self._stops = StopScanner(request.stop)
+        self._outbox = Outbox()
+
+    @property
+    def id(self) -> str:
+        return self.stream.id
+
+    @property
+    def n_read(self) -> int:
+        """Tokens of the prompt that are in the KV cache."""
+        return min(self.kv.length, len(self.prompt_ids))
+
+    @property
+    def reading(self) -> bool:
+        """Whether the prompt is not in the KV cache yet."""
+        return not self.out_ids
+
+    @property
+    def most_tokens(self) -> int:
+        """KV entries this request can come to need."""
+        return len(self.prompt_ids) + self.limit
+
+    def note_read(self) -> None:
+        """Tell the reader how far the prompt is."""
+        self.stream.push(PrefillProgress(self.n_read, len(self.prompt_ids)))
+        if self.n_read == len(self.prompt_ids):
+            self.timing.read = time.monotonic()
+
+    def accept(self, chosen: Chosen) -> None:
+        """Take the next token: send what became readable, and end if this was the last."""
+        if self.timing.first_token is None:
+            self.timing.first_token = time.monotonic()
+        self.out_ids.append(chosen.token_id)
+        if chosen.token_id in self._eos:
+            self._finish(FinishReason.STOP)
+            return
+        text, matched = self._stops.push(self._detokenizer.push(chosen.token_id))
+        self._send(text, chosen)
+        if matched is not None:
+            self._finish(FinishReason.STOP, stop=matched)
+        elif len(self.out_ids) >= self.limit:
+            self._finish(FinishReason.LENGTH)
+
+    def cancel(self) -> None:
+        """End now; the text so far was sent."""
+        self.cancelled = True
+        if not self.ended:
+            self._finish(FinishReason.CANCELLED)
+
+    def fail(self, error: Exception) -> None:
+        """End with an error; the text so far is sent first."""
+        if not self.ended:
+            self.ended = True
+            self._flush()
+            self.stream.push(Failed(error, self._usage()))
+
+    def _send(self, text: str, chosen: Chosen) -> None:
+        box = self._outbox
+        box.text += text
+        box.n_tokens += 1
+        if self.request.top_logprobs is not None:
+            box.logprobs.append(self._logprob(chosen))
+        if (text or box.logprobs) and self.stream.room():
+            self._flush()
+
+    def _flush(self) -> None:
+        box = self._outbox
+        if box.text or box.n_tokens:
+            self.stream.push(TextDelta(box.text, box.n_tokens, tuple(box.logprobs)))
+            self._outbox = Outbox()
+
+    def _finish(self, reason: FinishReason, stop: str | None = None) -> None:
+        self.ended = True
+        if stop is None:  # what was held back as a possible stop string, or half a character
+            tail, stop = self._stops.push(self._detokenizer.flush())
+            self._outbox.text += tail + self._stops.flush()
+        self._flush()
+        quality = self.request.quality.value
+        self.stream.push(Finished(reason, self._usage(), quality, stop))
+
+    def _logprob(self, chosen: Chosen) -> TokenLogprob:
+        top = tuple((i, self._text.token_bytes(i), value) for i, value in chosen.top)
+        own = self._text.token_bytes(chosen.token_id)
+        return TokenLogprob(chosen.token_id, own, chosen.logprob or 0.0, top)
+
+    def _usage(self) -> Usage:
+        timing, now = self.timing, time.monotonic()
+        read = timing.read or now
+        first = timing.first_token
+        return Usage(
+            prompt_tokens=len(self.prompt_ids),
+            completion_tokens=len(self.out_ids),
+            queue_s=(timing.admitted or now) - timing.submitted,
+            prefill_s=read - timing.admitted if timing.admitted else 0.0,
+            decode_s=now - read if self.out_ids else 0.0,
+            first_token_s=None if first is None else first - timing.submitted,
+            steps=self.steps,
+            wait_s=timing.wait_s,
+        )

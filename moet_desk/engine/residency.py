@@ -1,0 +1,268 @@
+"""Which expert is where: the slot pools, their tables, heat and counters. The only writer of all
+these.
+
+Owned by the engine thread. Decode asks for the slots of one layer's experts and gets them all,
+fetched if they were missing; slots of other layers may be evicted for that, never one that the same
+layer needs in this step. Prefill reads what is there and streams the rest through one staging slot.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moet_desk.engine.transfer import Transfer
+from moet_desk.kernels.reference import CacheTables, claim, lookup, release
+from moet_desk.store.pack_format import Plane
+from moet_desk.telemetry import CacheView, Tier, TierCounters, TierSizes
+
+HEAT_HALF_LIFE = 512
+"""Layer uses after which an expert's heat counts half."""
+
+RECENT_USES = 256
+"""Window of the hit shares shown per layer, in uses of that layer."""
+
+
+class Pool:
+    """Slots of one precision and the tables that say who is in them."""
+
+    def __init__(self, *, n_layers: int, n_experts: int, n_slots: int, slot_floats: int) -> None:
+        self.slots = torch.empty((n_slots, slot_floats), dtype=torch.float32)
+        self.tables = CacheTables(n_layers, n_experts, n_slots)
+
+    @property
+    def n_slots(self) -> int:
+        return int(self.slots.shape[0])
+
+
+class Residency:
+    """Slots for every expert a token asks for.
+
+    Args:
+        transfer: moves rows into slots.
+        moe_layers: model layer number of each MoE layer that runs.
+        n_experts: experts per layer.
+        base_slots, fine_slots: pool sizes; each at least the experts one token uses per layer.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        *,
+        moe_layers: tuple[int, ...],
+        n_experts: int,
+        base_slots: int,
+        fine_slots: int,
+    ) -> None:
+        self._transfer = transfer
+        self._moe_layers = moe_layers
+        self._n_experts = n_experts
+        size = transfer.layout.slot_floats
+        shape = {"n_layers": len(moe_layers), "n_experts": n_experts, "slot_floats": size}
+        self._pools = {
+            Plane.BASE: Pool(n_slots=base_slots, **shape),
+            Plane.FINE: Pool(n_slots=fine_slots, **shape),
+        }
+        self._staging = torch.empty(size, dtype=torch.float32)
+        self._uses = 0  # one per (step, layer): the clock of recency
+        grid = (len(moe_layers), n_experts)
+        self._heat = np.zeros(grid, dtype=np.float32)
+        self._decay = np.float32(0.5 ** (1 / HEAT_HALF_LIFE))
+        self._recent = np.zeros((len(moe_layers), 2), dtype=np.float64)  # hits, look-ups
+        self._tier_recent = np.zeros(4, dtype=np.float64)
+        self._count = dict.fromkeys(("lookups", "hits_base", "hits_fine", "evictions"), 0)
+        self._bytes_to_slot = 0
+        self.wait_s = 0.0
+        self._view: CacheView | None = None
+
+    # -- decode ------------------------------------------------------------------------------
+
+    def slots(self, plane: Plane, layer: int, experts: Sequence[int]) -> list[Tensor]:
+        """The slots of a token's experts in one layer, all filled.
+
+        Args:
+            plane: BASE for 2-bit weights, FINE for FP4.
+            layer: MoE layer, from 0.
+            experts: ids of the chosen experts.
+
+        Returns:
+            float32 [slot_floats] each, in the order of `experts`; valid until the next call.
+
+        Raises:
+            MoetError: a row could not be read (MD-NVME-04, MD-PACK-04). No slot is left claiming
+                a row it does not hold.
+        """
+        pool = self._pools[plane]
+        self._uses += 1
+        found = lookup(pool.tables, layer, experts, now=self._uses)
+        self._note_use(plane, layer, experts, n_missed=len(found.misses))
+        self._count["evictions"] += len(found.evicted)
+        if found.misses:
+            self._fetch_missing(pool, plane, layer, found.misses)
+        return [pool.slots[slot] for slot in found.slots]
+
+    def _fetch_missing(
+        self, pool: Pool, plane: Plane, layer: int, misses: Sequence[tuple[int, int]]
+    ) -> None:
+        began = time.perf_counter()
+        waiting = list(misses)
+        try:
+            while waiting:
+                expert, slot = waiting[-1]
+                in_ram = self._transfer.arena.holds(plane, self._row(layer, expert))
+                self._transfer.fetch(plane, self._row(layer, expert), pool.slots[slot])
+                self._tier_recent[Tier.RAM if in_ram else Tier.NVME] += 1
+                self._bytes_to_slot += pool.slots.shape[1] * 4
+                waiting.pop()
+        finally:
+            for _, slot in waiting:  # after an error: these slots hold nothing that can be used
+                release(pool.tables, slot)
+            self.wait_s += time.perf_counter() - began
+
+    def _note_use(self, plane: Plane, layer: int, experts: Sequence[int], *, n_missed: int) -> None:
+        n_hits = len(experts) - n_missed
+        self._count["lookups"] += len(experts)
+        self._count["hits_base" if plane is Plane.BASE else "hits_fine"] += n_hits
+        heat = self._heat[layer]
+        heat *= self._decay
+        heat[list(experts)] += 1.0
+        keep = 1.0 - 1.0 / RECENT_USES
+        self._recent[layer] = self._recent[layer] * keep + (n_hits, len(experts))
+        self._tier_recent *= 1.0 - 1.0 / (RECENT_USES * len(self._moe_layers))
+        self._tier_recent[Tier.BASE if plane is Plane.BASE else Tier.FINE] += n_hits
+
+    # -- prefill -----------------------------------------------------------------------------
+
+    def read(self, plane: Plane, layer: int, expert: int) -> Tensor:
+        """One expert's weights for a prompt chunk, without evicting anything.
+
+        Uses the slot if the expert has one, fills a free slot if there is one, else the staging
+        slot, so the result is valid until the next call. Raises as `slots`.
+        """
+        pool = self._pools[plane]
+        slot = pool.tables.slot_of[layer][expert]
+        if slot >= 0:
+            return pool.slots[slot]
+        row = self._row(layer, expert)
+        free = claim(pool.tables, layer, expert)
+        target = self._staging if free is None else pool.slots[free]
+        try:
+            self._transfer.fetch(plane, row, target, scan=True)
+        except Exception:
+            if free is not None:
+                release(pool.tables, free)
+            raise
+        self._bytes_to_slot += target.numel() * 4
+        return target
+
+    # -- heat --------------------------------------------------------------------------------
+
+    def preload(self, rows: Iterable[int], *, slots: int, progress: Callable[[int], None]) -> None:
+        """Fill up to `slots` free 2-bit slots with `rows`, hottest first."""
+        filled = 0
+        pool = self._pools[Plane.BASE]
+        for row in rows:
+            layer, expert = divmod(row, self._n_experts)
+            if filled == slots or layer >= len(self._moe_layers):
+                break
+            if pool.tables.slot_of[layer][expert] >= 0:
+                continue
+            slot = claim(pool.tables, layer, expert)
+            if slot is None:
+                break
+            self._transfer.fetch(Plane.BASE, row, pool.slots[slot], scan=True)
+            filled += 1
+            progress(1)
+
+    def hottest(self) -> list[tuple[int, float]]:
+        """(row, heat) of every expert used lately, hottest first; what heat.json keeps."""
+        flat = self._heat.ravel()
+        order = np.argsort(-flat, kind="stable")
+        return [(int(row), round(float(flat[row]), 3)) for row in order if flat[row] > 0.01]
+
+    def restore_heat(self, heat: Iterable[tuple[int, float]]) -> None:
+        """Take over a saved heat table; rows that do not exist here are skipped."""
+        flat = self._heat.ravel()
+        for row, value in heat:
+            if 0 <= row < flat.size:
+                flat[row] = value
+
+    # -- what the screens see ----------------------------------------------------------------
+
+    def view(self) -> CacheView:
+        """Tiers and heat of all experts; generations grow where something changed."""
+        n_layers, old = len(self._moe_layers), self._view
+        tiers = self._tiers()
+        ramp = self._heat_ramp()
+        tier_rows = tuple(tiers[i].tobytes() for i in range(n_layers))
+        heat_rows = tuple(ramp[i].tobytes() for i in range(n_layers))
+        if old is None:
+            generations = (0,) * n_layers
+        else:
+            generations = tuple(
+                old.generations[i] + (tier_rows[i] != old.tiers[i] or heat_rows[i] != old.heat[i])
+                for i in range(n_layers)
+            )
+        shares = tuple(float(hits / asked) if asked else None for hits, asked in self._recent)
+        self._view = CacheView(
+            self._moe_layers, self._n_experts, tier_rows, heat_rows, generations, shares
+        )
+        return self._view
+
+    def counters(self, *, step_s: float) -> TierCounters:
+        arena = self._transfer.arena.counters
+        return TierCounters(
+            **self._count,
+            from_ram=arena.from_ram,
+            from_nvme=arena.from_nvme,
+            bytes_ram_to_slot=self._bytes_to_slot,
+            bytes_nvme_to_ram=arena.bytes_read,
+            wait_s=self.wait_s,
+            step_s=step_s,
+            read_errors=arena.read_errors,
+        )
+
+    def sizes(self) -> TierSizes:
+        arena, layout = self._transfer.arena, self._transfer.layout
+        base, fine = self._pools[Plane.BASE], self._pools[Plane.FINE]
+        return TierSizes(
+            base_slots=base.n_slots,
+            base_slots_used=base.tables.n_used,
+            fine_slots=fine.n_slots,
+            fine_slots_used=fine.tables.n_used,
+            arena_rows=arena.n_places(Plane.BASE),
+            arena_rows_used=arena.n_used(Plane.BASE),
+            rows=len(self._moe_layers) * self._n_experts,
+            slot_bytes=layout.slot_floats * 4,
+            row_bytes=layout.base_stride,
+        )
+
+    def tier_share(self) -> tuple[float, float, float, float] | None:
+        """Share of recent look-ups that each tier answered, in the order of `Tier`."""
+        total = float(self._tier_recent.sum())
+        if total < 1e-9:
+            return None
+        nvme, ram, base, fine = (float(x) / total for x in self._tier_recent)
+        return (nvme, ram, base, fine)
+
+    def _tiers(self) -> np.ndarray:
+        shape = (len(self._moe_layers), self._n_experts)
+        in_ram = self._transfer.arena.present(Plane.BASE)[: shape[0] * shape[1]].reshape(shape)
+        tiers = np.where(in_ram, np.uint8(Tier.RAM), np.uint8(Tier.NVME))
+        flat = tiers.reshape(-1)
+        flat[self._pools[Plane.BASE].tables.resident()] = Tier.BASE
+        flat[self._pools[Plane.FINE].tables.resident()] = Tier.FINE
+        return tiers
+
+    def _heat_ramp(self) -> np.ndarray:
+        """0 never used, then one step per doubling: 7 is an expert that nearly every token uses."""
+        with np.errstate(divide="ignore"):
+            steps = np.floor(np.log2(self._heat)) - 1
+        return np.where(self._heat > 0.01, np.clip(steps, 1, 7), 0).astype(np.uint8)
+
+    def _row(self, layer: int, expert: int) -> int:
+        return layer * self._n_experts + expert

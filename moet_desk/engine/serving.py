@@ -1,0 +1,255 @@
+"""What the engine thread does with a loaded model: requests in, turns of work, snapshots out.
+
+`prepare` and `encode` are called from other threads and touch only what never changes (tokenizer,
+sizes). Everything else belongs to the engine thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moet_desk.engine import heat
+from moet_desk.engine.handle import EngineOptions, GenerateRequest, ModelInfo, RequestStream
+from moet_desk.engine.loader import load
+from moet_desk.engine.meter import Meter
+from moet_desk.engine.request import ActiveRequest
+from moet_desk.engine.sampling import Sampler
+from moet_desk.engine.scheduler import Scheduler
+from moet_desk.engine.text import Text
+from moet_desk.errors import MoetError, fail
+from moet_desk.telemetry import EngineSnapshot, EngineState, LoadStep
+
+log = logging.getLogger("moet_desk.engine")
+
+SHOW_EVERY_S = 0.1
+SAVE_HEAT_EVERY_S = 60.0
+
+
+class Serving:
+    """A loaded model at work.
+
+    Raises (from the constructor):
+        MoetError: as `loader.load` and `Text.load`.
+    """
+
+    def __init__(
+        self,
+        pack: Path,
+        options: EngineOptions,
+        *,
+        show: Callable[[tuple[LoadStep, ...]], None] = lambda steps: None,
+    ) -> None:
+        torch.set_num_threads(options.threads or torch.get_num_threads())
+        torch.set_grad_enabled(False)
+        self._pack = pack
+        self._options = options
+        self._text = Text.load(pack)
+        self.core = load(pack, options, show)
+        self._scheduler = Scheduler(options.max_running)
+        self._meter = Meter()
+        self._generation = 0
+        self._shown = self._saved = time.monotonic()
+        self._ended: list[str] = []
+        self.info = self._describe()
+
+    # -- any thread --------------------------------------------------------------------------
+
+    def encode(self, request: GenerateRequest) -> list[int]:
+        """Prompt ids of a request. Raises MD-API-04, MD-CHAT-01."""
+        given = [request.messages, request.prompt, request.prompt_ids]
+        if sum(part is not None for part in given) != 1:
+            reason = "give exactly one of messages, prompt and prompt_ids"
+            raise fail("MD-API-04", parameter="messages", reason=reason)
+        if request.messages is not None:
+            return self._text.encode_chat(request.messages, request.tools)
+        if request.prompt is not None:
+            return self._text.encode_prompt(request.prompt)
+        ids = [int(token) for token in request.prompt_ids or ()]
+        if not ids or min(ids) < 0 or max(ids) >= self.info.vocab:
+            reason = f"ids must be 0 to {self.info.vocab - 1}, and at least one"
+            raise fail("MD-API-04", parameter="prompt_ids", reason=reason)
+        return ids
+
+    def prepare(self, request: GenerateRequest, stream: RequestStream) -> ActiveRequest:
+        """Check a request and encode its prompt.
+
+        Raises:
+            MoetError: MD-API-03 too long, MD-API-04 bad parameter, MD-CHAT-01 template.
+        """
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise fail("MD-API-04", parameter="max_tokens", reason="it must be at least 1")
+        if request.top_logprobs is not None and not 0 <= request.top_logprobs <= 20:
+            raise fail("MD-API-04", parameter="top_logprobs", reason="it must be 0 to 20")
+        ids = self.encode(request)
+        room = self.info.context - len(ids)
+        if room < 1:
+            raise fail(
+                "MD-API-03",
+                prompt_tokens=len(ids), context=self.info.context, reserve=1,
+                model_context=self.info.model_context,
+            )  # fmt: skip
+        sampler = Sampler(
+            request.sampling,
+            self._text.defaults,
+            prompt_ids=ids,
+            vocab=self.info.vocab,
+            top_logprobs=request.top_logprobs,
+            model=self.info.name,
+        )
+        limit = min(request.max_tokens or room, room)
+        return ActiveRequest(request, stream, ids, text=self._text, sampler=sampler, limit=limit)
+
+    # -- engine thread -----------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._scheduler.waiting or self._scheduler.running)
+
+    def add(self, request: ActiveRequest) -> None:
+        """Put a request at the end of the queue."""
+        self._scheduler.waiting.append(request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; one that has ended already is left alone."""
+        for request in (*self._scheduler.waiting, *self._scheduler.running):
+            if request.id == request_id:
+                request.cancel()
+        for request in [r for r in self._scheduler.waiting if r.ended]:
+            self._scheduler.waiting.remove(request)
+            self._ended.append(request.id)
+
+    def turn(self) -> None:
+        """Admit who fits, read one chunk of one prompt, write one token of every answer."""
+        self._admit()
+        reading = self._scheduler.to_read()
+        if reading is not None:
+            self._guarded([reading], lambda: self._read_chunk(reading))
+        writing = self._scheduler.to_write()
+        if writing:
+            self._guarded(writing, lambda: self._write_tokens(writing))
+        for request in self._scheduler.take_ended():
+            self.core.kv.release(request.kv)
+            self._ended.append(request.id)
+
+    def take_ended(self) -> list[str]:
+        """Ids of requests that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def fail_all(self, error: MoetError) -> None:
+        for request in (*self._scheduler.waiting, *self._scheduler.running):
+            request.fail(error)
+
+    def idle(self, now: float) -> None:
+        """Housekeeping while there is nothing to do."""
+        if now - self._saved > SAVE_HEAT_EVERY_S:
+            self._save_heat(now)
+
+    def close(self) -> None:
+        """Cancel what runs, save heat, release memory."""
+        for request in (*self._scheduler.waiting, *self._scheduler.running):
+            request.cancel()
+        self._save_heat(time.monotonic())
+        self.core.close()
+
+    def _admit(self) -> None:
+        while (request := self._scheduler.next_to_admit(self.core.kv.free_tokens)) is not None:
+            pages = self.core.kv.reserve(request.most_tokens)
+            if pages is None:
+                return
+            request.kv = pages
+            request.timing.admitted = time.monotonic()
+            self._scheduler.admit(request)
+
+    def _read_chunk(self, request: ActiveRequest) -> None:
+        began = time.monotonic()
+        n_tokens = self.core.prefiller.step(request)
+        self._meter.note_read(n_tokens, time.monotonic() - began)
+
+    def _write_tokens(self, requests: list[ActiveRequest]) -> None:
+        began, waited = time.monotonic(), self.core.residency.wait_s
+        self.core.decoder.step(requests)
+        now = time.monotonic()
+        self._meter.note_step(
+            now, step_s=now - began, wait_s=self.core.residency.wait_s - waited,
+            n_tokens=len(requests),
+        )  # fmt: skip
+
+    def _guarded(self, requests: list[ActiveRequest], work: Callable[[], None]) -> None:
+        """Run a piece of work; a bug in it ends these requests, not the engine."""
+        try:
+            work()
+        except Exception as error:  # the request boundary: others must go on
+            log.exception("a request failed")
+            reason = f"{type(error).__name__}: {error}"
+            for request in requests:
+                request.fail(fail("MD-ENG-04", reason=reason, model=self.info.name))
+
+    # -- what others see ---------------------------------------------------------------------
+
+    def state(self) -> EngineState:
+        if self._scheduler.to_read() is not None:
+            return EngineState.READING
+        return EngineState.WRITING if self._scheduler.running else EngineState.READY
+
+    def should_show(self) -> bool:
+        now = time.monotonic()
+        if self.busy and now - self._saved > SAVE_HEAT_EVERY_S:
+            self._save_heat(now)
+        return now - self._shown >= SHOW_EVERY_S or not self.busy
+
+    def snapshot(self, state: EngineState) -> EngineSnapshot:
+        """A picture of now; made at most every `SHOW_EVERY_S` while busy."""
+        self._shown = time.monotonic()
+        self._generation += 1
+        residency, meter, running = self.core.residency, self._meter, self._scheduler.running
+        reading = self._scheduler.to_read()
+        return EngineSnapshot(
+            state=state,
+            model=self.info.name,
+            family=self.info.family,
+            device="cpu",
+            context=self.info.context,
+            context_used=max((request.kv.length for request in running), default=0),
+            requests_running=len(running),
+            requests_waiting=len(self._scheduler.waiting),
+            decode_tok_per_s=meter.decode_rate(self._shown),
+            prefill_tok_per_s=meter.prefill_rate,
+            prompt_done=reading.n_read if reading else 0,
+            prompt_total=len(reading.prompt_ids) if reading else 0,
+            steps=meter.steps,
+            tokens=meter.tokens,
+            step_ms=meter.step_ms(),
+            wait_share=meter.wait_share(),
+            tier_share=residency.tier_share(),
+            counters=residency.counters(step_s=meter.step_s),
+            sizes=residency.sizes(),
+            cache=residency.view(),
+            generation=self._generation,
+        )
+
+    def _describe(self) -> ModelInfo:
+        spec, core = self.core.spec, self.core
+        router = spec.moe_ffn.router
+        return ModelInfo(
+            name=self._pack.name,
+            family=spec.model_type,
+            context=core.plan.context,
+            model_context=spec.context,
+            vocab=spec.vocab,
+            n_layers=len(spec.layers),
+            n_moe_layers=len(spec.main_moe_layers),
+            n_experts=router.n_experts,
+            top_k=router.top_k,
+            identity=core.reader.meta.identity,
+        )
+
+    def _save_heat(self, now: float) -> None:
+        self._saved = now
+        if self._options.save_heat:
+            heat.write(self._pack, self.core.residency.hottest())

@@ -1,0 +1,129 @@
+"""The planner: how a model is spread over the tiers of a machine. Pure; no clock, disk or device.
+
+On a CPU the pool is RAM too: a slot holds a row expanded to float32, 14 times the 2-bit row. So
+packed rows come first (they save a disk read of milliseconds), expanded slots take what is left
+(they save a fraction of a millisecond of expanding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moet_desk.errors import fail
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.units import MIB, show_memory
+
+KV_PAGE_TOKENS = 64
+PREFILL_CHUNK = 256
+WORK_BYTES = 256 * MIB
+"""Activations, logits and the interpreter's own growth while serving."""
+
+
+F32_KV_SHARE = 1 / 16
+"""KV is kept in float32 on a CPU while it takes no more of the RAM than this: no conversion per
+step and no rounding. Larger contexts use bfloat16.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes the planner needs, in bytes and counts."""
+
+    n_rows: int  # experts of the layers that run
+    top_k: int
+    base_stride: int
+    fine_stride: int
+    slot_bytes: int
+    dense_bytes: int
+    kv_token_bytes: int  # all layers together
+    model_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user fixed; None leaves it to the planner. These are constraints, never switches."""
+
+    context: int | None = None
+    base_slots: int | None = None
+    fine_slots: int | None = None
+    arena_rows: int | None = None
+    prefill_chunk: int | None = None
+    max_running: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """The sizes of every tier. `bytes_total` adds up what they take, the dense stack included."""
+
+    context: int
+    kv_pages: int
+    base_slots: int
+    fine_slots: int
+    arena_base_rows: int
+    arena_fine_rows: int
+    prefill_chunk: int
+    bytes_total: int
+
+
+def kv_tokens(wishes: Wishes, model_context: int) -> int:
+    """Tokens of KV that all requests together can come to need, whole pages."""
+    context = wishes.context or model_context
+    return wishes.max_running * -(-context // KV_PAGE_TOKENS) * KV_PAGE_TOKENS
+
+
+def choose_kv_format(f32_token_bytes: int, n_tokens: int, ram_bytes: int) -> KvFormat:
+    """The storage format of KV when the user leaves it to us, for a CPU."""
+    fits = f32_token_bytes * n_tokens <= F32_KV_SHARE * ram_bytes
+    return KvFormat.F32 if fits else KvFormat.BF16
+
+
+def _context(shape: ModelShape, wishes: Wishes) -> int:
+    if wishes.context is None:
+        return shape.model_context
+    if wishes.context > shape.model_context:
+        raise fail("MD-PLAN-02", want=wishes.context, largest=shape.model_context)
+    return wishes.context
+
+
+def _least(name: int | None, least: int) -> None:
+    if name is not None and name < least:
+        raise fail("MD-PLAN-03", want=name, least=least)
+
+
+def plan_tiers(shape: ModelShape, ram_bytes: int, wishes: Wishes) -> TierPlan:
+    """Size the tiers for a CPU with `ram_bytes` to use.
+
+    Raises:
+        MoetError: MD-PLAN-02 context longer than the model's, MD-PLAN-03 a pool smaller than one
+            token needs, MD-RAM-01 the least of everything does not fit.
+    """
+    _least(wishes.base_slots, shape.top_k)
+    _least(wishes.fine_slots, shape.top_k)
+    context = _context(shape, wishes)
+    pages = kv_tokens(wishes, shape.model_context) // KV_PAGE_TOKENS
+    used = shape.dense_bytes + WORK_BYTES + pages * KV_PAGE_TOKENS * shape.kv_token_bytes
+    used += shape.slot_bytes  # the staging slot of prefill
+
+    def take(wanted: int, each: int, fixed: int | None, least: int) -> int:
+        """As many as fit of `wanted`; exactly `fixed` if the user said so."""
+        nonlocal used
+        fit = max(0, ram_bytes - used) // each
+        count = min(wanted, fit) if fixed is None else min(fixed, wanted)
+        count = max(count, least)
+        used += count * each
+        return count
+
+    base_slots = take(shape.top_k, shape.slot_bytes, shape.top_k, shape.top_k)
+    fine_slots = take(shape.top_k, shape.slot_bytes, shape.top_k, shape.top_k)
+    arena_base = take(shape.n_rows, shape.base_stride, wishes.arena_rows, 0)
+    arena_fine = take(shape.n_rows, shape.fine_stride, wishes.arena_rows, 0)
+    more = None if wishes.base_slots is None else wishes.base_slots - base_slots
+    base_slots += take(shape.n_rows - base_slots, shape.slot_bytes, more, 0)
+    more = None if wishes.fine_slots is None else wishes.fine_slots - fine_slots
+    fine_slots += take(shape.n_rows - fine_slots, shape.slot_bytes, more, 0)
+    if used > ram_bytes:
+        raise fail("MD-RAM-01", need=show_memory(used), have=show_memory(ram_bytes))
+    chunk = wishes.prefill_chunk or PREFILL_CHUNK
+    return TierPlan(
+        context, pages, base_slots, fine_slots, arena_base, arena_fine, chunk, bytes_total=used
+    )

@@ -1,0 +1,140 @@
+"""The RAM tier: packed rows held in page-aligned memory of our own, filled from the pack file.
+
+Owned by the engine thread. A row is published in the index only after its read succeeded and its
+checksum matched, so a reader never sees a half-filled place. Prefill passes `scan=True`: it may
+fill free places but never pushes out a row that decode uses (a flag, not a guess from the batch
+size).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moet_desk.store.pack_format import Plane
+from moet_desk.store.pack_reader import PackReader
+
+
+@dataclass(slots=True)
+class ArenaCounters:
+    """Rows given out and bytes read since the start."""
+
+    from_ram: int = 0
+    from_nvme: int = 0
+    bytes_read: int = 0
+    read_errors: int = 0
+
+
+class _Region:
+    """Places for rows of one plane. `place_of_row` is ordered from the least recently used on."""
+
+    def __init__(self, places: int, stride: int) -> None:
+        # one place more than asked for: reads that must not displace anything land there
+        self.memory = mmap.mmap(-1, (places + 1) * stride)
+        self.rows = torch.frombuffer(self.memory, dtype=torch.uint8).view(places + 1, stride)
+        self.view = memoryview(self.memory)
+        self.stride = stride
+        self.places = places
+        self.place_of_row: OrderedDict[int, int] = OrderedDict()
+        self.free = list(range(places - 1, -1, -1))
+
+    def slice(self, place: int) -> memoryview:
+        return self.view[place * self.stride : (place + 1) * self.stride]
+
+
+class Arena:
+    """Rows of a pack in RAM, least recently used out first.
+
+    Args:
+        reader: the open pack.
+        base_rows, fine_rows: how many rows of each plane to hold. 0 reads every row from the file.
+    """
+
+    def __init__(self, reader: PackReader, *, base_rows: int, fine_rows: int) -> None:
+        meta = reader.meta
+        self._reader = reader
+        self._regions = {
+            Plane.BASE: _Region(base_rows, meta.base_stride),
+            Plane.FINE: _Region(fine_rows, meta.fine_stride),
+        }
+        self._present = {plane: np.zeros(meta.n_rows, dtype=np.bool_) for plane in Plane}
+        self.counters = ArenaCounters()
+
+    def row(self, plane: Plane, row: int, *, scan: bool = False) -> Tensor:
+        """The packed bytes of a row, read from the file if need be.
+
+        Returns:
+            uint8 [stride]; valid until the next call for the same plane.
+
+        Raises:
+            MoetError: MD-NVME-04 the read failed, MD-PACK-04 the checksum does not match.
+        """
+        region = self._regions[plane]
+        place = region.place_of_row.get(row)
+        if place is not None:
+            self.counters.from_ram += 1
+            if not scan:
+                region.place_of_row.move_to_end(row)
+            return region.rows[place]
+        return region.rows[self._read(region, plane, row, scan=scan)]
+
+    def holds(self, plane: Plane, row: int) -> bool:
+        return row in self._regions[plane].place_of_row
+
+    def present(self, plane: Plane) -> np.ndarray:
+        """Which rows are in RAM now, bool [n_rows] (a live array; do not change it)."""
+        return self._present[plane]
+
+    def preload(
+        self, plane: Plane, rows: Iterable[int], *, progress: Callable[[int], None]
+    ) -> None:
+        """Fill free places with `rows` in order; stops when the arena is full."""
+        region = self._regions[plane]
+        for row in rows:
+            if not region.free:
+                return
+            if row not in region.place_of_row:
+                self._read(region, plane, row, scan=True)
+                progress(region.stride)
+
+    def n_used(self, plane: Plane) -> int:
+        return len(self._regions[plane].place_of_row)
+
+    def n_places(self, plane: Plane) -> int:
+        return self._regions[plane].places
+
+    def close(self) -> None:
+        """Forget all rows; the memory goes when the last view of it does."""
+        self._regions.clear()
+
+    def _read(self, region: _Region, plane: Plane, row: int, *, scan: bool) -> int:
+        place = self._place(region, plane, scan=scan)
+        try:
+            self._reader.read_row(plane, row, region.slice(place))
+        except Exception:
+            self.counters.read_errors += 1
+            if place < region.places:
+                region.free.append(place)
+            raise
+        self.counters.from_nvme += 1
+        self.counters.bytes_read += region.stride
+        if place < region.places:
+            region.place_of_row[row] = place
+            self._present[plane][row] = True
+        return place
+
+    def _place(self, region: _Region, plane: Plane, *, scan: bool) -> int:
+        """A place that may be overwritten: a free one, the oldest, or the spare one behind them."""
+        if region.free:
+            return region.free.pop()
+        if scan or not region.places:
+            return region.places
+        row, place = region.place_of_row.popitem(last=False)
+        self._present[plane][row] = False
+        return place

@@ -1,0 +1,35 @@
+"""Fixtures that several suites share: the demo model's folder, and packs made from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).resolve().parent.parent / "assets" / "demo"
+
+
+@pytest.fixture(scope="session")
+def demo_source() -> Path:
+    """The folder of the shipped demo model."""
+    return DEMO
+
+
+@pytest.fixture(scope="session")
+def demo_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model packed once per test process; do not write into it."""
+    return pack_source(DEMO, tmp_path_factory.mktemp("packs") / "demo")
+
+
+def pack_source(source: Path, dest: Path) -> Path:
+    """Pack a source folder the way the command does."""
+    from moet_desk.engine.families import plan_for
+    from moet_desk.store.pack_writer import write_pack
+    from moet_desk.store.sources import TensorIndex
+
+    config = json.loads((source / "config.json").read_text())
+    index = TensorIndex.open(source)
+    plan = plan_for(config, path=str(source / "config.json"), names=index.names())
+    write_pack(source, plan, dest, progress=lambda _: None, stop=lambda: False)
+    return dest

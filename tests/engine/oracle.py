@@ -1,0 +1,87 @@
+"""Ways to run the engine's parts without its thread, and transformers beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moet_desk.engine.handle import EngineOptions
+from moet_desk.engine.kv_cache import KvSequence
+from moet_desk.engine.loader import Core, load
+from moet_desk.store.pack_format import Plane
+from moet_desk.store.quant_formats import decode
+from moet_desk.store.sources import TensorIndex
+
+
+@contextmanager
+def loaded(pack: Path, **options: Any) -> Iterator[Core]:
+    core = load(pack, EngineOptions(save_heat=False, **options))
+    try:
+        yield core
+    finally:
+        core.close()
+
+
+@torch.inference_mode()
+def logits_of(
+    core: Core, ids: list[int], *, plane: Plane, sizes: list[int] | None = None
+) -> Tensor:
+    """Logits after every token, [T, V]. `sizes` are the tokens per forward; 1 is a decode row."""
+    sequence = core.kv.reserve(len(ids))
+    assert isinstance(sequence, KvSequence)
+    sizes = sizes or [len(ids)]
+    assert sum(sizes) == len(ids)
+    outputs = []
+    for size in sizes:
+        part = torch.tensor(ids[sequence.length : sequence.length + size])
+        runner = core.decoder if size == 1 else core.prefiller
+        hidden = core.model.forward(part, core.kv, sequence, runner._experts[plane])
+        outputs.append(core.model.logits(hidden))
+    core.kv.release(sequence)
+    return torch.cat(outputs)
+
+
+def transformers_model(source: Path, *, two_bit: bool = False) -> Any:
+    """DeepseekV3ForCausalLM on the source's dequantised weights, float32."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config", None)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**config, "torch_dtype": "float32"}))
+    index = TensorIndex.open(source)
+    state = model.state_dict()
+    values: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name in index.names():
+        value = decode(index, name)
+        if ".mlp.experts." in name:
+            layer, rest = name.split(".mlp.experts.")
+            expert, role = rest.split(".")
+            experts.setdefault(f"{layer}.mlp.experts|{role}", {})[int(expert)] = value
+        else:
+            values[name] = value
+    for key, by_expert in experts.items():
+        values[key] = torch.stack([by_expert[i] for i in range(len(by_expert))])
+    for key in state:
+        state[key] = _value_for(key, values)
+    model.load_state_dict(state)
+    model.tie_weights()
+    return model.eval()
+
+
+def _value_for(key: str, values: dict[str, Tensor]) -> Tensor:
+    plain = key.removesuffix(".weight")
+    if plain == "lm_head" and plain not in values:
+        plain = "model.embed_tokens"
+    if plain in values:
+        return values[plain]
+    prefix = key.removesuffix(".gate_up_proj").removesuffix(".down_proj")
+    if key.endswith("experts.gate_up_proj"):
+        return torch.cat([values[f"{prefix}|gate_proj"], values[f"{prefix}|up_proj"]], 1)
+    return values[f"{prefix}|down_proj"]
