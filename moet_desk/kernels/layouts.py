@@ -122,7 +122,7 @@ class ExpertLayout:
 
     @property
     def slot_floats(self) -> int:
-        """float32 values of an expanded row: gate_up [2I, H], then down [H, I]."""
+        """float32 values of a slot on the CPU: all weights of gate_up and down."""
         return 3 * self.hidden * self.inter
 
 

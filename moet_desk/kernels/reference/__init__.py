@@ -5,11 +5,17 @@ and argument orders. Owns no state; any thread may call it, the engine thread do
 """
 
 from moet_desk.kernels.reference.attention import gqa, mla_absorbed, mla_plain
-from moet_desk.kernels.reference.cache import CacheTables, LookupResult, lookup, release
+from moet_desk.kernels.reference.cache import CacheTables, LookupResult, claim, lookup, release
 from moet_desk.kernels.reference.dense import linear, linear_row
-from moet_desk.kernels.reference.experts import combine, expert_mlp, expert_mlp_float, swiglu
+from moet_desk.kernels.reference.expand import expand_base, expand_fine
+from moet_desk.kernels.reference.experts import (
+    combine,
+    expert_mlp,
+    expert_mlp_float,
+    expert_rows,
+    swiglu,
+)
 from moet_desk.kernels.reference.kv_formats import (
-    KvFormat,
     gqa_entry_bytes,
     gqa_read,
     gqa_write,
@@ -18,7 +24,6 @@ from moet_desk.kernels.reference.kv_formats import (
     mla_write,
 )
 from moet_desk.kernels.reference.norms import (
-    RopeScaling,
     apply_rope,
     rms_norm,
     rope_frequencies,
@@ -30,31 +35,28 @@ from moet_desk.kernels.reference.quant import (
     balance_zeros,
     base_codes,
     base_values,
-    expand_base,
-    expand_fine,
     fine_digits,
     fp4_values,
     quantize_activations,
     quantize_fp4,
 )
-from moet_desk.kernels.reference.routing import Score, route
+from moet_desk.kernels.reference.routing import route
 from moet_desk.kernels.reference.sampling import sample
 
 __all__ = [
     "CacheTables",
-    "KvFormat",
     "LookupResult",
-    "RopeScaling",
-    "Score",
     "apply_rope",
     "balance_zeros",
     "base_codes",
     "base_values",
+    "claim",
     "combine",
     "expand_base",
     "expand_fine",
     "expert_mlp",
     "expert_mlp_float",
+    "expert_rows",
     "fine_digits",
     "fp4_values",
     "gqa",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 WINDOW = 256
 """Slots looked at for one victim; the window moves on by its own width."""
@@ -53,6 +54,11 @@ class CacheTables:
     def n_used(self) -> int:
         """Slots that hold a row."""
         return len(self.owner) - len(self.free)
+
+    def resident(self) -> NDArray[np.int64]:
+        """Rows (layer * E + expert) that lie in a slot, in no order."""
+        rows = [row for row in self.owner if row != FREE]
+        return np.array(rows, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,20 @@ def lookup(tables: CacheTables, layer: int, experts: Sequence[int], *, now: int)
         last_used[slot] = now
         misses.append((expert, slot))
     return LookupResult([row[expert] for expert in experts], misses, evicted)
+
+
+def claim(tables: CacheTables, layer: int, expert: int) -> int | None:
+    """Give a row a free slot outside of a look-up (preload, prefill); None if there is none.
+
+    The row must not be in a slot already. It counts as the oldest until a look-up hits it.
+    """
+    if not tables.free:
+        return None
+    slot = tables.free.pop()
+    tables.owner[slot] = layer * tables.n_experts + expert
+    tables.slot_of[layer][expert] = slot
+    tables.last_used[slot] = 0
+    return slot
 
 
 def release(tables: CacheTables, slot: int) -> None:

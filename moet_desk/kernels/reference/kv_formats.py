@@ -12,11 +12,12 @@ values, then scales, then the rotary part. NaN never hides: it comes back as NaN
 
 from __future__ import annotations
 
-from enum import Enum
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from moet_desk.kernels.kinds import KvFormat
 
 FP8_BLOCK = 128
 NVFP4_BLOCK = 16
@@ -24,15 +25,6 @@ E4M3_MAX = 448.0
 NVFP4_GLOBAL = 2.0**-6
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-class KvFormat(Enum):
-    """Number format of cached attention state."""
-
-    F32 = "f32"
-    BF16 = "bf16"
-    FP8 = "fp8"
-    NVFP4 = "nvfp4"
 
 
 def mla_entry_bytes(fmt: KvFormat, r: int, dr: int) -> int:

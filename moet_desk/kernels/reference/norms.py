@@ -6,27 +6,11 @@ Called on the engine thread. Pure functions; a row's bits do not depend on the o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """YaRN parameters as in a config's `rope_scaling` (models.md §1.2).
-
-    `attention_factor` overrides the magnitude that follows from `mscale` and `mscale_all_dim`.
-    """
-
-    factor: float
-    original_context: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: float | None = None
-    truncate: bool = True
+from moet_desk.kernels.kinds import RopeScaling
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -> Tensor:

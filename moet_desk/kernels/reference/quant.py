@@ -1,8 +1,8 @@
 """Quantisers and decoders: FP4 and 2-bit weights per block of 32, and int8 activations.
 
 Owns the numbers, not the bytes (`kernels.layouts`). Weight quantisers run in packing processes;
-`expand_*` and `quantize_activations` run on the engine thread, for every fetched row and each step.
-Pure functions; the look-up tables are made once on first use and never change.
+`quantize_activations` runs on the engine thread, twice per expert. Pure functions; the look-up
+tables are made once, on first use, and never change. Rows are decoded by `reference.expand`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from torch import Tensor
 
 from moet_desk.kernels.layouts import (
     GROUP,
-    ExpertLayout,
     MatrixLayout,
-    fine_words,
     nibbles_to_codes,
     nibbles_to_digits,
 )
@@ -110,45 +108,6 @@ def base_values(codes: Tensor, scales: Tensor) -> Tensor:
     return _scaled(np.array(LEVELS, np.float32)[codes.numpy()], scales)
 
 
-def expand_base(row: Tensor, layout: ExpertLayout, out: Tensor) -> None:
-    """Decode a base row into a slot.
-
-    Shapes:
-        row [>= base_bytes] uint8; out [slot_floats] float32, contiguous, written in full
-    """
-    raw, slot = row.numpy(), out.numpy()
-    byte, at = 0, 0
-    for matrix in (layout.gate_up, layout.down):
-        halves, scales = _sequential_codes(raw[byte : byte + matrix.base_bytes], matrix)
-        place = slot[at : at + matrix.n * matrix.k]
-        np.take(_levels_of_8(), halves.ravel(), axis=0, out=place.reshape(-1, 8), mode="clip")
-        _apply_scales(out[at : at + matrix.n * matrix.k], scales)
-        byte += matrix.base_bytes
-        at += matrix.n * matrix.k
-
-
-def expand_fine(base_row: Tensor, fine_row: Tensor, layout: ExpertLayout, out: Tensor) -> None:
-    """Decode a base row and its fine row into a slot: the exact FP4 weights.
-
-    Shapes:
-        base_row [>= base_bytes] uint8, fine_row [>= fine_bytes] uint8
-        out [slot_floats] float32, contiguous, written in full
-    """
-    raw, fine, slot = base_row.numpy(), fine_row.numpy(), out.numpy()
-    byte, fine_byte, at = 0, 0, 0
-    for matrix in (layout.gate_up, layout.down):
-        halves, scales = _sequential_codes(raw[byte : byte + matrix.base_bytes], matrix)
-        words = fine_words(fine[fine_byte : fine_byte + matrix.fine_bytes], matrix)
-        quads = halves.view(np.uint8).reshape(words.shape)  # four codes each, in order of k
-        index = (words << 8) + quads
-        place = slot[at : at + matrix.n * matrix.k]
-        np.take(_values_of_4(), index.ravel(), axis=0, out=place.reshape(-1, 4), mode="clip")
-        _apply_scales(out[at : at + matrix.n * matrix.k], scales)
-        byte += matrix.base_bytes
-        fine_byte += matrix.fine_bytes
-        at += matrix.n * matrix.k
-
-
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round activations to int8 per block of 32: scale = amax/127, q = floor(x * 127/amax + 0.5).
 
@@ -161,7 +120,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     blocks = x.reshape(x.shape[0], -1, GROUP)
     amax = blocks.abs().amax(-1, keepdim=True)  # [T, G, 1]
-    inverse = torch.where(amax < _WEAKEST_BLOCK, 0.0, 127.0 / amax)
+    inverse = (127.0 / amax).masked_fill_(amax < _WEAKEST_BLOCK, 0.0)
     q = (blocks * inverse).add_(0.5).floor_()
     return q.view(x.shape), (amax / 127.0).squeeze(-1)
 
@@ -173,25 +132,12 @@ def _scaled(values: NDArray[np.float32], scales: Tensor) -> Tensor:
 
 
 def _apply_scales(out: Tensor, scales: NDArray[np.uint8]) -> None:
-    factors = torch.from_numpy(_scale_values()[scales.ravel()])
+    factors = torch.from_numpy(scale_values()[scales.ravel()])
     out.view(-1, GROUP).mul_(factors[:, None])
 
 
-def _sequential_codes(
-    raw: NDArray[np.uint8], layout: MatrixLayout
-) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
-    """Base planes to codes in order of k, [N*G, 4] uint16 of eight codes each, and the scales."""
-    blocks = layout.n * layout.groups
-    words = raw[: 8 * blocks].view("<u2").reshape(2, blocks, 2)
-    low, high = _spread_tables()
-    ordered = np.empty((blocks, 2), np.uint32)
-    for half in (0, 1):
-        np.bitwise_or(low[words[half, :, 0]], high[words[half, :, 1]], out=ordered[:, half])
-    return ordered.view("<u2"), raw[8 * blocks :]
-
-
 @cache
-def _scale_values() -> NDArray[np.float32]:
+def scale_values() -> NDArray[np.float32]:
     """2**(byte - 127) for every E8M0 byte; NaN for 255."""
     values = np.ldexp(np.ones(256), np.arange(256) - 127)
     values[255] = np.nan
@@ -202,36 +148,3 @@ def _scale_values() -> NDArray[np.float32]:
 def _nibble_values() -> NDArray[np.float32]:
     magnitudes = np.array(MAGNITUDES, np.float32)
     return np.concatenate([magnitudes, -magnitudes])
-
-
-@cache
-def _spread_tables() -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """What a word's low and high 16 bits add to its codes in order of k (2 bits each, 32 in all).
-
-    Nibble n of the word holds element n in its low two bits and element n + 8 in its high two.
-    """
-    value = np.arange(65536, dtype=np.uint32)
-    low = np.zeros(65536, np.uint32)
-    for n in range(4):
-        low |= ((value >> (4 * n)) & 3) << (2 * n)
-        low |= ((value >> (4 * n + 2)) & 3) << (2 * n + 16)
-    return low, np.left_shift(low, 8, dtype=np.uint32)
-
-
-@cache
-def _levels_of_8() -> NDArray[np.float32]:
-    """[65536, 8]: levels of eight 2-bit codes."""
-    codes = (np.arange(65536)[:, None] >> (2 * np.arange(8))) & 3
-    levels: NDArray[np.float32] = np.array(LEVELS, np.float32)[codes]
-    return levels
-
-
-@cache
-def _values_of_4() -> NDArray[np.float32]:
-    """[625 * 256, 4]: FP4 values of a digit word and the four base codes it refines."""
-    words = np.arange(625)[:, None, None] // (5 ** np.arange(4)) % 5  # [625, 1, 4]
-    codes = (np.arange(256)[None, :, None] >> (2 * np.arange(4))) & 3  # [1, 256, 4]
-    big = (codes == 0) | (codes == 3)
-    magnitude = np.array(MAGNITUDES, np.float32)[np.minimum(words + 5 * big, 7)]
-    values: NDArray[np.float32] = np.where(codes < 2, -magnitude, magnitude).reshape(-1, 4)
-    return values

@@ -5,19 +5,10 @@ Called on the engine thread. Pure; a token's choice does not depend on the other
 
 from __future__ import annotations
 
-from enum import Enum
-
 import torch
 from torch import Tensor
 
-
-class Score(Enum):
-    """How a logit becomes a score (models.md §1.2)."""
-
-    SOFTMAX = "softmax"
-    SIGMOID = "sigmoid"
-    SQRT_SOFTPLUS = "sqrt_softplus"
-    TOPK_SOFTMAX = "topk_softmax"  # softmax over the chosen logits only
+from moet_desk.kernels.kinds import Score
 
 
 def route(
