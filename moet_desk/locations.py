@@ -1,0 +1,90 @@
+"""Where this program keeps its files, and what the environment says of the terminal.
+
+Pure: the environment comes in as a mapping (`config` hands it over). Any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+APP_NAME = "moet-desk"
+DATA_DIR_VARIABLE = "MOET_DESK_DATA_DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class Locations:
+    """All folders and files of one user, or of one `--data-dir`. None of them has to exist."""
+
+    data_dir: Path
+    config_file: Path
+
+    @property
+    def models_dir(self) -> Path:
+        """One folder per pack."""
+        return self.data_dir / "models"
+
+    @property
+    def chats_file(self) -> Path:
+        """The SQLite file with all chats."""
+        return self.data_dir / "chats.sqlite3"
+
+    @property
+    def logs_dir(self) -> Path:
+        """Log files and crash reports."""
+        return self.data_dir / "logs"
+
+    @property
+    def run_dir(self) -> Path:
+        """The lock of the running program."""
+        return self.data_dir / "run"
+
+
+@dataclass(frozen=True, slots=True)
+class TerminalFacts:
+    """What the environment says about colours, glyphs and who is looking."""
+
+    no_color: bool = False  # NO_COLOR is set and not empty (no-color.org)
+    ci: bool = False
+    term: str = ""
+    truecolor: bool = False
+    utf8: bool = True
+
+    @property
+    def is_dumb(self) -> bool:
+        """Whether the terminal cannot move its cursor."""
+        return self.term in ("", "dumb")
+
+
+def locate(environment: Mapping[str, str], data_dir: Path | None = None) -> Locations:
+    """Return the locations for `--data-dir`, else MOET_DESK_DATA_DIR, else this system's own.
+
+    A data folder of one's own holds the settings file too, so that nothing outside is touched.
+    """
+    chosen = data_dir or (Path(named) if (named := environment.get(DATA_DIR_VARIABLE)) else None)
+    if chosen is not None:
+        folder = chosen.expanduser().absolute()
+        return Locations(data_dir=folder, config_file=folder / "config.toml")
+    return Locations(
+        data_dir=platformdirs.user_data_path(APP_NAME, appauthor=False),
+        config_file=platformdirs.user_config_path(APP_NAME, appauthor=False) / "config.toml",
+    )
+
+
+def read_terminal(environment: Mapping[str, str]) -> TerminalFacts:
+    """Return the facts that an environment states."""
+    term = environment.get("TERM", "")
+    # POSIX order: the first of the three that is set and not empty decides
+    locale = next(
+        (value for name in ("LC_ALL", "LC_CTYPE", "LANG") if (value := environment.get(name))), ""
+    )
+    return TerminalFacts(
+        no_color=bool(environment.get("NO_COLOR")),
+        ci=environment.get("CI", "").lower() not in ("", "0", "false"),
+        term=term,
+        truecolor=environment.get("COLORTERM", "") in ("truecolor", "24bit"),
+        utf8="utf-8" in locale.lower() or "utf8" in locale.lower(),
+    )

@@ -1,0 +1,358 @@
+"""The list of all settings: typed records, and a schema made from them.
+
+The records are the only list; the settings screen, environment names, the command line and the
+documentation are made from `SETTINGS`. Pure: reading and saving is in `config`. Any thread.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+from moet_desk.errors import MoetError, fail
+from moet_desk.units import parse_bytes, show_memory
+
+PREFIX = "MOET_DESK_"
+KEYS_GROUP = "keys"
+AUTOMATIC = "auto"
+"""What people write for "let the program choose"; None inside."""
+
+
+class Applies(Enum):
+    """When a changed setting takes effect."""
+
+    NOW = "now"
+    NEXT_MESSAGE = "next message"
+    RELOAD = "reload"  # when the model is loaded again
+    RESTART = "restart"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as the schema describes it."""
+
+    name: str  # "group.key"
+    help: str
+    unit: str
+    applies: Applies
+    default: Any
+    kind: type  # int, float, str or tuple (of str)
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    largest: float | None = None
+    is_optional: bool = False  # "auto" is a value
+    is_secret: bool = False
+
+    @property
+    def group(self) -> str:
+        """The part before the dot."""
+        return self.name.partition(".")[0]
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return PREFIX + self.name.replace(".", "_").upper()
+
+    @property
+    def range_words(self) -> str:
+        """What may be written, in words: "a whole number from 64 to 10000000, or auto"."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        words = "a size like 32GiB" if self.unit == "bytes" else _WORDS_OF_KIND[self.kind]
+        limits = [
+            f"{word} {self._limit_words(limit)}"
+            for word, limit in (("from", self.least), ("to", self.largest))
+            if limit is not None
+        ]
+        return " ".join([words, *limits]) + (f", or {AUTOMATIC}" if self.is_optional else "")
+
+    def show(self, value: Any) -> str:
+        """Return a value as people read it; secrets are hidden."""
+        if value is None:
+            return AUTOMATIC
+        if self.is_secret:
+            return "•••" if value else ""
+        if self.unit == "bytes":
+            return show_memory(value)
+        return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+    def _limit_words(self, limit: float) -> str:
+        return show_memory(limit) if self.unit == "bytes" else f"{limit:,.0f}"
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What the schema says of one field, beside its type and default."""
+
+    help: str
+    applies: Applies
+    unit: str = ""
+    least: float | None = None
+    largest: float | None = None
+    is_secret: bool = False
+
+
+_R, _N, _M, _S = Applies.RELOAD, Applies.NOW, Applies.NEXT_MESSAGE, Applies.RESTART
+_COUNT: dict[str, Any] = {"least": 1, "largest": 10_000_000}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """How much memory the engine plans with. Automatic values are sized for this computer."""
+
+    context: Annotated[
+        int | None,
+        _About("Longest chat the model can hold.", _R, "tokens", least=64, largest=10_000_000),
+    ] = None
+    pool_slots: Annotated[
+        int | None, _About("Experts kept ready at 2 bits.", _R, "slots", **_COUNT)
+    ] = None
+    fine_slots: Annotated[
+        int | None, _About("Experts kept ready at 4 bits.", _R, "slots", **_COUNT)
+    ] = None
+    arena_rows: Annotated[int | None, _About("Experts kept in RAM.", _R, "rows", **_COUNT)] = None
+    kv_format: Annotated[
+        Literal["auto", "nvfp4", "fp8", "bf16", "f32"],
+        _About("How the memory of a chat is stored; smaller holds more text.", _R),
+    ] = "auto"
+    ram: Annotated[
+        int | None, _About("RAM the program may use in all.", _R, "bytes", least=64 * 2**20)
+    ] = None
+    threads: Annotated[
+        int | None, _About("CPU threads that compute.", _R, "threads", least=1, largest=1024)
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """How answers are made."""
+
+    quality: Annotated[
+        Literal["fast", "exact"],
+        _About("2-bit experts, or the exact ones the model was published with.", _M),
+    ] = "fast"
+    temperature: Annotated[
+        float | None,
+        _About("0 always takes the likeliest word; higher is freer.", _M, least=0, largest=2),
+    ] = None
+    system: Annotated[str, _About("Instruction put before each new chat.", _M)] = ""
+    max_tokens: Annotated[
+        int | None,
+        _About("Longest answer; automatic goes up to the context.", _M, "tokens", least=1),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ui:
+    """How the app looks."""
+
+    theme: Annotated[
+        Literal["moet-dark", "moet-light", "moet-contrast", "ansi-dark", "ansi-light"],
+        _About("Colours of the app.", _N),
+    ] = "moet-dark"
+    glyphs: Annotated[
+        Literal["auto", "unicode", "ascii"], _About("Characters used for bars and maps.", _N)
+    ] = "auto"
+    color: Annotated[
+        Literal["auto", "always", "never"], _About("Whether colours are used.", _S)
+    ] = "auto"
+    motion: Annotated[
+        Literal["full", "reduced", "none"], _About("How much moves on the screen.", _N)
+    ] = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where other programs reach the model."""
+
+    host: Annotated[str, _About("Address to listen on; only this computer by default.", _S)] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int, _About("Port to listen on; 0 takes a free one.", _S, least=0, largest=65535)
+    ] = 11500
+    key: Annotated[
+        str, _About("Key that clients must send; needed off this computer.", _S, is_secret=True)
+    ] = ""
+    hosts: Annotated[
+        tuple[str, ...], _About("Further names of this computer that clients may use.", _S)
+    ] = ()
+    cors: Annotated[
+        tuple[str, ...], _About("Web pages that may call the endpoint, like http://a.b:80.", _S)
+    ] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """What is written to the log file."""
+
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], _About("Least importance that is kept.", _S)
+    ] = "info"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All settings. `keys` maps binding ids ("chat.stop") to keys ("escape")."""
+
+    memory: Memory = field(default_factory=Memory)
+    answers: Answers = field(default_factory=Answers)
+    ui: Ui = field(default_factory=Ui)
+    endpoint: Endpoint = field(default_factory=Endpoint)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    log: Log = field(default_factory=Log)
+
+
+# -- schema ----------------------------------------------------------------------------------
+
+_WORDS_OF_KIND: Mapping[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    tuple: "a list of texts",
+}
+
+GROUPS: Mapping[str, type] = {
+    "memory": Memory,
+    "answers": Answers,
+    "ui": Ui,
+    "endpoint": Endpoint,
+    "log": Log,
+}
+"""The record of each group; keys have none, their names are open-ended."""
+
+
+def _describe(group: str, key: str, annotation: Any, default: Any) -> Setting:
+    kind, about = typing.get_args(annotation)
+    choices: tuple[str, ...] = ()
+    is_optional = isinstance(kind, types.UnionType)
+    if is_optional:
+        kind = typing.get_args(kind)[0]
+    if typing.get_origin(kind) is Literal:
+        kind, choices = str, typing.get_args(kind)
+    return Setting(
+        name=f"{group}.{key}",
+        help=about.help,
+        unit=about.unit,
+        applies=about.applies,
+        default=default,
+        kind=typing.get_origin(kind) or kind,
+        choices=choices,
+        least=about.least,
+        largest=about.largest,
+        is_optional=is_optional,
+        is_secret=about.is_secret,
+    )
+
+
+def _describe_all() -> dict[str, Setting]:
+    found: dict[str, Setting] = {}
+    for group, record in GROUPS.items():
+        annotations = typing.get_type_hints(record, include_extras=True)
+        for own in fields(record):
+            setting = _describe(group, own.name, annotations[own.name], own.default)
+            found[setting.name] = setting
+    return found
+
+
+SETTINGS: Mapping[str, Setting] = _describe_all()
+"""Every setting by name, in the order of the settings screen; keys are not in it."""
+
+
+def find_setting(name: str, *, source: str = "the command line") -> Setting:
+    """Return the setting of a name; "keys.<binding id>" is one too.
+
+    Raises:
+        MoetError: MD-CFG-02 with the nearest name.
+    """
+    group, _, key = name.partition(".")
+    if group == KEYS_GROUP and key:
+        return Setting(
+            name=name,
+            help="Key of this action.",
+            unit="",
+            applies=Applies.NOW,
+            default="",
+            kind=str,
+        )
+    found = SETTINGS.get(name)
+    if found is None:
+        raise unknown(name, source, list(SETTINGS))
+    return found
+
+
+def unknown(name: str, source: str, known: Sequence[str]) -> MoetError:
+    """Return MD-CFG-02 for a name, with the one that was probably meant."""
+    from difflib import get_close_matches  # only needed when something went wrong
+
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    guess = f' Did you mean "{close[0]}"?' if close else ""
+    return fail("MD-CFG-02", name=name, source=source, guess=guess)
+
+
+def convert(setting: Setting, value: Any, *, source: str) -> Any:
+    """Return a value in its type; text is read as a number, size or list where one is wanted.
+
+    Raises:
+        MoetError: MD-CFG-03 with what may be written.
+    """
+    if setting.is_optional and value in (None, AUTOMATIC, ""):
+        return None
+    try:
+        typed = _READERS[setting.kind](value, setting)
+        if setting.choices and typed not in setting.choices:
+            raise ValueError("not a choice")
+        if setting.least is not None and not typed >= setting.least:
+            raise ValueError("too small")
+        if setting.largest is not None and not typed <= setting.largest:
+            raise ValueError("too large")
+    except (ValueError, OverflowError) as problem:
+        raise fail(
+            "MD-CFG-03",
+            name=setting.name,
+            value="•••" if setting.is_secret else value,
+            source=source,
+            reason=f"it must be {setting.range_words}",
+            default=setting.show(setting.default) or "empty",
+        ) from problem
+    return typed
+
+
+def _read_int(value: Any, setting: Setting) -> int:
+    if isinstance(value, str):
+        return parse_bytes(value) if setting.unit == "bytes" else int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError("not a whole number")
+
+
+def _read_float(value: Any, _: Setting) -> float:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError("not a number")
+    return float(value)
+
+
+def _read_text(value: Any, _: Setting) -> str:
+    if not isinstance(value, str):
+        raise ValueError("not text")
+    return value
+
+
+def _read_list(value: Any, _: Setting) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    raise ValueError("not a list of texts")
+
+
+_READERS: Mapping[type, Any] = {
+    int: _read_int,
+    float: _read_float,
+    str: _read_text,
+    tuple: _read_list,
+}
