@@ -31,7 +31,7 @@ from moet_desk.store.pack_format import (
     Plane,
 )
 from moet_desk.store.pack_meta import DigestTable, damaged_rows, read_digests, read_meta, unreadable
-from moet_desk.store.pack_rows import RowMaker, dense_chunks, row_digest
+from moet_desk.store.pack_rows import RowMaker, dense_chunks, one_torch_thread, row_digest
 from moet_desk.store.sources import TensorIndex
 
 _ROWS_PER_STEP = 16
@@ -194,7 +194,7 @@ def repair_rows(
         if identity.hash != meta.identity:
             got, want = identity.short, meta.identity[:12]
             raise fail("MD-PACK-10", path=str(source), got=got, want=want)
-        with disk_errors(path):
+        with disk_errors(path), one_torch_thread():
             written = _repair_experts(path, maker, report, progress)
             written += _repair_files(path, source, maker, report)
     return written

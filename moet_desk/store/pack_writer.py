@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import blake3
+import torch
 
 from moet_desk.errors import Damaged, fail
 from moet_desk.store.durable import (
@@ -54,7 +55,14 @@ from moet_desk.store.pack_format import (
     decode_meta,
     encode_meta,
 )
-from moet_desk.store.pack_rows import MadeRow, RowMaker, dense_bytes, dense_chunks, row_digest
+from moet_desk.store.pack_rows import (
+    MadeRow,
+    RowMaker,
+    dense_bytes,
+    dense_chunks,
+    one_torch_thread,
+    row_digest,
+)
 from moet_desk.store.sources import TensorIndex
 from moet_desk.units import GIB, MIB, show_disk, show_memory
 
@@ -185,6 +193,7 @@ class _Packing:
                 stack.callback(os.close, fd)
             journal, dense = self._resume(identity, fds)
             stack.callback(journal.close)
+            stack.enter_context(one_torch_thread())
             dense = dense or self._write_dense(journal)
             self._write_rows(journal, fds)
             return self._finish(identity, dense)
@@ -295,11 +304,13 @@ class _Packing:
         if self._effort.threads == 1:
             yield from map(self._maker.make, rows)
             return
-        with ThreadPoolExecutor(self._effort.threads, thread_name_prefix="pack") as pool:
+        n_threads = self._effort.threads
+        # torch's limit belongs to the thread that sets it
+        with ThreadPoolExecutor(n_threads, "pack", torch.set_num_threads, (1,)) as pool:
             waiting: deque[Future[MadeRow]] = deque()
             for row in rows:
                 waiting.append(pool.submit(self._maker.make, row))
-                if len(waiting) > self._effort.threads:
+                if len(waiting) > n_threads:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

@@ -53,7 +53,7 @@ def quantize_fp4(w: Tensor) -> tuple[Tensor, Tensor]:
     mantissa, exponent = torch.frexp(amax / 6)
     exponent = (exponent - (mantissa < _SQRT_HALF).int()).clamp(-127, 127)
     exponent = torch.where(amax > 0, exponent, torch.full_like(exponent, -127))
-    unit = torch.ldexp(torch.ones((), dtype=w.dtype), -exponent)
+    unit = torch.ldexp(torch.ones_like(amax, dtype=w.dtype), -exponent)
     magnitudes = (blocks * unit[..., None]).abs()
     # bucketize without `right` puts a value that equals a boundary below it: ties go down.
     index = torch.bucketize(magnitudes, torch.tensor(_MIDPOINTS, dtype=w.dtype), out_int32=True)

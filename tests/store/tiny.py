@@ -1,0 +1,155 @@
+"""Tiny random sources in every layout the packer reads, and plans for them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from moet_desk.store.pack_format import PackPlan
+from moet_desk.store.sources import TensorIndex
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """Sizes of a tiny model; layer 0 is dense."""
+
+    hidden: int = 64
+    inter: int = 32
+    n_experts: int = 4
+    layers: tuple[int, ...] = (1, 2)
+
+    def expert(self, layer: int, expert: int, part: str) -> str:
+        return f"model.layers.{layer}.mlp.experts.{expert}.{part}"
+
+    def shape(self, part: str) -> tuple[int, int]:
+        wide = (self.inter, self.hidden)
+        return wide[::-1] if part == "down_proj" else wide
+
+    def names(self) -> list[tuple[str, tuple[int, int]]]:
+        return [
+            (self.expert(layer, expert, part), self.shape(part))
+            for layer in self.layers
+            for expert in range(self.n_experts)
+            for part in PARTS
+        ]
+
+
+def write_source(
+    folder: Path, tiny: Tiny, kind: str = "mxfp4", *, seed: int = 0, shards: int = 1
+) -> dict[str, torch.Tensor]:
+    """Write a source whose experts are stored as `kind`; returns the stored tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = dict(_dense(tiny, generator))
+    for name, shape in tiny.names():
+        tensors |= store(name, shape, kind, generator)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_weights(folder, tensors, shards=shards)
+    (folder / "config.json").write_text(json.dumps({"model_type": "tiny", "kind": kind}))
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return tensors
+
+
+def write_weights(folder: Path, tensors: dict[str, torch.Tensor], *, shards: int = 1) -> None:
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return
+    names = sorted(tensors)
+    shard_of = {name: f"model-{i % shards + 1:05d}.safetensors" for i, name in enumerate(names)}
+    for shard in sorted(set(shard_of.values())):
+        part = {name: tensors[name] for name in names if shard_of[name] == shard}
+        save_file(part, folder / shard)
+    index = {"metadata": {}, "weight_map": shard_of}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _dense(tiny: Tiny, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    hidden = tiny.hidden
+    dense = {
+        "model.embed_tokens.weight": torch.randn(16, hidden, generator=generator).bfloat16(),
+        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+        "model.layers.1.mlp.gate.e_score_correction_bias": torch.zeros(tiny.n_experts),
+        "lm_head.weight": torch.randn(16, hidden, generator=generator).half(),
+    }
+    return dense | store("model.layers.0.mlp.up_proj", (96, hidden), "fp8", generator)
+
+
+def store(
+    name: str, shape: tuple[int, int], kind: str, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Random weights of one matrix in one layout, as they lie in a file."""
+    rows, columns = shape
+    if kind in ("bf16", "f16", "f32", "f64"):
+        dtype = {"bf16": torch.bfloat16, "f16": torch.half, "f32": torch.float}.get(kind)
+        values = torch.randn(shape, generator=generator) * 0.05
+        return {f"{name}.weight": values.to(dtype or torch.float64)}
+    if kind in ("fp8", "fp8-e8m0", "fp8-scale"):
+        weight = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+        blocks = (-(-rows // 128), -(-columns // 128))
+        if kind == "fp8-e8m0":
+            bytes_ = torch.randint(115, 125, blocks, generator=generator, dtype=torch.uint8)
+            return {f"{name}.weight": weight, f"{name}.scale": e8m0(bytes_)}
+        scale = torch.rand(blocks, generator=generator) * 0.1
+        suffix = "weight_scale" if kind == "fp8-scale" else "weight_scale_inv"
+        return {f"{name}.weight": weight, f"{name}.{suffix}": scale}
+    codes = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
+    scale_shape = (rows, columns // 32)
+    scales = torch.randint(110, 130, scale_shape, generator=generator, dtype=torch.uint8)
+    if kind == "mxfp4":
+        return {f"{name}.weight_packed": codes, f"{name}.weight_scale": scales}
+    if kind == "mxfp4-v4":
+        return {f"{name}.weight": codes.view(torch.int8), f"{name}.scale": e8m0(scales)}
+    raise ValueError(kind)
+
+
+def e8m0(data: torch.Tensor) -> torch.Tensor:
+    return data.view(torch.float8_e8m0fnu)
+
+
+def plan_of(tiny: Tiny, folder: Path) -> PackPlan:
+    """A plan that takes every tensor that is no expert as dense, with the shape it has."""
+    index = TensorIndex.open(folder)
+    dense = {name: index.info(name).shape for name in index.names() if ".experts." not in name}
+    expert = "model.layers.{layer}.mlp.experts.{expert}."
+    gate, up, down = (expert + part for part in PARTS)
+    return PackPlan(
+        model_type="tiny",
+        hidden=tiny.hidden,
+        inter=tiny.inter,
+        n_experts=tiny.n_experts,
+        moe_layers=tiny.layers,
+        gate=gate,
+        up=up,
+        down=down,
+        dense=dense,
+    )
+
+
+def mxfp4_values(codes: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
+    """MXFP4 by its definition, one weight at a time, in float64."""
+    rows, half = codes.shape
+    out = np.zeros((rows, 2 * half))
+    for o in range(rows):
+        for k in range(2 * half):
+            nibble = (int(codes[o, k // 2]) >> (4 * (k % 2))) & 15
+            out[o, k] = E2M1[nibble] * 2.0 ** (int(scales[o, k // 32]) - 127)
+    return out
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder with its bytes."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def flip_bit(path: Path, at: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
