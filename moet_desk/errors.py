@@ -530,7 +530,7 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "MD-API-09",
         "Web pages from elsewhere are not served",
         'The request comes from a page of "{origin}".',
-        "Call from a program, or add the page's host to endpoint.hosts.",
+        "Call from a program, or add the page's origin to endpoint.cors.",
         reaction=_CLIENT,
         http=403,
     ),
@@ -541,6 +541,13 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "The base address ends in /v1; try /v1/models.",
         reaction=_CLIENT,
         http=404,
+    ),
+    ErrorSpec(
+        "MD-CLI-01",
+        "The command cannot be used like this",
+        "{reason}.",
+        "See: {command} --help",
+        exit=ExitCode.USAGE,
     ),
     ErrorSpec(
         "MD-CHAT-01",
@@ -558,6 +565,14 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "Move the file away to start with an empty history.",
         exit=ExitCode.DAMAGED,
         reaction=_DAMAGED,
+    ),
+    ErrorSpec(
+        "MD-CHAT-03",
+        "No such chat",
+        "Chat {chat} is not in {path}.",
+        "It may have been deleted; open another one.",
+        exit=ExitCode.NOT_FOUND,
+        http=404,
     ),
     ErrorSpec(
         "MD-BUG-01",
