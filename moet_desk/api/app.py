@@ -14,6 +14,7 @@ import msgspec
 from anyio.to_thread import run_sync
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -47,7 +48,15 @@ def build_app(engine: EngineHandle, options: EndpointOptions) -> ASGIApp:
             Exception: _bug,
         },
     )
-    return Guard(app, options)
+    if not options.cors:
+        return Guard(app, options)
+    pages = CORSMiddleware(
+        app,
+        allow_origins=options.cors,
+        allow_methods=("GET", "POST"),
+        allow_headers=("authorization", "content-type"),
+    )
+    return Guard(pages, options)
 
 
 class _Routes:

@@ -29,14 +29,15 @@ _OPEN_PATHS = ("/health",)
 class EndpointOptions:
     """Where and for whom the endpoint listens.
 
-    `port` 0 takes a free one. `hosts` are further names clients may use for this computer. Without
-    a `key` only loopback addresses are served.
+    `port` 0 takes a free one. `hosts` are further names clients may use for this computer, `cors`
+    the origins of web pages that may call it. Without a `key` only loopback addresses are served.
     """
 
     host: str = "127.0.0.1"
     port: int = 11500
     key: str | None = None
     hosts: tuple[str, ...] = ()
+    cors: tuple[str, ...] = ()
     keep_alive_s: float = 10.0
     max_body_bytes: int = 32 * 2**20
 
@@ -80,19 +81,29 @@ def is_served(host: str, options: EndpointOptions) -> bool:
     return not options.is_loopback
 
 
-def check_caller(headers: Headers, path: str, options: EndpointOptions) -> None:
-    """Let a request through or refuse it.
+def check_caller(headers: Headers, options: EndpointOptions) -> None:
+    """Let a request's host and web page through or refuse them.
 
     Raises:
-        MoetError: MD-API-07 host name, MD-API-09 foreign web page, MD-API-06 key.
+        MoetError: MD-API-07 host name, MD-API-09 foreign web page.
     """
     host = headers.get("host", "")
     if not is_served(host_of(host), options):
         raise fail("MD-API-07", host=host, port=options.port)
     origin = headers.get("origin")
-    if origin is not None and not is_served(host_of(origin.partition("://")[2]), options):
+    if origin is None or origin in options.cors:
+        return
+    if not is_served(host_of(origin.partition("://")[2]), options):
         raise fail("MD-API-09", origin=origin)
-    if options.key is None or path in _OPEN_PATHS:
+
+
+def check_key(headers: Headers, options: EndpointOptions) -> None:
+    """Want the server's key if it has one.
+
+    Raises:
+        MoetError: MD-API-06.
+    """
+    if options.key is None:
         return
     scheme, _, given = headers.get("authorization", "").partition(" ")
     hint = "Send the header Authorization: Bearer KEY with the key of this server."
@@ -113,7 +124,7 @@ def error_response(error: MoetError, status: int | None = None) -> JSONResponse:
 
 
 class Guard:
-    """Checks every request before the routes see it, and answers for handlers that broke."""
+    """Checks every request before the routes see it, and logs what broke behind it."""
 
     def __init__(self, app: ASGIApp, options: EndpointOptions) -> None:
         self._app = app
@@ -128,7 +139,11 @@ class Guard:
             await send(message)
 
         try:
-            check_caller(Headers(scope=scope), scope["path"], self._options)
+            headers = Headers(scope=scope)
+            check_caller(headers, self._options)
+            # Browsers ask with OPTIONS whether they may send the key; no route answers to it.
+            if scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
+                check_key(headers, self._options)
             await self._app(scope, receive, send_noted)
         except MoetError as error:
             await error_response(error)(scope, receive, send)

@@ -18,22 +18,19 @@ from pathlib import Path
 import moet_desk
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.durable import PARTIAL, disk_errors, pack_lock
-from moet_desk.store.journal import read_journal
 from moet_desk.store.pack_format import (
     BASE_FILE,
     COPIED_FILES,
     DENSE_FILE,
-    DIGEST_BYTES,
     DIGEST_FILE,
     FINE_FILE,
     HEAT_FILE,
     JOURNAL_FILE,
     LOCK_FILE,
     PACK_JSON,
-    ROW_FILES,
     PackMeta,
-    decode_meta,
 )
+from moet_desk.store.pack_meta import check_sizes, read_meta
 
 DEMO = "demo"
 """Name of the model that comes with the program."""
@@ -100,10 +97,25 @@ class Library:
             raise fail("MD-LIB-01", model=name, path=str(self.models_dir))
         return look_at(path)
 
-    def has_ready(self, name: str) -> bool:
-        """Whether a pack of this name can be opened."""
+    def needs_packing(self, name: str) -> bool:
+        """Whether a model whose source is at hand must be packed (again) before it can be used.
+
+        A damaged pack is not made again unasked: `verify --repair` mends it.
+        """
         path = self.models_dir / name
-        return _is_pack(path) and look_at(path).state is PackState.READY
+        if not _is_pack(path):
+            return True
+        return look_at(path).state in (PackState.INCOMPLETE, PackState.OTHER_FORMAT)
+
+    def drop_other_format(self, name: str) -> None:
+        """Remove a pack of another format version whose source is at hand, so that nothing is lost.
+
+        Raises:
+            MoetError: as `remove`.
+        """
+        path = self.models_dir / name
+        if _is_pack(path) and look_at(path).state is PackState.OTHER_FORMAT:
+            self.remove(name)
 
     def ready(self, name: str) -> Path:
         """The folder of a pack that can be opened.
@@ -162,22 +174,12 @@ class Library:
 def look_at(path: Path) -> InstalledPack:
     """Read the state of one pack folder. Raises nothing: what is wrong is in the result."""
     n_bytes = sum(_allocated(file) for file in _own_files(path))
-    if not (path / PACK_JSON).exists():
-        return _unfinished(path, n_bytes)
     try:
-        meta = decode_meta((path / PACK_JSON).read_bytes(), path=str(path))
-        _check_sizes(path, meta)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        problem = fail("MD-PACK-07", path=str(path), reason=reason, model=path.name)
+        meta = read_meta(path)
+        check_sizes(path, meta)
     except MoetError as error:
-        problem = fail(error.code, **{**error.facts, "model": path.name})
-    else:
-        rows = meta.n_rows
-        return InstalledPack(path.name, path, PackState.READY, n_bytes, rows, rows, meta)
-    other = problem.code == "MD-PACK-03"
-    state = PackState.OTHER_FORMAT if other else PackState.DAMAGED
-    return InstalledPack(path.name, path, state, n_bytes, 0, 0, error=problem)
+        return _not_ready(path, n_bytes, error)
+    return InstalledPack(path.name, path, PackState.READY, n_bytes, meta.n_rows, meta.n_rows, meta)
 
 
 def embedded_source() -> Path:
@@ -207,30 +209,19 @@ def _is_pack(path: Path) -> bool:
     return not path.name.startswith(".") and any((path / name).is_file() for name in marks)
 
 
-def _unfinished(path: Path, n_bytes: int) -> InstalledPack:
-    try:
-        journal = read_journal(path / JOURNAL_FILE)
-    except OSError:
-        done = total = 0
-    else:
-        done = len(journal.rows)
-        total = 0 if journal.key is None else journal.key.n_rows
-    shown = total or "?"
-    error = fail("MD-PACK-06", path=str(path), done=done, total=shown, model=path.name)
-    return InstalledPack(path.name, path, PackState.INCOMPLETE, n_bytes, done, total, error=error)
-
-
-def _check_sizes(path: Path, meta: PackMeta) -> None:
-    """Raises MD-PACK-07 naming the first file that is missing or has another size."""
-    sizes = {name: meta.n_rows * meta.stride(plane) for plane, name in ROW_FILES.items()}
-    sizes[DENSE_FILE] = meta.dense_bytes
-    sizes[DIGEST_FILE] = meta.n_rows * 2 * DIGEST_BYTES
-    for name, want in sizes.items():
-        file = path / name
-        got = file.stat().st_size if file.is_file() else None
-        if got != want:
-            what = "is missing" if got is None else f"has {got} bytes instead of {want}"
-            raise fail("MD-PACK-07", path=str(path), reason=f"{name} {what}")
+def _not_ready(path: Path, n_bytes: int, error: MoetError) -> InstalledPack:
+    model = path.name
+    if error.code == "MD-PACK-03":
+        # The row's words name the model; who reads the record does not know it.
+        error = fail(error.code, **{**error.facts, "model": model})
+        return InstalledPack(model, path, PackState.OTHER_FORMAT, n_bytes, 0, 0, error=error)
+    if error.code != "MD-PACK-06" and (path / PACK_JSON).exists():
+        return InstalledPack(model, path, PackState.DAMAGED, n_bytes, 0, 0, error=error)
+    if error.code != "MD-PACK-06":  # killed before its journal was there
+        error = fail("MD-PACK-06", path=str(path), done=0, total="?", model=model)
+    done, total = error.facts["done"], error.facts["total"]
+    rows = total if isinstance(total, int) else 0
+    return InstalledPack(model, path, PackState.INCOMPLETE, n_bytes, done, rows, error=error)
 
 
 def _own_files(path: Path) -> Iterator[Path]:

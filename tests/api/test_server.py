@@ -66,6 +66,25 @@ def test_key__wrong_or_missing__401(engine: FakeEngine) -> None:
         endpoint.stop()
 
 
+def test_cors__allowed_page_only(engine: FakeEngine) -> None:
+    page, other = "https://app.example", "https://evil.example"
+    endpoint = Endpoint(engine, EndpointOptions(port=0, key="s3cret", cors=(page,)))
+    endpoint.start()
+    try:
+        url = f"{endpoint.address}/v1/models"
+        asked = {"Origin": page, "Access-Control-Request-Method": "GET"}
+        preflight = httpx.options(url, headers=asked)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == page
+        headers = {"Origin": page, "Authorization": "Bearer s3cret"}
+        answer = httpx.get(url, headers=headers)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, page)
+        assert httpx.get(url, headers={"Origin": page}).status_code == 401
+        assert httpx.get(url, headers={**headers, "Origin": other}).status_code == 403
+    finally:
+        endpoint.stop()
+
+
 def test_start__ipv6(engine: FakeEngine) -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6")

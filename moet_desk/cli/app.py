@@ -1,0 +1,123 @@
+"""No command: the app. Wires engine, first packing, chats and endpoint to the screens.
+
+Screens and endpoint do not know each other; both see the same engine. Runs in the main thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from moet_desk.cli.context import Invocation, engine_options
+from moet_desk.errors import MoetError, fail
+
+if TYPE_CHECKING:
+    from moet_desk.api.server import Endpoint
+    from moet_desk.engine.handle import EngineHandle, GenerateRequest, ModelInfo, RequestStream
+    from moet_desk.settings import Settings
+    from moet_desk.store.jobs import Job
+    from moet_desk.telemetry import EngineSnapshot
+
+log = logging.getLogger(__name__)
+
+
+def open_app(invocation: Invocation) -> int:
+    """Open the app on the model that comes with the program.
+
+    Raises:
+        MoetError: MD-TERM-03 no terminal, MD-ENG-01 another one runs, MD-CFG-.., MD-CHAT-02.
+    """
+    for name, stream in (("stdin", sys.stdin), ("stdout", sys.stdout)):
+        if not stream.isatty():
+            raise fail("MD-TERM-03", stream=name)
+    settings = invocation.load_settings().settings
+
+    from moet_desk import runtime
+    from moet_desk.store.chats import ChatStore
+    from moet_desk.store.library import DEMO
+    from moet_desk.ui import app
+
+    places = invocation.locations
+    with runtime.instance_lock(places):
+        runtime.start_logging(places, settings.log.level)
+        return app.run(
+            settings,
+            places,
+            open_engine=lambda: _open_engine(invocation, settings, DEMO),
+            pack_job=_pack_job(invocation, DEMO),
+            chats=ChatStore.open(places.chats_file),
+        )
+
+
+def _pack_job(invocation: Invocation, name: str) -> Job | None:
+    """The packing of the shipped model, if this is the first start."""
+    if not invocation.library.needs_packing(name):
+        return None
+    from moet_desk.store.jobs import start_pack
+    from moet_desk.store.library import embedded_source
+
+    invocation.library.drop_other_format(name)
+    return start_pack(embedded_source(), name, invocation.locations.data_dir)
+
+
+def _open_engine(invocation: Invocation, settings: Settings, name: str) -> EngineHandle:
+    from moet_desk.engine.handle import start_engine
+
+    pack = invocation.library.ready(name)
+    handle = start_engine(pack, engine_options(settings))
+    return _Served(handle, settings)
+
+
+class _Served:
+    """The engine of the app, with an endpoint beside it from when the model is ready.
+
+    The endpoint is no reason for the app to fail: without it (the port is in use) the log says so.
+    """
+
+    def __init__(self, handle: EngineHandle, settings: Settings) -> None:
+        self._handle = handle
+        self._settings = settings
+        self._endpoint: Endpoint | None = None
+        self._lock = threading.Lock()  # guards `_endpoint` and `_closed`; not the decode loop's
+        self._closed = False
+        threading.Thread(target=self._serve, name="endpoint-start", daemon=True).start()
+
+    def _serve(self) -> None:
+        from moet_desk.api.server import Endpoint
+        from moet_desk.cli.serve import endpoint_options
+
+        try:
+            self._handle.wait_ready()
+            endpoint = Endpoint(self._handle, endpoint_options(self._settings.endpoint))
+            with self._lock:
+                if not self._closed:
+                    endpoint.start()
+                    self._endpoint = endpoint
+        except MoetError as error:
+            log.warning("no endpoint: %s", error)
+            return
+        log.info("endpoint at %s/v1", endpoint.address)
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        return self._handle.submit(request)
+
+    def count_tokens(self, request: GenerateRequest) -> int:
+        return self._handle.count_tokens(request)
+
+    def snapshot(self) -> EngineSnapshot:
+        return self._handle.snapshot()
+
+    def model(self) -> ModelInfo | None:
+        return self._handle.model()
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        return self._handle.wait_ready(timeout_s)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._endpoint is not None:
+                self._endpoint.stop()
+        self._handle.close()

@@ -1,0 +1,284 @@
+"""`pack`, `verify`, `ls`, `show`, `rm`: the models on this computer. Runs in the main thread."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moet_desk.cli.context import Invocation, output_options
+from moet_desk.cli.output import (
+    Format,
+    print_document,
+    print_event,
+    print_table,
+    print_text,
+    report_error,
+    say,
+)
+from moet_desk.errors import ExitCode, MoetError
+from moet_desk.units import show_disk
+
+if TYPE_CHECKING:
+    from moet_desk.store.library import InstalledPack
+    from moet_desk.store.pack_format import PackMeta
+
+
+def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Model names for the shell."""
+    invocation = ctx.find_object(Invocation) or Invocation()
+    names = {"demo", *(pack.name for pack in invocation.library.packs())}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+class Size(click.ParamType[int]):
+    """A size like 2GiB, in bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from moet_desk.units import parse_bytes
+
+        try:
+            return value if isinstance(value, int) else parse_bytes(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+
+
+# -- pack and verify -------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--name", help="Name of the model here; the folder's name by default.")
+@click.option(
+    "--memory-budget", type=Size(), default="2GiB", show_default=True, help="RAM for packing."
+)
+@click.option("--wait", is_flag=True, help="If it is being packed already, wait and take over.")
+@output_options
+@click.pass_obj
+def pack(
+    invocation: Invocation, source: Path, name: str | None, memory_budget: int, *, wait: bool
+) -> int:
+    """Make a pack from the folder SOURCE of a model's files.
+
+    Started again after an interruption it goes on where it stopped. "demo" stands for the model
+    that comes with the program.
+    """
+    from moet_desk.cli import packing
+    from moet_desk.cli.signals import interruptible
+    from moet_desk.store.library import DEMO, embedded_source, look_at
+
+    if str(source) == DEMO and not source.exists():
+        source, name = embedded_source(), name or DEMO
+    dest = invocation.library.path_for(name or source.resolve().name)
+    row_bytes = packing.row_bytes(packing.read_plan(source))
+    report = packing.PackReport(invocation.format, row_bytes=row_bytes, quiet=invocation.quiet)
+    with interruptible() as interrupt:
+        try:
+            packing.pack_source(
+                source,
+                dest,
+                memory_budget=memory_budget,
+                wait=wait,
+                report=report,
+                interrupt=interrupt,
+            )
+        except MoetError as error:
+            if not interrupt.asked():
+                raise
+            report.close()
+            report_error(error, invocation.format)
+            return interrupt.exit_code
+        finally:
+            report.close()
+    _print_packed(invocation, look_at(dest))
+    return ExitCode.OK
+
+
+def _print_packed(invocation: Invocation, made: InstalledPack) -> None:
+    fields = {"model": made.name, **_summary(made)}
+    if invocation.format is Format.NDJSON:
+        print_event("packed", **fields)
+    elif invocation.format is Format.JSON:
+        print_document(fields)
+    else:
+        invocation.say(f"Packed {made.name}: {made.rows} experts, {show_disk(made.bytes)}.")
+        if sys.stderr.isatty():
+            invocation.say(f"Next: moet-desk run {made.name}")
+
+
+@click.command()
+@click.argument("model", default="demo", shell_complete=complete_model)
+@click.option("--repair", is_flag=True, help="Make damaged rows again from the source.")
+@click.option("--source", type=click.Path(path_type=Path), help="Folder the pack was made from.")
+@output_options
+@click.pass_obj
+def verify(invocation: Invocation, model: str, source: Path | None, *, repair: bool) -> int:
+    """Compare every byte of MODEL with its checksums; --repair mends what differs."""
+    from moet_desk.cli import packing
+    from moet_desk.store.library import DEMO, embedded_source
+    from moet_desk.store.pack_verify import repair_rows, verify_pack
+
+    folder = invocation.library.find(model).path
+    if repair and source is None:
+        if model != DEMO:
+            raise click.UsageError("--repair needs --source, the folder the pack was made from")
+        source = embedded_source()
+    report = packing.PackReport(invocation.format, row_bytes=0, quiet=invocation.quiet)
+    try:
+        found = verify_pack(folder, progress=report)
+        written = 0
+        if repair and source is not None and not found.ok:
+            plan = packing.read_plan(source)
+            written = repair_rows(folder, source, plan, found, progress=report)
+            found = verify_pack(folder, progress=report)
+    finally:
+        report.close()
+    error = found.error(folder)
+    if error is not None:
+        raise error
+    fields = {"model": model, "ok": True, "rows": 2 * found.meta.n_rows, "repaired": written}
+    if invocation.format is Format.NDJSON:
+        print_event("verified", **fields)
+    elif invocation.format is Format.JSON:
+        print_document(fields)
+    else:
+        mended = f" {written} rows and files were mended." if written else ""
+        print_text(f"{model}: all {2 * found.meta.n_rows} rows and all files are right.{mended}")
+    return ExitCode.OK
+
+
+# -- ls, show, rm ----------------------------------------------------------------------------
+
+
+@click.command()
+@output_options
+@click.pass_obj
+def ls(invocation: Invocation) -> None:
+    """List the models on this computer."""
+    from moet_desk.store.library import DEMO, free_bytes
+
+    packs = invocation.library.packs()
+    folder = invocation.library.models_dir
+    if invocation.format is Format.NDJSON:
+        for found in packs:
+            print_event("model", name=found.name, **_summary(found))
+        return
+    if invocation.format is Format.JSON:
+        models = [{"name": found.name, **_summary(found)} for found in packs]
+        document = {"models": models, "models_dir": str(folder), "free_bytes": free_bytes(folder)}
+        print_document(document)
+        return
+    if packs:
+        rows = [["Name", "State", "Size", "Experts", "Family"]]
+        for found in packs:
+            family = found.meta.model_type if found.meta else "-"
+            rows.append(
+                [found.name, _state(found), show_disk(found.bytes), str(found.rows or "-"), family]
+            )
+        print_table(rows)
+    if not any(found.name == DEMO for found in packs):
+        invocation.say(f"The model {DEMO} comes with the program; it is packed at its first use.")
+
+
+@click.command()
+@click.argument("model", default="demo", shell_complete=complete_model)
+@output_options
+@click.pass_obj
+def show(invocation: Invocation, model: str) -> None:
+    """Show what MODEL is and how it is stored."""
+    found = invocation.library.find(model)
+    details = {"name": found.name, **_summary(found)}
+    if found.meta is not None:
+        details |= _details(found.path, found.meta)
+    if found.error is not None:
+        details["error"] = found.error.to_dict()
+    if invocation.format is not Format.HUMAN:
+        print_document(details)
+        return
+    details["state"] = _state(found)
+    if found.error is not None:
+        details["error"] = f"{found.error.code} {found.error.cause}"
+    rows = []
+    for name, value in details.items():
+        if name.endswith("bytes") and isinstance(value, int):
+            value = show_disk(value)
+        rows.append([name.removesuffix("_bytes").replace("_", " "), str(value)])
+    print_table(rows)
+
+
+@click.command()
+@click.argument("model", shell_complete=complete_model)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@output_options
+@click.pass_obj
+def rm(invocation: Invocation, model: str, *, yes: bool) -> int:
+    """Delete MODEL from this computer. Chats are kept."""
+    found = invocation.library.find(model)
+    if not yes:
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise click.UsageError("Deleting needs --yes when nobody can be asked")
+        question = f"Delete {model} ({show_disk(found.bytes)})?"
+        if not click.confirm(question, err=True):
+            say("Nothing was deleted.")
+            return ExitCode.FAILED
+    freed = invocation.library.remove(model)
+    if invocation.format is Format.HUMAN:
+        invocation.say(f"Deleted {model}; {show_disk(freed)} are free again.")
+    else:
+        print_document({"model": model, "freed_bytes": freed})
+    return ExitCode.OK
+
+
+def _state(found: InstalledPack) -> str:
+    if found.state.name == "INCOMPLETE":
+        return f"{found.state.value} {found.rows_done}/{found.rows or '?'}"
+    return found.state.value
+
+
+def _summary(found: InstalledPack) -> dict[str, Any]:
+    meta = found.meta
+    return {
+        "state": found.state.value,
+        "path": str(found.path),
+        "bytes": found.bytes,
+        "rows_done": found.rows_done,
+        "rows": found.rows or None,
+        "identity": meta.identity if meta else None,
+        "family": meta.model_type if meta else None,
+    }
+
+
+def _details(path: Path, meta: PackMeta) -> dict[str, Any]:
+    template = path / "chat_template.jinja"
+    digest = hashlib.sha256(template.read_bytes()).hexdigest() if template.is_file() else None
+    return {
+        "hidden": meta.hidden,
+        "expert_inner": meta.inter,
+        "moe_layers": len(meta.moe_layers),
+        "experts_per_layer": meta.n_experts,
+        "source_format": meta.source_format,
+        "fine_is_lossless": meta.fine_is_lossless,
+        "format": meta.format,
+        "quantizer": meta.quantizer,
+        "base_row_bytes": meta.base_row_bytes,
+        "fine_row_bytes": meta.fine_row_bytes,
+        "dense_bytes": meta.dense_bytes,
+        "model_context": _model_context(path),
+        "template_sha256": digest,
+        "source_files": [file.name for file in meta.source],
+    }
+
+
+def _model_context(path: Path) -> int | None:
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+        found = config.get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None

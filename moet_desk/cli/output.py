@@ -1,0 +1,135 @@
+"""What commands print: data on stdout, words on stderr, and errors in one shape.
+
+Owns the three formats (for people, one JSON document, a JSON event per line) and the meter of long
+work. Imports no more than errors and units. Runs in the thread of the command.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from moet_desk.errors import MoetError
+from moet_desk.units import show_duration
+
+SCHEMA = 1
+"""Fields of a document are only ever added inside one schema number."""
+
+
+class Format(Enum):
+    """How a command prints its data."""
+
+    HUMAN = "human"
+    JSON = "json"
+    NDJSON = "ndjson"
+
+
+def print_document(document: Mapping[str, Any]) -> None:
+    """One JSON document on stdout."""
+    _write(json.dumps({"schema": SCHEMA, **document}, ensure_ascii=False, indent=1))
+
+
+def print_event(event: str, **fields: Any) -> None:
+    """One JSON event on a line of its own, at once."""
+    _write(json.dumps({"schema": SCHEMA, "event": event, **fields}, ensure_ascii=False))
+
+
+def print_text(text: str) -> None:
+    """Data for people on stdout."""
+    _write(text)
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Rows of equal length as aligned columns; the first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        _write("  ".join(cells).rstrip())
+
+
+def say(text: str) -> None:
+    """Words on stderr."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def report_error(error: MoetError, wanted: Format) -> int:
+    """Print an error in the wanted format and return its exit code."""
+    mark = "✗" if (sys.stderr.encoding or "").lower().startswith("utf") else "x"
+    lines = [f"{mark} {error.title}  {error.code}", f"  {error.cause}", f"  Do: {error.do}"]
+    try:
+        say("\n".join([*lines, f"  {error.safe}"] if error.safe else lines))
+        if wanted is Format.JSON:
+            print_document({"error": error.to_dict()})
+        elif wanted is Format.NDJSON:
+            print_event("error", error=error.to_dict())
+    except BrokenPipeError:
+        pass
+    return error.spec.exit
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+class Meter:
+    """Shows how far long work is: a line that is redrawn on a terminal, a line now and then
+    elsewhere.
+
+    `show` may be called as often as one likes.
+    """
+
+    REDRAW_S = 0.1
+    LINE_S = 5.0
+    WIDTH = 24
+
+    def __init__(self, *, quiet: bool = False, now: Callable[[], float] = time.monotonic) -> None:
+        self._quiet = quiet
+        self._now = now
+        self._on_terminal = sys.stderr.isatty()
+        self._name = ""
+        self._since_s = self._last_s = now()
+        self._open = False  # a redrawn line waits for its end
+
+    def show(self, name: str, done: int, total: int, figures: str) -> None:
+        """Report `done` of `total`; `figures` says it with units."""
+        if self._quiet:
+            return
+        now_s = self._now()
+        is_new = name != self._name
+        if is_new:
+            self.close()
+            self._name, self._since_s, self._last_s = name, now_s, now_s
+        wait_s = self.REDRAW_S if self._on_terminal else self.LINE_S
+        is_due = now_s - self._last_s >= wait_s or (is_new and self._on_terminal)
+        if done < total and not is_due:
+            return
+        self._last_s = now_s
+        text = self._line(done, total, figures, now_s - self._since_s)
+        if self._on_terminal:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            self._open = True
+        else:
+            sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        """End the line that is being redrawn."""
+        if self._open:
+            sys.stderr.write("\n")
+            sys.stderr.flush()
+        self._open = False
+
+    def _line(self, done: int, total: int, figures: str, seconds: float) -> str:
+        share = done / total if total else 1.0
+        filled = round(share * self.WIDTH)
+        bar = "#" * filled + "-" * (self.WIDTH - filled)
+        left = ""
+        if 0 < done < total and seconds > 1:
+            left = f"  {show_duration(seconds * (total - done) / done)} left"
+        return f"{self._name:<18} [{bar}] {share:4.0%}  {figures}{left}"

@@ -1,0 +1,244 @@
+"""`run`: one question, or a conversation line by line. Runs in the main thread."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moet_desk.cli.context import Invocation, engine_options, output_options
+from moet_desk.cli.models import complete_model
+from moet_desk.cli.output import Format, print_document, print_event, say
+from moet_desk.engine.handle import EngineHandle, GenerateRequest, Quality, Sampling
+from moet_desk.errors import ExitCode, MoetError
+
+if TYPE_CHECKING:
+    from moet_desk.cli.engine import Answer
+    from moet_desk.settings import Settings
+
+QUIT_WORDS = ("/quit", "/exit")
+
+# Text for a terminal must not steer it: no control characters but newline and tab.
+_CONTROLS = dict.fromkeys(set(range(32)) - {9, 10} | set(range(127, 160)))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the arguments and stdin ask for."""
+
+    model: str
+    prompt: str  # empty: interactive
+    interactive: bool
+
+
+@click.command()
+@click.argument("model", required=False, shell_complete=complete_model)
+@click.argument("prompt", required=False)
+@click.option("-i", "--interactive", is_flag=True, help="Talk line by line; /quit ends it.")
+@click.option("--system", metavar="TEXT", help="Instruction put before the conversation.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="0: always the likeliest word.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="1: off.")
+@click.option("--top-k", type=click.IntRange(0), help="0: off.")
+@click.option("--min-p", type=click.FloatRange(0, 1), help="0: off.")
+@click.option("--seed", type=int, help="The same seed gives the same answer.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text.")
+@click.option("--exact", "quality", flag_value="exact", help="Exact experts.")
+@click.option("--fast", "quality", flag_value="fast", help="2-bit experts.")
+@click.option("--raw", is_flag=True, help="Continue PROMPT as text, without the chat template.")
+@output_options
+@click.pass_obj
+def run(
+    invocation: Invocation,
+    /,
+    model: str | None,
+    prompt: str | None,
+    *,
+    interactive: bool,
+    system: str | None,
+    raw: bool,
+    quality: str | None,
+    max_tokens: int | None,
+    stop: tuple[str, ...],
+    **sampling: Any,
+) -> int:
+    """Ask MODEL one question, or talk with it.
+
+    Text piped in is put behind PROMPT. A single argument is the name of a model if there is one of
+    this name, otherwise it is the prompt for the model that comes with the program.
+    """
+    if interactive and invocation.format is not Format.HUMAN:
+        raise click.UsageError("-i prints plain text only")
+    question = _question(invocation, model, prompt, interactive=interactive)
+    if raw and question.interactive:
+        raise click.UsageError("--raw needs a prompt and no -i")
+    settings = invocation.load_settings().settings
+    base = _base_request(settings, sampling, quality)
+    base = replace(base, stop=stop, max_tokens=max_tokens or settings.answers.max_tokens)
+    instruction = settings.answers.system if system is None else system
+    start = [{"role": "system", "content": instruction}] if instruction else []
+    pack = invocation.model_path(question.model)
+
+    from moet_desk.cli.engine import opened_engine
+
+    options = engine_options(settings)
+    with opened_engine(pack, options, quiet=invocation.quiet or _is_piped()) as handle:
+        if question.interactive:
+            return _talk(invocation, handle, base, start)
+        if raw:
+            request = replace(base, prompt=question.prompt)
+        else:
+            messages = [*start, {"role": "user", "content": question.prompt}]
+            request = replace(base, messages=messages)
+        return _ask_once(invocation, handle, request, question.model)
+
+
+def _question(
+    invocation: Invocation, model: str | None, prompt: str | None, *, interactive: bool
+) -> Question:
+    """Sort out which argument is what, and read stdin."""
+    from moet_desk.store.library import DEMO
+
+    if model is not None and prompt is None:
+        names = {DEMO, *(pack.name for pack in invocation.library.packs())}
+        if model not in names:
+            model, prompt = None, model
+    on_terminal = sys.stdin.isatty()
+    if interactive or (prompt is None and on_terminal):
+        if prompt is not None:
+            raise click.UsageError("-i takes no PROMPT")
+        return Question(model or DEMO, "", interactive=True)
+    piped = "" if on_terminal else sys.stdin.read()
+    text = "\n\n".join(part for part in (prompt, piped.rstrip("\n")) if part)
+    if not text:
+        raise click.UsageError("There is no prompt, and nothing was piped in")
+    return Question(model or DEMO, text, interactive=False)
+
+
+def _base_request(
+    settings: Settings, sampling: dict[str, Any], quality: str | None
+) -> GenerateRequest:
+    if sampling["temperature"] is None:
+        sampling["temperature"] = settings.answers.temperature
+    return GenerateRequest(
+        prompt=None,
+        sampling=Sampling(**sampling),
+        quality=Quality(quality or settings.answers.quality),
+        client="run",
+    )
+
+
+def _is_piped() -> bool:
+    """Whether nobody watches stderr: scripts want no steps of loading there."""
+    return not sys.stderr.isatty()
+
+
+# -- one question ----------------------------------------------------------------------------
+
+
+def _ask_once(
+    invocation: Invocation, handle: EngineHandle, request: GenerateRequest, model: str
+) -> int:
+    from moet_desk.cli.engine import ask
+
+    on_text: Callable[[str], None] = _print_piece
+    if invocation.format is Format.JSON:
+        on_text = _keep_quiet
+    elif invocation.format is Format.NDJSON:
+        on_text = _print_text_event
+    answer = ask(handle, request, on_text)
+    if invocation.format is Format.HUMAN:
+        if not answer.text.endswith("\n"):
+            _print_piece("\n")
+    elif invocation.format is Format.JSON:
+        print_document({"model": model, "text": answer.text, **_result(answer)})
+    else:
+        print_event("finished", model=model, **_result(answer))
+    return ExitCode.INTERRUPTED if answer.interrupted else ExitCode.OK
+
+
+def _print_piece(text: str) -> None:
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def _print_text_event(text: str) -> None:
+    print_event("text", text=text)
+
+
+def _keep_quiet(text: str) -> None:
+    """The document will hold it."""
+
+
+def _result(answer: Answer) -> dict[str, Any]:
+    finished, usage = answer.finished, answer.finished.usage
+    rate = usage.completion_tokens / usage.decode_s if usage.decode_s > 0 else None
+    return {
+        "finish_reason": finished.reason.value,
+        "stop": finished.stop,
+        "quality": finished.quality,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "queue_s": usage.queue_s,
+            "prefill_s": usage.prefill_s,
+            "decode_s": usage.decode_s,
+            "first_token_s": usage.first_token_s,
+            "decode_tok_per_s": rate,
+            "wait_s": usage.wait_s,
+            "steps": usage.steps,
+        },
+    }
+
+
+# -- conversation ----------------------------------------------------------------------------
+
+
+def _talk(
+    invocation: Invocation,
+    handle: EngineHandle,
+    base: GenerateRequest,
+    start: list[dict[str, Any]],
+) -> int:
+    """Read lines and answer them until /quit or the end of input."""
+    from moet_desk.cli.engine import ask
+
+    messages = list(start)
+    if sys.stdin.isatty():
+        invocation.say("Type a line to ask; Ctrl+C stops an answer; /quit or Ctrl+D ends.")
+    while True:
+        try:
+            line = _read_line()
+        except KeyboardInterrupt:
+            say("\n/quit or Ctrl+D ends.")
+            continue
+        if line is None or line.strip() in QUIT_WORDS:
+            return ExitCode.OK
+        if not line.strip():
+            continue
+        turn = {"role": "user", "content": line}
+        try:
+            answer = ask(handle, replace(base, messages=[*messages, turn]), _print_piece)
+        except MoetError as error:
+            if error.code == "MD-ENG-03":
+                raise  # no further turn can go well
+            # The turn that failed is not kept, so the next one can go well.
+            say(f"\n{error.title}  {error.code}\n  {error.cause}\n  Do: {error.do}")
+            continue
+        _print_piece("\n" if answer.text.endswith("\n") else "\n\n")
+        messages += [turn, {"role": "assistant", "content": answer.text}]
+
+
+def _read_line() -> str | None:
+    """The next line, None at the end of input."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        try:
+            return input("> ")
+        except EOFError:
+            return None
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
