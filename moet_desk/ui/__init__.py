@@ -1,0 +1,1 @@
+"""The terminal app. `ui.app.run` starts it; nothing here imports torch."""

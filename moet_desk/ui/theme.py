@@ -107,13 +107,11 @@ def _variables(
         **{f"tier-{letter}": colour for letter, colour in tiers.items()},
         **{f"status-{word}": colour for word, colour in status.items()},
         "dim": dim,
-        "footer-background": "$panel",
-        "footer-key-foreground": "$accent",
-        "input-selection-background": "$primary 45%",
-        "markdown-h1-color": "$foreground",
-        "markdown-h2-color": "$foreground",
+        "footer-key-foreground": tiers["g"],
+        "markdown-h1-color": tiers["q"],
+        "markdown-h2-color": tiers["q"],
         "markdown-h2-text-style": "bold underline",
-        "markdown-h3-color": "$foreground",
+        "markdown-h3-color": tiers["q"],
         "markdown-h3-text-style": "bold",
     }
 

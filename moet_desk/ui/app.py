@@ -1,0 +1,384 @@
+"""The Textual app: screens on F-keys, timers, bindings, palette, themes; and `run`, its entry.
+
+It wires `Bridge`, `Conversation` and the screens together and owns the two timers. It decides
+nothing about chats or the engine. UI thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.filter import LineFilter, Monochrome
+from textual.screen import Screen
+
+from moet_desk import config
+from moet_desk.engine.handle import EngineHandle, Quality
+from moet_desk.errors import CATALOGUE, ExitCode, MoetError
+from moet_desk.locations import Locations, TerminalFacts
+from moet_desk.settings import Settings
+from moet_desk.ui.bridge import (
+    GAUGE_PERIOD_S,
+    TEXT_PERIOD_S,
+    Bridge,
+    Clock,
+    PackJob,
+    Phase,
+    system_clock,
+)
+from moet_desk.ui.conversation import ChatStoreLike, Conversation, Wishes
+from moet_desk.ui.screens.cache import CacheScreen
+from moet_desk.ui.screens.chat import ChatScreen
+from moet_desk.ui.screens.chat_list import ChatList
+from moet_desk.ui.screens.help import HelpPanel
+from moet_desk.ui.theme import ASCII, MOET_DARK, THEMES, Glyphs, choose_glyphs
+from moet_desk.ui.widgets.frame import MIN_COLUMNS, MIN_ROWS, TabLine
+from moet_desk.ui.widgets.gauges import History
+from moet_desk.ui.widgets.heatmap import Heatmap
+from moet_desk.ui.widgets.problem import ConfirmDialog
+from moet_desk.ui.widgets.prompt import Prompt
+
+QUIT_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How the app looks and moves, from the settings."""
+
+    theme: str = "moet-dark"
+    glyphs: str = "auto"  # auto | unicode | ascii
+    colour: bool = True
+    motion: str = "full"  # full | reduced | none
+    keys: Mapping[str, str] = field(default_factory=dict)
+    terminal: str = ""  # TERM
+
+
+def look_of(settings: Settings, terminal: TerminalFacts) -> Look:
+    """The look that settings and terminal ask for; NO_COLOR gives way to `ui.color = always`."""
+    ui = settings.ui
+    colour = ui.color == "always" or (ui.color == "auto" and not terminal.no_color)
+    return Look(
+        theme=ui.theme,
+        glyphs=ui.glyphs,
+        colour=colour,
+        motion=ui.motion,
+        keys=settings.keys,
+        terminal=terminal.term,
+    )
+
+
+def wishes_of(settings: Settings) -> Wishes:
+    """How answers are asked for, from the settings."""
+    answers = settings.answers
+    return Wishes(
+        quality=Quality(answers.quality),
+        temperature=answers.temperature,
+        system=answers.system,
+        max_tokens=answers.max_tokens,
+    )
+
+
+class MoetDeskApp(App[int]):
+    """The app. `timers=False` leaves pulling to the caller (tests)."""
+
+    CSS_PATH = "app.tcss"
+    TITLE = "moet-desk"
+    ESCAPE_TO_MINIMIZE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("f2", "go('chat')", "Chat", id="go.chat", priority=True, show=False),
+        Binding("f3", "go('cache')", "Cache", id="go.cache", priority=True, show=False),
+        Binding("ctrl+p", "command_palette", "Commands", id="app.palette", priority=True),
+        Binding("f1", "help", "Help", id="app.help", priority=True),
+        Binding("ctrl+q", "leave", "Quit", id="app.quit", priority=True, show=False),
+        Binding(
+            "ctrl+c", "copy_or_stop", "Copy or stop", id="app.copy_or_stop", priority=True,
+            show=False,
+        ),
+        Binding("question_mark", "help", "Help", id="app.help_letter", show=False),
+        Binding("1", "go('chat')", "Chat", id="go.chat_digit", show=False),
+        Binding("2", "go('cache')", "Cache", id="go.cache_digit", show=False),
+    ]  # fmt: skip
+
+    def __init__(
+        self,
+        open_engine: Callable[[], EngineHandle],
+        chats: ChatStoreLike,
+        *,
+        look: Look | None = None,
+        wishes: Wishes | None = None,
+        pack_job: PackJob | None = None,
+        clock: Clock | None = None,
+        log_dir: str = "",
+        timers: bool = True,
+    ) -> None:
+        self._look = look or Look()
+        super().__init__()
+        self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (MIN_COLUMNS, "-normal"), (120, "-wide")]
+        self.VERTICAL_BREAKPOINTS = [(0, "-short"), (MIN_ROWS, "-tall")]
+        clock = clock or system_clock()
+        self._clock = clock
+        self._pulls_itself = timers
+        self.bridge = Bridge(open_engine, pack_job=pack_job, clock=clock, log_dir=log_dir)
+        self.conversation = Conversation(self.bridge, chats, wishes=wishes or Wishes())
+        self._history = History()
+        self._store_reported = False
+        self._interrupted_s: float | None = None
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        self.glyphs: Glyphs = choose_glyphs(
+            self._look.glyphs, encoding=encoding, terminal=self._look.terminal
+        )
+        plain = not self._look.colour or self.glyphs is ASCII
+        self.chat = ChatScreen(
+            self.conversation, self.bridge, glyphs=self.glyphs, history=self._history,
+            plain=plain, blink=self._look.motion == "full",
+        )  # fmt: skip
+        self.cache = CacheScreen(self.glyphs, self._history, clock=clock, plain=plain)
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = self._look.theme
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def on_mount(self) -> None:
+        if self._look.motion != "full":
+            self.animation_level = "none"
+        self.set_class(self.glyphs is ASCII, "-ascii")
+        known = binding_ids()
+        self.set_keymap({name: key for name, key in self._look.keys.items() if name in known})
+        unknown = [name for name in self._look.keys if name not in known]
+        self.add_mode("chat", lambda: self.chat)
+        self.add_mode("cache", lambda: self.cache)
+        self.switch_mode("chat")
+        for name in unknown:
+            self.notify(
+                f'"{name}" under [keys] is not an action.', markup=False, severity="warning"
+            )
+        if self._pulls_itself:
+            self.set_interval(TEXT_PERIOD_S, self.pull_text)
+            self.set_interval(GAUGE_PERIOD_S, self.pull_gauges)
+            self.call_after_refresh(gc.freeze)
+        self.pull_gauges()
+
+    def on_unmount(self) -> None:
+        self.conversation.close()
+        self.bridge.close()
+
+    def get_line_filters(self) -> list[LineFilter]:
+        filters = list(super().get_line_filters())
+        return filters if self._look.colour else [*filters, Monochrome()]
+
+    # -- timers --------------------------------------------------------------------------------
+
+    async def pull_text(self) -> None:
+        """Draw and save what the model has written since the last call."""
+        await self.chat.pull_text()
+
+    def pull_gauges(self) -> None:
+        """Draw the newest snapshot on the screen in front; move the start on."""
+        self.bridge.poll()
+        self._report_store()
+        snapshot = self.bridge.snapshot()
+        self._history.add(snapshot, self._clock.monotonic())
+        notes = self._notes()
+        if self.current_mode == "cache":
+            used = max(self.conversation.context_used, snapshot.context_used)
+            self.cache.show(snapshot, context_used=used, notes=notes)
+        else:
+            self.chat.show(snapshot, notes=notes)
+
+    def _report_store(self) -> None:
+        problem = self.conversation.store_problem
+        if problem is not None and not self._store_reported:
+            self.chat.toast(problem)
+        self._store_reported = problem is not None
+
+    def _notes(self) -> tuple[str, ...]:
+        facts = {
+            "! not saved": self.conversation.store_problem is not None,
+            "display slow": self.chat.pace.slow,
+            "exact": self.conversation.wishes.quality is Quality.EXACT,
+        }
+        return tuple(note for note, holds in facts.items() if holds)
+
+    # -- actions -------------------------------------------------------------------------------
+
+    def action_go(self, mode: str) -> None:
+        """Bring a screen to the front."""
+        self.switch_mode(mode)
+        self.call_after_refresh(self.pull_gauges)
+
+    def on_tab_line_clicked(self, event: TabLine.Clicked) -> None:
+        self.action_go(event.mode)
+
+    def action_help(self) -> None:
+        if isinstance(self.screen, HelpPanel):
+            self.pop_screen()
+            return
+        seen: dict[str, tuple[str, str, str]] = {}
+        for active in self.screen.active_bindings.values():
+            binding = active.binding
+            if binding.id is not None and binding.id not in seen:
+                key = self.get_key_display(binding)
+                seen[binding.id] = (key, binding.description, binding.id)
+        self.push_screen(HelpPanel(list(seen.values()), self.glyphs))
+
+    def action_copy_or_stop(self) -> None:
+        focused = self.screen.focused
+        selected = getattr(focused, "selected_text", "") or self.screen.get_selected_text()
+        if selected:
+            self.copy_to_clipboard(selected)
+            self.notify("Copied, if the terminal allows it.")
+            return
+        now_s = self._clock.monotonic()
+        again = self._interrupted_s is not None and now_s - self._interrupted_s < QUIT_AGAIN_S
+        self._interrupted_s = now_s
+        if again:
+            self.action_leave()
+        elif not self.conversation.stop():
+            self.notify("Press Ctrl+C again to quit.")
+
+    def action_leave(self) -> None:
+        """Quit; asks first while an answer is written."""
+        if isinstance(self.screen, ConfirmDialog):
+            return
+        if not self.conversation.busy:
+            self._leave_now()
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._leave_now()
+
+        dialog = ConfirmDialog(
+            "Quit while an answer is written?",
+            body="It is stopped. What is written so far is kept.",
+            act="Quit",
+            keep="Stay",
+        )
+        self.push_screen(dialog, answered)
+
+    def _leave_now(self) -> None:
+        if self.chat.is_mounted:
+            self.chat.save_draft()
+        self.exit(0)
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        """Our own variables, for themes that are not ours."""
+        return dict(MOET_DARK.variables)
+
+    # -- words ---------------------------------------------------------------------------------
+
+    def get_key_display(self, binding: Binding) -> str:
+        """Keys as people write them: Ctrl+N, Esc, F1."""
+        return binding.key_display or show_key(binding.key)
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """The palette: every action."""
+        yield from self._palette()
+
+    def _palette(self) -> Iterator[SystemCommand]:
+        for title, text, action in CHAT_COMMANDS:
+            yield SystemCommand(title, text, self._runs("chat", self.chat, action))
+        for title, text, action in CACHE_COMMANDS:
+            yield SystemCommand(title, text, self._runs("cache", self.cache, action))
+        yield SystemCommand("Chat", "Go to the chat (F2)", lambda: self.action_go("chat"))
+        yield SystemCommand("Cache", "Go to the expert cache (F3)", lambda: self.action_go("cache"))
+        yield SystemCommand("Help", "Keys, commands and glyphs (F1)", self.action_help)
+        yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
+        yield SystemCommand("Quit", "Close moet-desk (Ctrl+Q)", self.action_leave)
+
+    def _runs(self, mode: str, screen: Screen[None], action: str) -> Callable[[], None]:
+        def run() -> None:
+            self.action_go(mode)
+            self.call_after_refresh(self.run_action, action, screen)
+
+        return run
+
+
+CHAT_COMMANDS = (
+    ("New chat", "Begin an empty chat; this one is kept", "new"),
+    ("Earlier chats", "Search, open and delete", "chats"),
+    ("Stop", "Stop the answer; its text is kept", "stop"),
+    ("Answer again", "Answer the last message again", "retry"),
+    ("Fast or exact", "2-bit experts or the model as shipped", "quality"),
+    ("Copy the last answer", "As Markdown", "copy_answer"),
+    ("Side rail", "Show or hide it in wide windows", "rail"),
+    ("Go to the end", "Follow the text again", "follow"),
+)
+CACHE_COMMANDS = (
+    ("Cache measure", "Where experts are, or their heat", "measure"),
+    ("Pause the cache picture", "The engine still runs", "pause"),
+)
+
+
+_KEY_WORDS = {"escape": "Esc", "question_mark": "?", "pageup": "PgUp", "pagedown": "PgDn"}
+
+
+def show_key(key: str) -> str:
+    """A key as people write it: "Ctrl+N", "Esc", "M", "Shift+G"."""
+    *modifiers, last = key.split("+")
+    if len(last) == 1:
+        modifiers += ["shift"] if last.isupper() else []
+        last = last.upper()
+    else:
+        last = _KEY_WORDS.get(last, last.capitalize())
+    return "+".join([*(part.capitalize() for part in modifiers), last])
+
+
+def binding_ids() -> frozenset[str]:
+    """All action ids that `[keys]` may name; a public contract."""
+    owners = (
+        MoetDeskApp,
+        ChatScreen,
+        CacheScreen,
+        Prompt,
+        Heatmap,
+        ChatList,
+        HelpPanel,
+        ConfirmDialog,
+    )
+    return frozenset(
+        binding.id
+        for owner in owners
+        for binding in owner.BINDINGS
+        if isinstance(binding, Binding) and binding.id is not None
+    )
+
+
+def run(
+    settings: Settings,
+    locations: Locations,
+    *,
+    open_engine: Callable[[], EngineHandle],
+    pack_job: PackJob | None,
+    chats: ChatStoreLike,
+) -> int:
+    """Open the app and return the exit code when it is closed.
+
+    Args:
+        settings: look, keys and answer wishes are taken from them.
+        locations: only to name the log folder in reports.
+        open_engine: called in a thread of its own, after the pack job.
+        pack_job: the pack being made on the first start, None if it is there.
+        chats: the store; closed with the app.
+    """
+    look = look_of(settings, config.read_terminal())
+    app = MoetDeskApp(
+        open_engine, chats, look=look, wishes=wishes_of(settings), pack_job=pack_job,
+        log_dir=str(locations.logs_dir),
+    )  # fmt: skip
+    app.run()
+    if app.bridge.phase is Phase.FAILED and app.bridge.error is not None:
+        return int(exit_code_of(app.bridge.error))
+    return app.return_value or 0
+
+
+def exit_code_of(error: MoetError | Mapping[str, Any]) -> ExitCode:
+    """The exit code of a start that failed."""
+    code = error.code if isinstance(error, MoetError) else str(error.get("code"))
+    return CATALOGUE[code].exit if code in CATALOGUE else ExitCode.FAILED

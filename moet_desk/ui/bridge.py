@@ -1,0 +1,365 @@
+"""The only crossing between the engine, the pack job and the screens.
+
+It pulls: the screens call it on timers (text 10 times a second, gauges 4 times) and it reads
+streams and snapshots; nothing is ever pushed into a widget. It owns the start (pack, open, load),
+the reading side of one answer, and the rule that slows flushing down when drawing is slow. It
+knows no widget. All runs on the UI thread, but for `open_engine`, which gets its own thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from typing import Any, Protocol
+
+from moet_desk.engine.handle import EngineHandle, GenerateRequest, RequestStream
+from moet_desk.errors import MoetError, fail
+from moet_desk.telemetry import (
+    EngineSnapshot,
+    EngineState,
+    Failed,
+    Finished,
+    LoadStep,
+    PrefillProgress,
+    TextDelta,
+)
+from moet_desk.ui.text import Cleaner
+
+TEXT_PERIOD_S = 0.1
+GAUGE_PERIOD_S = 0.25
+
+
+class PackJob(Protocol):
+    """A pack being made, usually by a child process. Read from the UI thread, never blocking."""
+
+    @property
+    def finished(self) -> bool:
+        """True when the pack is complete or the job has failed."""
+        ...
+
+    @property
+    def error(self) -> MoetError | None:
+        """Why the job failed, None while it runs or when it went well."""
+        ...
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Events since the last call, oldest first.
+
+        `{"event": "pack", "done": rows, "total": rows, "bytes": n, "rate_bytes_per_s": r}`; other
+        events are ignored.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Stop; finished rows are kept."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Where the screens read time, so that tests can hold it."""
+
+    wall: Callable[[], datetime]
+    monotonic: Callable[[], float]
+
+
+def system_clock() -> Clock:
+    """Local time and the monotonic clock of this computer."""
+    return Clock(wall=lambda: datetime.now().astimezone(), monotonic=time.monotonic)
+
+
+class FlushPace:
+    """How often text is drawn: every 100 ms, more slowly while drawing takes long.
+
+    A flush over 40 ms doubles the period up to 400 ms, one under 20 ms halves it again.
+    """
+
+    SLOW_S = 0.040
+    SLOWEST_S = 0.4
+
+    def __init__(self, base_s: float = TEXT_PERIOD_S) -> None:
+        self._base_s = base_s
+        self._due_s = 0.0
+        self.period_s = base_s
+
+    @property
+    def slow(self) -> bool:
+        """Whether drawing does not keep up; the status line says so."""
+        return self.period_s > self._base_s
+
+    def due(self, now_s: float) -> bool:
+        """Whether a flush may happen now; if so, sets the time of the next one."""
+        if now_s < self._due_s:
+            return False
+        self._due_s = now_s + self.period_s
+        return True
+
+    def record(self, flush_s: float) -> None:
+        """Take the duration of a flush into account."""
+        if flush_s > self.SLOW_S:
+            self.period_s = min(self.SLOWEST_S, self.period_s * 2)
+        elif flush_s < self.SLOW_S / 2:
+            self.period_s = max(self._base_s, self.period_s / 2)
+
+
+class LiveAnswer:
+    """The reading side of one answer: collects what has arrived, cleans it, counts."""
+
+    def __init__(self, stream: RequestStream, clock: Clock, *, log_dir: str = "") -> None:
+        self._stream = stream
+        self._log_dir = log_dir
+        self._clock = clock
+        self._cleaner = Cleaner()
+        self._pieces: list[str] = []
+        self.started_s = clock.monotonic()
+        self._first_s: float | None = None
+        self._last_s: float | None = None
+        self._first_tokens = 0
+        self.n_tokens = 0
+        self.prompt: PrefillProgress | None = None
+        self.prompt_since_s = self.started_s
+        self.finished: Finished | None = None
+        self.error: MoetError | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last event has been taken."""
+        return self.finished is not None or self.error is not None
+
+    @property
+    def text(self) -> str:
+        """The whole clean text so far."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from sending to the first text, None before it."""
+        return None if self._first_s is None else self._first_s - self.started_s
+
+    @property
+    def tok_per_s(self) -> float | None:
+        """Mean rate since the first text, None before the second."""
+        if self._first_s is None or self._last_s is None or self._last_s <= self._first_s:
+            return None
+        return (self.n_tokens - self._first_tokens) / (self._last_s - self._first_s)
+
+    def pull(self) -> str:
+        """Take what has arrived; returns the new clean text."""
+        fresh: list[str] = []
+        for event in self._stream.take():
+            match event:
+                case TextDelta(text=text, n_tokens=n_tokens):
+                    fresh.append(self._cleaner.feed(text))
+                    self._count(n_tokens)
+                case PrefillProgress():
+                    if self.prompt is None:
+                        self.prompt_since_s = self._clock.monotonic()
+                    self.prompt = event
+                case Finished():
+                    self.finished = event
+                case Failed(error=error):
+                    self.error = as_moet_error(error, log_dir=self._log_dir)
+        text = "".join(fresh)
+        if text:
+            self._pieces.append(text)
+        return text
+
+    def _count(self, n_tokens: int) -> None:
+        now_s = self._clock.monotonic()
+        if self._first_s is None:
+            self._first_s = now_s
+            self._first_tokens = n_tokens
+        self._last_s = now_s
+        self.n_tokens += n_tokens
+
+    def stop(self) -> None:
+        """Ask the engine to stop; the text so far stays."""
+        self._stream.cancel()
+
+
+def as_moet_error(error: BaseException, *, log_dir: str) -> MoetError:
+    """The error itself if it is from the catalogue, else MD-BUG-01 with its words."""
+    if isinstance(error, MoetError):
+        return error
+    return fail("MD-BUG-01", reason=f"{type(error).__name__}: {error}", log=log_dir)
+
+
+class Phase(Enum):
+    """How far the start has come."""
+
+    PACKING = "packing"
+    OPENING = "opening"
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+
+
+class Bridge:
+    """Starts the engine (after the pack job, if there is one) and hands out what it shows.
+
+    `poll` moves the start on and is called by the gauge timer.
+    """
+
+    def __init__(
+        self,
+        open_engine: Callable[[], EngineHandle],
+        *,
+        pack_job: PackJob | None = None,
+        clock: Clock | None = None,
+        log_dir: str = "",
+    ) -> None:
+        self.clock = clock or system_clock()
+        self._log_dir = log_dir
+        self._open_engine = open_engine
+        self._pack_job = pack_job
+        self._handle: EngineHandle | None = None
+        self._opening: _Opening | None = None
+        self._pack_step: LoadStep | None = None
+        self._pack_rate = 0.0
+        self._pack_bytes = 0
+        self._since_s = self.clock.monotonic()
+        self.phase = Phase.PACKING if pack_job is not None else Phase.OPENING
+        self.error: MoetError | Mapping[str, Any] | None = None
+
+    # -- start ---------------------------------------------------------------------------------
+
+    def poll(self) -> Phase:
+        """Move the start on by what has happened since the last call. Never blocks."""
+        match self.phase:
+            case Phase.PACKING:
+                self._poll_pack()
+            case Phase.OPENING:
+                self._poll_opening()
+            case Phase.LOADING | Phase.READY:
+                self._poll_engine()
+            case Phase.FAILED:
+                pass
+        return self.phase
+
+    def _poll_pack(self) -> None:
+        job = self._pack_job
+        if job is None:
+            self.phase = Phase.OPENING
+            return
+        for event in job.poll():
+            if event.get("event") == "pack":
+                self._pack_step = LoadStep(
+                    "Pack the model", done=int(event["done"]), total=int(event["total"]),
+                    unit="rows",
+                )  # fmt: skip
+                self._pack_bytes = int(event.get("bytes", 0))
+                self._pack_rate = float(event.get("rate_bytes_per_s") or 0.0)
+        if job.error is not None:
+            self._fail(job.error)
+        elif job.finished:
+            self.phase = Phase.OPENING
+            seconds = self.clock.monotonic() - self._since_s
+            step = self._pack_step or LoadStep("Pack the model")
+            self._pack_step = LoadStep(
+                step.name, done=step.total, total=step.total, unit=step.unit,
+                seconds=seconds, finished=True,
+            )  # fmt: skip
+
+    def _poll_opening(self) -> None:
+        if self._opening is None:
+            self._opening = _Opening(self._open_engine)
+        if self._opening.error is not None:
+            self._fail(as_moet_error(self._opening.error, log_dir=self._log_dir))
+        elif self._opening.handle is not None:
+            self._handle = self._opening.handle
+            self.phase = Phase.LOADING
+            self._poll_engine()
+
+    def _poll_engine(self) -> None:
+        snapshot = self.snapshot()
+        if snapshot.state is EngineState.FAULT:
+            unnamed = fail("MD-ENG-03", reason="It gave no reason", log=self._log_dir)
+            self._fail(snapshot.error or unnamed)
+        elif snapshot.state not in (EngineState.LOADING, EngineState.NO_MODEL):
+            self.phase = Phase.READY
+
+    def _fail(self, error: MoetError | Mapping[str, Any]) -> None:
+        self.phase = Phase.FAILED
+        self.error = error
+
+    def restart(self) -> None:
+        """After a failure: open the engine again. A failed pack job cannot be restarted here."""
+        self.close()
+        self._handle, self._opening, self.error = None, None, None
+        self._since_s = self.clock.monotonic()
+        self.phase = Phase.OPENING
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether `restart` could help: only the engine failed."""
+        return self._pack_job is None or self._pack_job.error is None
+
+    # -- what it shows -------------------------------------------------------------------------
+
+    def elapsed_s(self) -> float:
+        """Seconds since the start began."""
+        return self.clock.monotonic() - self._since_s
+
+    def steps(self) -> tuple[LoadStep, ...]:
+        """The lines of the loading block, the pack job's first."""
+        pack = () if self._pack_step is None else (self._pack_step,)
+        if self._pack_job is not None and self._pack_step is None:
+            pack = (LoadStep("Pack the model"),)
+        opening = () if self._handle is not None else (LoadStep("Start the engine"),)
+        loading = self.snapshot().loading if self._handle is not None else ()
+        return (*pack, *opening, *loading)
+
+    @property
+    def pack_rate(self) -> tuple[int, float]:
+        """Bytes packed so far and bytes per second."""
+        return self._pack_bytes, self._pack_rate
+
+    def snapshot(self) -> EngineSnapshot:
+        """The engine's newest snapshot; before it is open, one that says so."""
+        if self._handle is not None:
+            return self._handle.snapshot()
+        failed = self.phase is Phase.FAILED
+        return EngineSnapshot(state=EngineState.FAULT if failed else EngineState.LOADING)
+
+    # -- answers -------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest) -> LiveAnswer:
+        """Start an answer.
+
+        Raises:
+            MoetError: as `EngineHandle.submit`; MD-ENG-07 before the engine is open.
+        """
+        if self._handle is None:
+            raise fail("MD-ENG-07", why=" yet")
+        return LiveAnswer(self._handle.submit(request), self.clock, log_dir=self._log_dir)
+
+    def close(self) -> None:
+        """Stop the pack job (it can resume) and close the engine."""
+        if self._pack_job is not None and not self._pack_job.finished:
+            self._pack_job.cancel()
+        if self._handle is None and self._opening is not None:
+            self._handle = self._opening.handle
+        if self._handle is not None:
+            self._handle.close()
+
+
+class _Opening:
+    """`open_engine` running in a thread, because it may import torch (seconds)."""
+
+    def __init__(self, open_engine: Callable[[], EngineHandle]) -> None:
+        self.handle: EngineHandle | None = None
+        self.error: BaseException | None = None
+        self._open_engine = open_engine
+        threading.Thread(target=self._run, name="open-engine", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.handle = self._open_engine()
+        except Exception as error:  # the UI thread shows whatever it was
+            self.error = error

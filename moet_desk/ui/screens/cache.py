@@ -1,0 +1,171 @@
+"""The Cache screen: where every expert is, who answers, and how much time is spent waiting.
+
+It draws the snapshots the app hands it four times a second, only while it is in front; Space
+freezes the picture. UI thread.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Footer, Static
+
+from moet_desk.telemetry import TIER_LETTERS, CacheView, EngineSnapshot, EngineState, Tier
+from moet_desk.ui.bridge import Clock
+from moet_desk.ui.theme import RAMP_STEPS, Glyphs, tier_variable
+from moet_desk.ui.widgets.frame import SmallWindow, TabLine
+from moet_desk.ui.widgets.gauges import History, StatusLine, TierBars, spread
+from moet_desk.ui.widgets.heatmap import Heatmap, Measure, header_line
+
+_EXPLANATION = """\
+A mixture-of-experts model asks only a few of its experts for each token.
+Experts that are in a slot answer at once. The others are fetched first:
+
+  G  a 2-bit slot: ready to compute        Q  a 4-bit slot: the model as shipped
+  R  RAM: one copy away                    N  on disk: read when it is needed
+
+Where an expert is changes how fast an answer comes, never its words."""
+
+
+class CacheScreen(Screen[None]):
+    """See the module's paragraph. `show` is called by the app's gauge timer."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("m", "measure", "Measure", id="cache.measure"),
+        Binding("space", "pause", "Pause", id="cache.pause"),
+        Binding("escape", "app.switch_mode('chat')", "Chat", id="cache.back"),
+    ]
+
+    def __init__(self, glyphs: Glyphs, history: History, *, clock: Clock, plain: bool) -> None:
+        super().__init__()
+        self._clock = clock
+        self._drawn_once = False
+        self._glyphs = glyphs
+        self._history = history
+        self._plain = plain
+        self._snapshot = EngineSnapshot()
+        self._paused_at: datetime | None = None
+        self._measure_chosen = False
+
+    def compose(self) -> ComposeResult:
+        yield TabLine("cache", plain=self._plain)
+        yield Static("", id="title", markup=False)
+        yield Static("", id="header", markup=False)
+        yield Static(Content(_EXPLANATION), id="explanation", markup=False)
+        yield Heatmap(self._glyphs)
+        yield Static("", id="cursor", markup=False)
+        yield TierBars(self._glyphs, self._history)
+        yield Static("", id="legend", markup=False)
+        yield StatusLine(self._glyphs)
+        yield Footer(show_command_palette=False)
+        yield SmallWindow(self._glyphs)
+
+    def on_mount(self) -> None:
+        self._drawn_once = True
+        self.query_one(Heatmap).focus()
+        self._draw()
+
+    # -- what is shown -------------------------------------------------------------------------
+
+    def show(self, snapshot: EngineSnapshot, *, context_used: int, notes: tuple[str, ...]) -> None:
+        """Draw a snapshot; when paused only the status line moves."""
+        if not self._drawn_once:
+            return
+        self.query_one(StatusLine).show(snapshot, context_used=context_used, notes=notes)
+        if self._paused_at is None:
+            self._snapshot = snapshot
+            self._draw()
+
+    def _draw(self) -> None:
+        snapshot, heatmap = self._snapshot, self.query_one(Heatmap)
+        view = snapshot.cache
+        if view is not None and is_resident(view) and not self._measure_chosen:
+            heatmap.measure = Measure.HEAT
+        for selector in ("#header", "#cursor", "Heatmap"):
+            self.query_one(selector).display = view is not None
+        self.query_one("#explanation").display = view is None
+        if view is not None:
+            heatmap.show(view)
+        self.query_one(TierBars).show(snapshot)
+        self._draw_words()
+
+    def _draw_words(self) -> None:
+        heatmap, width = self.query_one(Heatmap), self.size.width
+        self._set("title", self._title_line(heatmap, width))
+        self._set("header", Content.styled(header_line(heatmap.grid, width), "$dim"))
+        self._set("cursor", Content(" " + heatmap.cursor_text()).truncate(width, ellipsis=True))
+        self._set("legend", legend_line(heatmap.measure, self._glyphs, width))
+
+    def _set(self, name: str, content: Content) -> None:
+        static = self.query_one(f"#{name}", Static)
+        if static.content != content:
+            static.update(content)
+
+    def _title_line(self, heatmap: Heatmap, width: int) -> Content:
+        view = self._snapshot.cache
+        if self._paused_at is not None:
+            state = f"paused, {self._paused_at:%H:%M:%S}, engine still runs"
+        elif self._snapshot.state is EngineState.WRITING:
+            state = "live 4/s"
+        elif self._snapshot.state is EngineState.READING:
+            state = "reading the prompt"
+        else:
+            state = "idle"
+        right = Content.styled(f"{state}  [Space] ", "$dim")
+        if view is None:
+            return spread(Content.styled(" No model is loaded yet", "bold"), right, width)
+        if is_resident(view):
+            n_all = len(view.layers) * view.n_experts
+            text = f" All {n_all:,} experts are in slots. Nothing to fetch."
+        else:
+            per_cell = "" if heatmap.grid.group == 1 else f", {heatmap.grid.group} experts per cell"
+            text = f" Where experts are{per_cell}, {len(view.layers)} layers"
+            if self._snapshot.counters.lookups == 0:
+                text += ". Ask something and this fills in."
+        return spread(Content.styled(text, "bold"), right, width)
+
+    # -- actions -------------------------------------------------------------------------------
+
+    def on_heatmap_cursor_moved(self) -> None:
+        self._draw_words()
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._draw_words)
+
+    def action_measure(self) -> None:
+        heatmap = self.query_one(Heatmap)
+        self._measure_chosen = True
+        heatmap.set_measure(Measure.HEAT if heatmap.measure is Measure.TIER else Measure.TIER)
+        self._draw_words()
+
+    def action_pause(self) -> None:
+        paused = self._paused_at is not None
+        self._paused_at = None if paused else self._clock.wall()
+        self._draw_words()
+
+
+def is_resident(view: CacheView) -> bool:
+    """Whether every expert is in a slot."""
+    return all(min(row, default=0) >= Tier.BASE for row in view.tiers)
+
+
+def legend_line(measure: Measure, glyphs: Glyphs, width: int) -> Content:
+    """What the glyphs mean, and the measure that is shown."""
+    parts = [Content(" ")]
+    if measure is Measure.TIER:
+        for tier in reversed(Tier):
+            look = f"bold ${tier_variable(tier)}"
+            parts.append(Content.styled(glyphs.tiers[tier] * 2, look) + f" {TIER_LETTERS[tier]}   ")
+    else:
+        parts.append(Content("less "))
+        parts += [
+            Content.styled(glyphs.ramp[step] * 2, f"$ramp-{step}") for step in range(1, RAMP_STEPS)
+        ]
+        parts.append(Content(" more   "))
+    parts.append(Content.assemble((glyphs.unused, "$dim"), " not used"))
+    return spread(Content("").join(parts), Content(f"measure: {measure.value} "), width)

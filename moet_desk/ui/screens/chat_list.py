@@ -1,0 +1,130 @@
+"""The list of earlier chats: search, open, delete with a question. UI thread."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from moet_desk.errors import MoetError
+from moet_desk.ui.conversation import Conversation, StoredChat
+from moet_desk.ui.text import clean_line
+from moet_desk.ui.widgets.gauges import spread
+from moet_desk.ui.widgets.problem import ConfirmDialog
+
+_WIDTH = 68
+
+
+def show_when(when: datetime, now: datetime) -> str:
+    """A date for a list: the time today, else the day."""
+    local = when.astimezone(now.tzinfo)
+    return f"{local:%H:%M}" if local.date() == now.date() else f"{local:%Y-%m-%d}"
+
+
+class ChatList(ModalScreen[int | None]):
+    """Closes with the id of the chat to open, None for none."""
+
+    DEFAULT_CSS = """
+    ChatList { align: center middle; }
+    ChatList > Vertical {
+        width: 74; max-width: 100%; height: 80%; padding: 0 1;
+        background: $surface; border: round $primary;
+    }
+    ChatList Input { border: none; height: 1; margin: 1 0; padding: 0 1; }
+    ChatList OptionList { height: 1fr; border: none; padding: 0; background: $surface; }
+    ChatList .empty { padding: 1; height: auto; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "close", "Close", id="chats.close"),
+        Binding("down", "into_list", "Down", id="chats.down", show=False),
+        Binding("delete,ctrl+d", "delete", "Delete", id="chats.delete", priority=True),
+    ]
+
+    def __init__(self, conversation: Conversation, *, now: datetime) -> None:
+        super().__init__()
+        self._conversation = conversation
+        self._now = now
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as frame:
+            frame.border_title = "Earlier chats"
+            frame.border_subtitle = "Enter opens, Delete deletes, Esc closes"
+            yield Input(placeholder="Search titles and text", compact=True)
+            yield Static("", classes="empty", markup=False)
+            yield OptionList()
+
+    def on_mount(self) -> None:
+        self._fill("")
+        self.query_one(Input).focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self._fill(event.value)
+
+    def _fill(self, query: str) -> None:
+        try:
+            chats = self._conversation.list_chats(query.strip())
+        except MoetError as error:
+            chats = ()
+            self.notify(error.cause, title=error.title, severity="error", markup=False)
+        options = self.query_one(OptionList)
+        options.clear_options()
+        options.add_options([self._option(chat) for chat in chats])
+        if chats:
+            options.highlighted = 0
+        empty = self.query_one(".empty", Static)
+        empty.display = not chats
+        nothing = "No earlier chats. They are kept only on this computer."
+        empty.update(Content(f"No chat contains this: {query}" if query else nothing))
+
+    def _option(self, chat: StoredChat) -> Option:
+        title = clean_line(chat.title or "untitled", _WIDTH - 14)
+        when = Content.styled(show_when(chat.updated, self._now), "$dim")
+        return Option(spread(Content(title), when, _WIDTH), id=str(chat.id))
+
+    def _highlighted(self) -> int | None:
+        options = self.query_one(OptionList)
+        if options.highlighted is None:
+            return None
+        option = options.get_option_at_index(options.highlighted)
+        return None if option.id is None else int(option.id)
+
+    def on_input_submitted(self) -> None:
+        self.dismiss(self._highlighted())
+
+    def on_option_list_option_selected(self) -> None:
+        self.dismiss(self._highlighted())
+
+    def action_close(self) -> None:
+        self.dismiss(None)
+
+    def action_into_list(self) -> None:
+        self.query_one(OptionList).focus()
+
+    def action_delete(self) -> None:
+        chat_id = self._highlighted()
+        if chat_id is None:
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                try:
+                    self._conversation.delete(chat_id)
+                except MoetError as error:
+                    self.notify(error.cause, title=error.title, severity="error", markup=False)
+                self._fill(self.query_one(Input).value)
+
+        dialog = ConfirmDialog(
+            "Delete this chat?",
+            body="Its messages are removed from this computer. This cannot be undone.",
+            act="Delete",
+            keep="Keep",
+        )
+        self.app.push_screen(dialog, answered)

@@ -1,0 +1,139 @@
+"""Pure functions over text from models, files and servers: make it inert, split it, hold it back.
+
+Nothing here knows a widget. The rules: such text is never markup, carries no control characters,
+and a streamed answer is cut only where both parts render as the whole does. Any thread.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from functools import cache
+
+from markdown_it import MarkdownIt
+
+SEGMENT_CHARS = 1500
+"""Wanted length of one Markdown widget. Flushes into a longer one cost more and more (12 to 26 ms
+at 13 KB), with rotation they stay at about 17 ms (measured on 2 cores, 2026-11-29)."""
+
+_LINE_ENDS = frozenset("\n\x0b\x0c\x85\u2028\u2029")
+_TOUCHED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+"""C0 but tab and newline, DEL, C1, line separators, bidirectional overrides, surrogates, BOM."""
+
+
+class _State(Enum):
+    TEXT = 0
+    ESCAPE = 1  # after ESC
+    CONTROL = 2  # in ESC [ ... : colours, cursor movement
+    STRING = 3  # in ESC ] P X ^ _ ... : titles, clipboard, device strings
+    STRING_ESCAPE = 4  # after ESC inside a string
+
+
+class Cleaner:
+    """Takes text in pieces and returns it without escape sequences and control characters.
+
+    Only a newline ends lines in what comes out. A sequence that is cut between two pieces is
+    removed as well; an unfinished one ends with its line, so it cannot swallow an answer. Owned by
+    the reader of one stream.
+    """
+
+    __slots__ = ("_after_return", "_state")
+
+    def __init__(self) -> None:
+        self._state = _State.TEXT
+        self._after_return = False
+
+    def feed(self, piece: str) -> str:
+        """Return the clean part of the next piece."""
+        untouched = self._state is _State.TEXT and not self._after_return
+        if untouched and _TOUCHED.search(piece) is None:
+            return piece
+        return "".join(self._step(char) for char in piece)
+
+    def _step(self, char: str) -> str:
+        state, self._state = self._state, _State.TEXT
+        if state is _State.CONTROL and " " <= char <= "~":
+            self._state = _State.TEXT if char >= "@" else _State.CONTROL
+            return ""
+        if state is _State.STRING and char != "\n":
+            if char not in "\x07\x9c":
+                self._state = _State.STRING_ESCAPE if char == "\x1b" else _State.STRING
+            return ""
+        if state is _State.STRING_ESCAPE and char == "\\":
+            return ""
+        if state in (_State.ESCAPE, _State.STRING_ESCAPE) and " " <= char <= "~":
+            self._state = _AFTER_ESCAPE.get(char, _State.TEXT if char >= "0" else _State.ESCAPE)
+            return ""
+        return self._plain(char)
+
+    def _plain(self, char: str) -> str:
+        after_return, self._after_return = self._after_return, char == "\r"
+        if char == "\n" and after_return:
+            return ""
+        if char == "\r" or char in _LINE_ENDS:
+            return "\n"
+        if char == "\x1b":
+            self._state = _State.ESCAPE
+            return ""
+        if _TOUCHED.match(char) is None:
+            return char
+        return "\ufffd" if "\ud800" <= char <= "\udfff" else ""
+
+
+_AFTER_ESCAPE = {"[": _State.CONTROL} | dict.fromkeys("]PX^_", _State.STRING)
+
+
+def clean(text: str) -> str:
+    """Return a whole text without escape sequences and control characters."""
+    return Cleaner().feed(text)
+
+
+def clean_line(text: str, limit: int) -> str:
+    """`clean` for one line of at most `limit` characters, e.g. a title."""
+    line = " ".join(clean(text).split())
+    return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
+
+
+@cache
+def markdown_parser() -> MarkdownIt:
+    """The parser of all model text.
+
+    No HTML (it would vanish from the screen) and no link references (they would reach across a
+    split of the text).
+    """
+    parser = MarkdownIt("gfm-like")
+    return parser.disable(["html_block", "html_inline", "reference"])
+
+
+def find_split(text: str) -> int | None:
+    """Find where a growing Markdown text may be cut into two that render as the whole.
+
+    The cut is before the last top-level block whose first line is complete, hence never inside a
+    fence, table, list, quote or paragraph, whatever is appended later. Markdown reads blocks from
+    top to bottom and keeps nothing between top-level blocks, which makes both parts exact.
+
+    Returns:
+        Index of the first character after the cut, or None if there is no such place.
+    """
+    tokens = markdown_parser().parse(text)
+    starts = [t.map[0] for t in tokens if t.level == 0 and t.map is not None and t.nesting >= 0]
+    lines = text.split("\n")
+    for start in reversed(starts):
+        if start == 0:
+            return None
+        if start < len(lines) - 1:
+            return sum(len(line) + 1 for line in lines[:start])
+    return None
+
+
+_MARKERS_ONLY = re.compile(r"[ \t]*[-+*#>`~|=_:.)\d \t]*")
+
+
+def shown_length(text: str) -> int:
+    """How many characters of a growing text can be drawn now.
+
+    A last line of nothing but marker characters ("1", "``", "--") may still become a list, a
+    fence or a heading, and drawing it early would make blocks flicker; it waits for more.
+    """
+    start = text.rfind("\n") + 1
+    return start if _MARKERS_ONLY.fullmatch(text, start) else len(text)

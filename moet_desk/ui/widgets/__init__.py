@@ -1,0 +1,1 @@
+"""Widgets. They draw records they are given and know neither screens nor the engine."""

@@ -1,0 +1,85 @@
+"""What every screen shares: the line of tabs at the top and the notice in too small a window.
+
+UI thread. The tabs only post what was clicked; the app changes screens.
+"""
+
+from __future__ import annotations
+
+from textual import events
+from textual.content import Content
+from textual.message import Message
+from textual.widget import Widget
+
+from moet_desk.ui.theme import Glyphs
+
+MIN_COLUMNS, MIN_ROWS = 80, 24
+TABS = (("chat", "F2 Chat"), ("cache", "F3 Cache"))
+
+
+class TabLine(Widget):
+    """The screens that exist, the active one reversed and in brackets."""
+
+    DEFAULT_CSS = "TabLine { height: 1; }"
+
+    class Clicked(Message):
+        """A tab was clicked."""
+
+        def __init__(self, mode: str) -> None:
+            super().__init__()
+            self.mode = mode
+
+    def __init__(self, active: str, *, plain: bool) -> None:
+        super().__init__()
+        self._active = active
+        self._plain = plain
+
+    def _parts(self) -> list[tuple[str, str]]:
+        """Mode and drawn text of each tab."""
+        return [
+            (mode, f"[{text}]" if self._plain and mode == self._active else f" {text} ")
+            for mode, text in TABS
+        ]
+
+    def render(self) -> Content:
+        drawn = [
+            Content.styled(text, "reverse bold" if mode == self._active else "")
+            for mode, text in self._parts()
+        ]
+        return Content(" ") + Content(" ").join(drawn)
+
+    def on_click(self, event: events.Click) -> None:
+        start = 1
+        for mode, text in self._parts():
+            if start <= event.x < start + len(text):
+                self.post_message(self.Clicked(mode))
+            start += len(text) + 1
+
+
+class SmallWindow(Widget):
+    """Covers a screen below 80 x 24 and says so; everything behind it goes on."""
+
+    DEFAULT_CSS = """
+    SmallWindow {
+        display: none; layer: notice; width: 100%; height: 100%; background: $background;
+        padding: 1;
+    }
+    """
+
+    def __init__(self, glyphs: Glyphs) -> None:
+        super().__init__()
+        self._glyphs = glyphs
+
+    def render(self) -> Content:
+        columns, rows = self.app.size
+        return Content(
+            f"moet-desk needs {MIN_COLUMNS} x {MIN_ROWS}.\n"
+            f"This window is {columns} x {rows}.\n\n"
+            "Make it larger, or use:\n"
+            '  moet-desk run "..."\n'
+            "  moet-desk serve\n\n"
+            "Answers go on in the meantime.\n\n"
+            "Ctrl+Q Quit"
+        )
+
+    def on_resize(self) -> None:
+        self.refresh()

@@ -1,0 +1,350 @@
+"""Bars with numbers, sparklines, the status line, the tier bars and the side rail.
+
+The pure functions turn numbers into rows of text; the widgets keep the last snapshot they were
+given and repaint only when their text has changed. Unknown is "–", never 0. UI thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from textual.content import Content
+from textual.widget import Widget
+
+from moet_desk.telemetry import TIER_LETTERS, EngineSnapshot, EngineState, LoadStep, Tier
+from moet_desk.ui.theme import Glyphs, status_variable, tier_variable
+from moet_desk.units import show_count, show_duration, show_memory, show_rate
+
+CONTEXT_WARN_SHARE = 0.85
+HISTORY = 28
+_TIERS = (Tier.BASE, Tier.FINE, Tier.RAM, Tier.NVME)
+_TIER_NAMES = {
+    Tier.BASE: "2-bit slots",
+    Tier.FINE: "4-bit slots",
+    Tier.RAM: "RAM",
+    Tier.NVME: "NVMe",
+}
+
+
+def bar(share: float, width: int, glyphs: Glyphs) -> str:
+    """A one-row bar; anything above nothing shows at least one full cell."""
+    share = min(1.0, max(0.0, share))
+    full = min(width, max(round(share * width), 1 if share > 0 else 0))
+    return glyphs.full * full + glyphs.empty * (width - full)
+
+
+def sparkline(values: Sequence[float | None], width: int, glyphs: Glyphs) -> str:
+    """The last `width` values on a scale from 0 to their maximum; unknown ones leave a gap."""
+    shown = list(values)[-width:]
+    top = max((value for value in shown if value is not None), default=0.0) or 1.0
+    last = len(glyphs.spark) - 1
+    return "".join(
+        " " if value is None else glyphs.spark[round(max(0.0, value) / top * last)]
+        for value in shown
+    )
+
+
+def show_percent(share: float | None, digits: int = 1) -> str:
+    """A share as "96.1 %", or "–" when it is not known."""
+    if share is None:
+        return "–"
+    shown = f"{share * 100:.{digits}f} %"
+    return "<1 %" if digits == 0 and 0 < share < 0.005 else shown
+
+
+def show_number(value: float | None, unit: str, digits: int = 1) -> str:
+    """A figure with its unit, or "–" when it is not known."""
+    return "–" if value is None else f"{value:.{digits}f} {unit}"
+
+
+def tier_shares(snapshot: EngineSnapshot, digits: int) -> Content:
+    """Who answered for experts lately, with letters: "G 96.1 % R 3.6 % N 0.3 %"."""
+    if snapshot.tier_share is None:
+        return Content("")
+    parts: list[Content] = []
+    for tier in _TIERS:
+        if tier is Tier.FINE and not snapshot.sizes.fine_slots:
+            continue
+        share = snapshot.tier_share[tier]
+        letter = Content.styled(TIER_LETTERS[tier], f"bold ${tier_variable(tier)}")
+        parts.append(letter + f" {show_percent(share, digits)}")
+    return Content(" ").join(parts)
+
+
+def context_meter(used: int, size: int) -> Content:
+    """The context's fill; from 85 % on it carries a mark besides its colour."""
+    text = f"ctx {show_count(used)}/{show_count(size)}"
+    if size and used / size >= CONTEXT_WARN_SHARE:
+        return Content.styled(f"! {text}", "bold $status-warn")
+    return Content(text)
+
+
+def spread(left: Content, right: Content, width: int) -> Content:
+    """Left and right part of one row; the left one is cut when they do not fit."""
+    room = max(0, width - right.cell_length - 1)
+    left = left.truncate(room, ellipsis=True) if left.cell_length > room else left
+    return left + " " * (width - left.cell_length - right.cell_length) + right
+
+
+class StatusLine(Widget):
+    """State, model, context, tiers and speed in one row."""
+
+    DEFAULT_CSS = "StatusLine { height: 1; }"
+
+    def __init__(self, glyphs: Glyphs, *, id: str | None = None) -> None:  # noqa: A002  Textual's name
+        super().__init__(id=id)
+        self._glyphs = glyphs
+        self._snapshot = EngineSnapshot()
+        self._context_used = 0
+        self._notes: tuple[str, ...] = ()
+
+    def show(
+        self, snapshot: EngineSnapshot, *, context_used: int, notes: tuple[str, ...] = ()
+    ) -> None:
+        """Show a snapshot. `context_used` is of the open chat; `notes` stand at the right."""
+        before = self._line(self.size.width)
+        self._snapshot, self._context_used, self._notes = snapshot, context_used, notes
+        if self._line(self.size.width) != before:
+            self.refresh()
+
+    def _line(self, width: int) -> Content:
+        snapshot = self._snapshot
+        state = snapshot.state
+        glyph = self._glyphs.states[state]
+        head = Content.styled(f"{glyph} {state.value}", f"bold ${status_variable(state)}")
+        parts = [head]
+        if snapshot.model:
+            parts.append(Content(snapshot.model))
+        if snapshot.context:
+            parts.append(context_meter(self._context_used, snapshot.context))
+        shares = tier_shares(snapshot, 1 if width >= 100 else 0)
+        if shares:
+            parts.append(shares)
+        right = list(self._notes)
+        if width >= 100:
+            right.append(show_number(snapshot.decode_tok_per_s, "tok/s"))
+        if snapshot.device:
+            right.append(snapshot.device)
+        return spread(
+            Content(" ") + Content("   ").join(parts), Content("   ".join(right) + " "), width
+        )
+
+    def render(self) -> Content:
+        return self._line(self.size.width)
+
+
+class History:
+    """Recent values for the sparklines, one per second. Owned by the UI thread."""
+
+    def __init__(self) -> None:
+        self.tok_per_s: deque[float | None] = deque(maxlen=HISTORY)
+        self.wait_share: deque[float | None] = deque(maxlen=HISTORY)
+        self.bytes_per_s: float | None = None
+        self._moved: tuple[float, int] | None = None
+        self._due_s = 0.0
+
+    def add(self, snapshot: EngineSnapshot, now_s: float) -> None:
+        """Take a snapshot; called at 4 Hz, keeps one value a second."""
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + 1.0
+        writing = snapshot.state is EngineState.WRITING
+        self.tok_per_s.append(snapshot.decode_tok_per_s if writing else None)
+        self.wait_share.append(snapshot.wait_share if writing else None)
+        moved = snapshot.counters.bytes_ram_to_slot
+        if self._moved is not None and now_s > self._moved[0] and moved >= self._moved[1]:
+            self.bytes_per_s = (moved - self._moved[1]) / (now_s - self._moved[0])
+        self._moved = (now_s, moved)
+
+
+def wait_line(snapshot: EngineSnapshot, history: History, glyphs: Glyphs) -> Content:
+    """The line that maps to what a person feels: time spent waiting for experts, first."""
+    counters = snapshot.counters
+    waiting = "–" if snapshot.wait_share is None else f"{snapshot.wait_share * 100:.0f} %"
+    moved = show_memory(counters.bytes_ram_to_slot) if counters.lookups else "–"
+    rate = "" if not history.bytes_per_s else f" ({show_rate(history.bytes_per_s)})"
+    disk = show_memory(counters.bytes_nvme_to_ram) if counters.lookups else "–"
+    return Content.assemble(
+        ("waiting ", "bold"),
+        (waiting, "bold"),
+        (" of time ", "bold"),
+        (sparkline(history.wait_share, 12, glyphs), "$status-ok"),
+        f"  {show_number(snapshot.step_ms, 'ms/step', 0)}   moved {moved}{rate}, {disk} from disk",
+    )
+
+
+def tier_lines(snapshot: EngineSnapshot, width: int, glyphs: Glyphs) -> list[Content]:
+    """One line per tier: how full it is and what share of look-ups it answered."""
+    sizes = snapshot.sizes
+    held = {
+        Tier.BASE: (sizes.base_slots_used, sizes.base_slots),
+        Tier.FINE: (sizes.fine_slots_used, sizes.fine_slots),
+        Tier.RAM: (sizes.arena_rows_used, sizes.arena_rows),
+        Tier.NVME: (sizes.rows, sizes.rows),
+    }
+    lines = []
+    for tier in _TIERS:
+        used, size = held[tier]
+        share = None if snapshot.tier_share is None else snapshot.tier_share[tier]
+        of_rows = show_percent(used / sizes.rows if sizes.rows else None)
+        colour = f"${tier_variable(tier)}"
+        numbers = f"{used:>7,} of {size:>6,} {of_rows:>8}   answers {show_percent(share):>7}  "
+        head = f"{TIER_LETTERS[tier]} {_TIER_NAMES[tier]:<12}"
+        room = max(4, width - len(head) - len(numbers) - 2)
+        lines.append(
+            Content.assemble(
+                " ", (head, f"bold {colour}"), numbers, (bar(share or 0.0, room, glyphs), colour)
+            )
+        )
+    return lines
+
+
+class TierBars(Widget):
+    """The four tiers and the waiting line under the heatmap."""
+
+    DEFAULT_CSS = "TierBars { height: 5; }"
+
+    def __init__(self, glyphs: Glyphs, history: History) -> None:
+        super().__init__()
+        self._glyphs = glyphs
+        self._history = history
+        self._snapshot = EngineSnapshot()
+
+    def show(self, snapshot: EngineSnapshot) -> None:
+        """Show a snapshot."""
+        before = self.render()
+        self._snapshot = snapshot
+        if self.render() != before:
+            self.refresh()
+
+    def render(self) -> Content:
+        waiting = Content(" ") + wait_line(self._snapshot, self._history, self._glyphs)
+        width = self.size.width
+        waiting = waiting.truncate(width, ellipsis=True)
+        lines = [waiting, *tier_lines(self._snapshot, width, self._glyphs)]
+        return Content("\n").join(lines)
+
+
+class Rail(Widget):
+    """The right column of wide windows: tiers, speed, waiting, requests."""
+
+    DEFAULT_CSS = "Rail { width: 34; padding: 0 1; }"
+
+    def __init__(self, glyphs: Glyphs, history: History) -> None:
+        super().__init__()
+        self._glyphs = glyphs
+        self._history = history
+        self._snapshot = EngineSnapshot()
+
+    def show(self, snapshot: EngineSnapshot) -> None:
+        """Show a snapshot."""
+        before = self.render()
+        self._snapshot = snapshot
+        if self.render() != before:
+            self.refresh()
+
+    def render(self) -> Content:
+        snapshot, glyphs = self._snapshot, self._glyphs
+        lines = [Content.styled("Tiers, recent look-ups", "bold")]
+        for tier in _TIERS:
+            share = None if snapshot.tier_share is None else snapshot.tier_share[tier]
+            colour = f"${tier_variable(tier)}"
+            letter = (f"{TIER_LETTERS[tier]} ", f"bold {colour}")
+            drawn = (bar(share or 0.0, 12, glyphs), colour)
+            lines.append(
+                Content.assemble(letter, f"{_TIER_NAMES[tier]:<11} {show_percent(share):>7} ")
+                + Content.styled(*drawn)
+            )
+        speed = show_number(snapshot.decode_tok_per_s, "tok/s")
+        lines += [
+            Content(""),
+            Content.assemble(("Speed      ", "bold"), speed),
+            Content.styled(sparkline(self._history.tok_per_s, HISTORY, glyphs), "$status-ok"),
+            Content(f"waiting    {show_percent(snapshot.wait_share, 0)} of time"),
+            Content(f"step       {show_number(snapshot.step_ms, 'ms')}"),
+            Content(f"reading    {show_number(snapshot.prefill_tok_per_s, 'tok/s', 0)}"),
+            Content(""),
+            Content(
+                f"requests   {snapshot.requests_running} now, {snapshot.requests_waiting} next"
+            ),
+        ]
+        return Content("\n").join(lines)
+
+
+def loading_lines(
+    steps: Sequence[LoadStep],
+    *,
+    width: int,
+    glyphs: Glyphs,
+    pack_rate: tuple[int, float] = (0, 0.0),
+) -> list[Content]:
+    """The lines of the loading block: glyph, name, bar with numbers, seconds.
+
+    `pack_rate` is (bytes done, bytes per second) of a step counted in rows.
+    """
+    lines = []
+    current = next((i for i, step in enumerate(steps) if not step.finished), len(steps))
+    for i, step in enumerate(steps):
+        glyph, style = glyphs.todo, "$dim"
+        if step.finished:
+            glyph, style = glyphs.ok, "$status-ok"
+        elif i == current:
+            glyph, style = glyphs.now, "bold $status-warn"
+        seconds = show_duration(step.seconds) if step.seconds else ""
+        middle = _step_numbers(step, pack_rate) if step.total else ""
+        drawn = bar(step.done / step.total, 18, glyphs) if step.total else ""
+        left = Content.assemble((f" {glyph} ", style), f"{step.name:<26} ", (drawn, "$status-ok"))
+        lines.append(spread(left + f"  {middle}", Content(seconds + " "), width))
+    return lines
+
+
+def _step_numbers(step: LoadStep, pack_rate: tuple[int, float]) -> str:
+    if step.unit == "bytes":
+        rate = step.done / step.seconds if step.seconds else 0.0
+        tail = f"  {show_memory(rate)}/s" if rate else ""
+        return f"{show_memory(step.done)} of {show_memory(step.total)}{tail}"
+    n_bytes, rate = pack_rate
+    tail = f"  {show_memory(n_bytes)}" if n_bytes and step.unit == "rows" else ""
+    tail += f"  {show_rate(rate)}" if rate and step.unit == "rows" else ""
+    return f"{step.done:,} of {step.total:,} {step.unit}{tail}"
+
+
+class LoadingBlock(Widget):
+    """The loading screen's full-width block: steps, bars, bytes and seconds."""
+
+    DEFAULT_CSS = "LoadingBlock { height: auto; padding: 1 0; }"
+
+    def __init__(self, glyphs: Glyphs) -> None:
+        super().__init__()
+        self._glyphs = glyphs
+        self._steps: tuple[LoadStep, ...] = ()
+        self._title = ""
+        self._elapsed_s = 0.0
+        self._pack_rate = (0, 0.0)
+
+    def show(
+        self,
+        title: str,
+        steps: tuple[LoadStep, ...],
+        *,
+        elapsed_s: float,
+        pack_rate: tuple[int, float],
+    ) -> None:
+        """Show the steps; called at 4 Hz while loading."""
+        grown = len(steps) != len(self._steps)
+        self._title, self._steps = title, steps
+        self._elapsed_s, self._pack_rate = elapsed_s, pack_rate
+        self.refresh(layout=grown)
+
+    def render(self) -> Content:
+        width = self.size.width
+        seconds = Content.styled(show_duration(self._elapsed_s) + " ", "$dim")
+        head = spread(Content.styled(f" {self._title}", "bold"), seconds, width)
+        lines = loading_lines(
+            self._steps, width=width, glyphs=self._glyphs, pack_rate=self._pack_rate
+        )
+        safe = " You can write already; it is sent when the model is ready."
+        return Content("\n").join(
+            [head, Content(""), *lines, Content(""), Content.styled(safe, "$dim")]
+        )
