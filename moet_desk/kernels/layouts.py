@@ -126,7 +126,7 @@ class ExpertLayout:
         return 3 * self.hidden * self.inter
 
 
-def nibbles_to_codes(nibbles: Tensor) -> Tensor:
+def base_codes(nibbles: Tensor) -> Tensor:
     """Base codes 0..3 (levels -4, -1, 1, 4) of FP4 nibbles: |w| <= 2 is small, signs are kept.
 
     Shapes:
@@ -135,7 +135,7 @@ def nibbles_to_codes(nibbles: Tensor) -> Tensor:
     return torch.from_numpy(_CODE_OF_NIBBLE[nibbles.numpy()])
 
 
-def nibbles_to_digits(nibbles: Tensor) -> Tensor:
+def fine_digits(nibbles: Tensor) -> Tensor:
     """Position of each FP4 magnitude inside its class: 0..4 (0 .5 1 1.5 2) or 0..2 (3 4 6).
 
     Shapes:
@@ -209,7 +209,7 @@ def unpack_nibbles(
         returns nibbles [N, K] uint8 and scales [N, G] uint8
     """
     codes, scales = unpack_base(base_buf, layout)
-    words = fine_words(fine_buf.numpy(), layout)  # [N, G, 8]
+    words = _fine_words(fine_buf.numpy(), layout)  # [N, G, 8]
     digits = np.empty((*words.shape, 4), np.uint8)
     rest = words
     for place in range(4):
@@ -220,7 +220,7 @@ def unpack_nibbles(
     return torch.from_numpy(nibbles), scales
 
 
-def fine_words(raw: NDArray[np.uint8], layout: MatrixLayout) -> NDArray[np.int64]:
+def _fine_words(raw: NDArray[np.uint8], layout: MatrixLayout) -> NDArray[np.int64]:
     """The eight 10-bit digit words of each block: [N, G, 8] int64."""
     blocks = layout.n * layout.groups
     first = raw[: 4 * blocks].view("<u4").astype(np.int64)

@@ -4,6 +4,7 @@ Split by concern; this module gives all of them under one roof. Triton twins car
 and argument orders. Owns no state; any thread may call it, the engine thread does.
 """
 
+from moet_desk.kernels.layouts import base_codes, fine_digits
 from moet_desk.kernels.reference.attention import gqa, mla_absorbed, mla_plain
 from moet_desk.kernels.reference.cache import CacheTables, LookupResult, claim, lookup, release
 from moet_desk.kernels.reference.dense import linear, linear_row
@@ -33,9 +34,7 @@ from moet_desk.kernels.reference.norms import (
 )
 from moet_desk.kernels.reference.quant import (
     balance_zeros,
-    base_codes,
     base_values,
-    fine_digits,
     fp4_values,
     quantize_activations,
     quantize_fp4,

@@ -133,7 +133,8 @@ def _causal_softmax(
     _, count, seen = scores.shape
     scores.mul_(scale)
     if count > 1:
-        age = torch.arange(start, start + count)[:, None] - torch.arange(seen)  # [T, S]
+        at = torch.arange(start, start + count, device=scores.device)
+        age = at[:, None] - torch.arange(seen, device=scores.device)  # [T, S]
         hidden = age < 0 if window is None else (age < 0) | (age >= window)
         scores.masked_fill_(hidden, float("-inf"))
     if sink is None:

@@ -7,7 +7,7 @@ alone.
 FP8 is e4m3 with one float32 scale per 128 values (amax/448, the last block may be short); in MLA
 entries the rotary part stays bfloat16. NVFP4 is e2m1 with an e4m3 scale per 16 values and a fixed
 global factor of 2**-6; the rotary part is e4m3 saturated at 448. Part by part, without padding:
-values, then scales, then the rotary part. NaN never hides: it comes back as NaN.
+values, then scales, then the rotary part. Infinities saturate; a NaN comes back as NaN.
 """
 
 from __future__ import annotations

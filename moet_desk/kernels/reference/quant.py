@@ -14,12 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moet_desk.kernels.layouts import (
-    GROUP,
-    MatrixLayout,
-    nibbles_to_codes,
-    nibbles_to_digits,
-)
+from moet_desk.kernels.layouts import GROUP, MatrixLayout
 
 LEVELS = (-4.0, -1.0, 1.0, 4.0)
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -80,16 +75,6 @@ def balance_zeros(nibbles: Tensor) -> Tensor:
     return torch.where(zero, odd, nibbles)
 
 
-def base_codes(nibbles: Tensor) -> Tensor:
-    """Base codes 0..3 of {-4, -1, 1, 4} for FP4 nibbles. Same shape, uint8."""
-    return nibbles_to_codes(nibbles)
-
-
-def fine_digits(nibbles: Tensor) -> Tensor:
-    """Base-5 digits that refine a base code back to its FP4 nibble. Same shape, uint8."""
-    return nibbles_to_digits(nibbles)
-
-
 def fp4_values(nibbles: Tensor, scales: Tensor) -> Tensor:
     """Decode FP4: sign * magnitude * 2**(scale - 127), exact in float32 up to `MAX_FINITE_SCALE`.
 
@@ -142,6 +127,12 @@ def scale_values() -> NDArray[np.float32]:
     values = np.ldexp(np.ones(256), np.arange(256) - 127)
     values[255] = np.nan
     return values.astype(np.float32)
+
+
+@cache
+def _inverse_scales() -> NDArray[np.float64]:
+    """2**(127 - byte) for the E8M0 bytes 0..254."""
+    return np.ldexp(np.ones(255), 127 - np.arange(255))
 
 
 @cache

@@ -1,0 +1,55 @@
+"""A slot holds exactly the weights of its rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moet_desk.kernels.layouts import base_codes
+from moet_desk.kernels.reference import base_values, expand_base, expand_fine, fp4_values
+from tests.kernels.makers import random_expert
+
+SHAPES = [(512, 128), (64, 32), (96, 160), (32, 32)]
+
+
+@pytest.mark.parametrize(("hidden", "inter"), SHAPES)
+def test_expand_base__random_expert__levels_transposed(hidden: int, inter: int) -> None:
+    expert = random_expert(hidden, inter, low=0, high=253)
+    parts = [base_values(base_codes(nib), scale) for nib, scale in (expert.gate_up, expert.down)]
+    want = torch.cat([part.T.reshape(-1) for part in parts])
+    assert torch.equal(expert.base_slot(), want)
+
+
+@pytest.mark.parametrize(("hidden", "inter"), SHAPES)
+def test_expand_fine__random_expert__fp4_transposed(hidden: int, inter: int) -> None:
+    expert = random_expert(hidden, inter, low=0, high=253)
+    want = torch.cat([fp4_values(*part).T.reshape(-1) for part in (expert.gate_up, expert.down)])
+    assert torch.equal(expert.fine_slot(), want)
+
+
+def test_expand__row_inside_a_bigger_buffer__same_slot() -> None:
+    expert = random_expert(64, 32)
+    arena = torch.randint(0, 256, (3, expert.base_row.numel()), dtype=torch.uint8)
+    arena[1] = expert.base_row
+    pool = torch.zeros(3, expert.layout.slot_floats)
+    expand_base(arena[1], expert.layout, pool[1])
+    assert torch.equal(pool[1], expert.base_slot())
+    assert not pool[0].any()
+    assert not pool[2].any()
+
+
+def test_expand_fine__digit_words_out_of_range__no_reading_past_the_table() -> None:
+    expert = random_expert(64, 32)
+    fine = torch.full_like(expert.fine_row, 255)  # words of 1023; the largest real one is 624
+    slot = torch.empty(expert.layout.slot_floats)
+    expand_fine(expert.base_row, fine, expert.layout, slot)
+    assert slot.isfinite().all()
+
+
+def test_expand_base__scale_255__shows_as_nan() -> None:
+    expert = random_expert(64, 32)
+    row = expert.base_row.clone()
+    row[8 * 64 * 2] = 255  # the first scale of gate_up [64, 64]
+    slot = torch.empty(expert.layout.slot_floats)
+    expand_base(row, expert.layout, slot)
+    assert slot.isnan().sum() == 32
