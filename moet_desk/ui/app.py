@@ -16,6 +16,7 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.filter import LineFilter, Monochrome
 from textual.screen import Screen
+from textual.timer import Timer
 
 from moet_desk import config
 from moet_desk.engine.handle import EngineHandle, Quality
@@ -126,6 +127,7 @@ class MoetDeskApp(App[int]):
         self.bridge = Bridge(open_engine, pack_job=pack_job, clock=clock, log_dir=log_dir)
         self.conversation = Conversation(self.bridge, chats, wishes=wishes or Wishes())
         self._history = History()
+        self._pulls: tuple[Timer, ...] = ()
         self._store_reported = False
         self._interrupted_s: float | None = None
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
@@ -159,10 +161,17 @@ class MoetDeskApp(App[int]):
                 f'"{name}" under [keys] is not an action.', markup=False, severity="warning"
             )
         if self._pulls_itself:
-            self.set_interval(TEXT_PERIOD_S, self.pull_text)
-            self.set_interval(GAUGE_PERIOD_S, self.pull_gauges)
+            self._pulls = (
+                self.set_interval(TEXT_PERIOD_S, self.pull_text),
+                self.set_interval(GAUGE_PERIOD_S, self.pull_gauges),
+            )
             self.call_after_refresh(gc.freeze)
         self.pull_gauges()
+
+    def stop_pulling(self) -> None:
+        """Stop the timers; the screens are about to go."""
+        for timer in self._pulls:
+            timer.stop()
 
     def on_unmount(self) -> None:
         self.conversation.close()
@@ -176,10 +185,13 @@ class MoetDeskApp(App[int]):
 
     async def pull_text(self) -> None:
         """Draw and save what the model has written since the last call."""
-        await self.chat.pull_text()
+        if self.is_running:
+            await self.chat.pull_text()
 
     def pull_gauges(self) -> None:
         """Draw the newest snapshot on the screen in front; move the start on."""
+        if not self.is_running:
+            return
         self.bridge.poll()
         self._report_store()
         snapshot = self.bridge.snapshot()
@@ -265,6 +277,7 @@ class MoetDeskApp(App[int]):
     def _leave_now(self) -> None:
         if self.chat.is_mounted:
             self.chat.save_draft()
+        self.stop_pulling()
         self.exit(0)
 
     def get_theme_variable_defaults(self) -> dict[str, str]:

@@ -75,7 +75,8 @@ def system_clock() -> Clock:
 class FlushPace:
     """How often text is drawn: every 100 ms, more slowly while drawing takes long.
 
-    A flush over 40 ms doubles the period up to 400 ms, one under 20 ms halves it again.
+    A flush over 40 ms doubles the period up to 400 ms, a faster one halves it again. One slow flush
+    alone is not worth a word (the first code block loads its highlighter); two in a row are.
     """
 
     SLOW_S = 0.040
@@ -89,7 +90,7 @@ class FlushPace:
     @property
     def slow(self) -> bool:
         """Whether drawing does not keep up; the status line says so."""
-        return self.period_s > self._base_s
+        return self.period_s >= self._base_s * 4
 
     def due(self, now_s: float) -> bool:
         """Whether a flush may happen now; if so, sets the time of the next one."""
@@ -98,11 +99,15 @@ class FlushPace:
         self._due_s = now_s + self.period_s
         return True
 
+    def reset(self) -> None:
+        """An answer has ended: the next one starts at the usual pace."""
+        self.period_s = self._base_s
+
     def record(self, flush_s: float) -> None:
         """Take the duration of a flush into account."""
         if flush_s > self.SLOW_S:
             self.period_s = min(self.SLOWEST_S, self.period_s * 2)
-        elif flush_s < self.SLOW_S / 2:
+        else:
             self.period_s = max(self._base_s, self.period_s / 2)
 
 

@@ -68,6 +68,7 @@ async def _take(
                 path = out_dir / f"{mode}-{columns}x{rows}.svg"
                 path.write_text(app.export_screenshot(title="moet-desk"), "utf-8")
                 saved.append(path)
+        app.stop_pulling()
     return saved
 
 

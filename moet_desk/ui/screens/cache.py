@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, Static
@@ -30,6 +31,9 @@ Experts that are in a slot answer at once. The others are fetched first:
   R  RAM: one copy away                    N  on disk: read when it is needed
 
 Where an expert is changes how fast an answer comes, never its words."""
+
+
+_OTHER_ROWS = 10  # title, header, cursor line, tier bars, legend
 
 
 class CacheScreen(Screen[None]):
@@ -54,13 +58,14 @@ class CacheScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield TabLine("cache", plain=self._plain)
-        yield Static("", id="title", markup=False)
-        yield Static("", id="header", markup=False)
-        yield Static(Content(_EXPLANATION), id="explanation", markup=False)
-        yield Heatmap(self._glyphs)
-        yield Static("", id="cursor", markup=False)
-        yield TierBars(self._glyphs, self._history)
-        yield Static("", id="legend", markup=False)
+        with Vertical(id="picture"):
+            yield Static("", id="title", markup=False)
+            yield Static("", id="header", markup=False)
+            yield Static(Content(_EXPLANATION), id="explanation", markup=False)
+            yield Heatmap(self._glyphs)
+            yield Static("", id="cursor", markup=False)
+            yield TierBars(self._glyphs, self._history)
+            yield Static("", id="legend", markup=False)
         yield StatusLine(self._glyphs)
         yield Footer(show_command_palette=False)
         yield SmallWindow(self._glyphs)
@@ -135,7 +140,11 @@ class CacheScreen(Screen[None]):
         self._draw_words()
 
     def on_resize(self) -> None:
-        self.call_after_refresh(self._draw_words)
+        self.call_after_refresh(self._fit)
+
+    def _fit(self) -> None:
+        self.query_one(Heatmap).fit(self.query_one("#picture").size.height - _OTHER_ROWS)
+        self._draw_words()
 
     def action_measure(self) -> None:
         heatmap = self.query_one(Heatmap)

@@ -107,11 +107,14 @@ class ChatScreen(Screen[None]):
         self.query_one(Prompt).focus()
         self.query_one(Prompt).replace_text(self._conversation.draft)
         await self._draw_chat()
+        self.show(self._bridge.snapshot(), notes=())
 
     # -- timers --------------------------------------------------------------------------------
 
     async def pull_text(self) -> None:
         """Take and draw new text; called ten times a second."""
+        if not self._drawn_once:
+            return
         conversation = self._conversation
         self._save_draft_if_due()
         if not self.pace.due(self._bridge.clock.monotonic()):
@@ -295,6 +298,7 @@ class ChatScreen(Screen[None]):
             await answer.show_problem(conversation.problem, self._ways_out(conversation.problem))
             self._unqueue()
         self._answer = None
+        self.pace.reset()
         self._keep_end()
 
     def _ways_out(self, problem: MoetError) -> dict[str, str]:

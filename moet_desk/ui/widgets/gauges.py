@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from textual.content import Content
 from textual.widget import Widget
 
 from moet_desk.telemetry import TIER_LETTERS, EngineSnapshot, EngineState, LoadStep, Tier
 from moet_desk.ui.theme import Glyphs, status_variable, tier_variable
-from moet_desk.units import show_count, show_duration, show_memory, show_rate
+from moet_desk.units import show_count, show_disk, show_duration, show_memory, show_rate
 
 CONTEXT_WARN_SHARE = 0.85
 HISTORY = 28
@@ -251,7 +252,7 @@ class Rail(Widget):
             share = None if snapshot.tier_share is None else snapshot.tier_share[tier]
             colour = f"${tier_variable(tier)}"
             letter = (f"{TIER_LETTERS[tier]} ", f"bold {colour}")
-            drawn = (bar(share or 0.0, 12, glyphs), colour)
+            drawn = (bar(share or 0.0, 8, glyphs), colour)
             lines.append(
                 Content.assemble(letter, f"{_TIER_NAMES[tier]:<11} {show_percent(share):>7} ")
                 + Content.styled(*drawn)
@@ -283,8 +284,9 @@ def loading_lines(
 
     `pack_rate` is (bytes done, bytes per second) of a step counted in rows.
     """
-    lines = []
     current = next((i for i, step in enumerate(steps) if not step.finished), len(steps))
+    named = max((len(step.name) for step in steps), default=0)
+    lines = []
     for i, step in enumerate(steps):
         glyph, style = glyphs.todo, "$dim"
         if step.finished:
@@ -292,22 +294,27 @@ def loading_lines(
         elif i == current:
             glyph, style = glyphs.now, "bold $status-warn"
         seconds = show_duration(step.seconds) if step.seconds else ""
-        middle = _step_numbers(step, pack_rate) if step.total else ""
-        drawn = bar(step.done / step.total, 18, glyphs) if step.total else ""
-        left = Content.assemble((f" {glyph} ", style), f"{step.name:<26} ", (drawn, "$status-ok"))
-        lines.append(spread(left + f"  {middle}", Content(seconds + " "), width))
+        numbers = _step_numbers(step, pack_rate) if step.total else ""
+        room = width - named - cell_len(numbers) - cell_len(seconds) - 11
+        drawn = bar(step.done / step.total, max(4, min(20, room)), glyphs) if step.total else ""
+        left = Content.assemble((f" {glyph} ", style), f"{step.name:<{named}}  ")
+        left += Content.styled(drawn, "$status-ok") + f"  {numbers}"
+        lines.append(spread(left, Content(seconds + " "), width))
     return lines
 
 
 def _step_numbers(step: LoadStep, pack_rate: tuple[int, float]) -> str:
     if step.unit == "bytes":
         rate = step.done / step.seconds if step.seconds else 0.0
-        tail = f"  {show_memory(rate)}/s" if rate else ""
-        return f"{show_memory(step.done)} of {show_memory(step.total)}{tail}"
-    n_bytes, rate = pack_rate
-    tail = f"  {show_memory(n_bytes)}" if n_bytes and step.unit == "rows" else ""
-    tail += f"  {show_rate(rate)}" if rate and step.unit == "rows" else ""
-    return f"{step.done:,} of {step.total:,} {step.unit}{tail}"
+        done, total = show_memory(step.done), show_memory(step.total)
+        if done.split()[-1] == total.split()[-1]:
+            done = done.split()[0]
+        return f"{done} of {total}" + (f"  {show_memory(rate)}/s" if rate else "")
+    n_bytes, rate = pack_rate if step.unit == "rows" else (0, 0.0)
+    parts = [f"{step.done:,} of {step.total:,} {step.unit}"]
+    parts += [show_disk(n_bytes)] if n_bytes else []
+    parts += [show_rate(rate)] if rate else []
+    return "  ".join(parts)
 
 
 class LoadingBlock(Widget):

@@ -27,6 +27,7 @@ from moet_desk.ui.theme import RAMP_STEPS, Glyphs, tier_variable
 LEFT = 6
 RIGHT = 7
 _MAX_CELL_WIDTH = 3
+_MAX_ROW_HEIGHT = 2  # with cells three columns wide this is nearly square
 
 
 class Measure(Enum):
@@ -134,6 +135,8 @@ class Heatmap(ScrollView, can_focus=True):
         self._grid = Grid(1, 1, 1)
         self._row = 0
         self._cell = 0
+        self._row_height = 1
+        self._room = 0
         self._styles: _Styles | None = None
         self.measure = Measure.TIER
 
@@ -152,7 +155,16 @@ class Heatmap(ScrollView, can_focus=True):
         ]
         self._generations, self._hits = view.generations, view.hit_share
         for row in changed:
-            self.refresh_line(row)
+            self._refresh_row(row)
+
+    def _refresh_row(self, row: int) -> None:
+        for line in range(row * self._row_height, (row + 1) * self._row_height):
+            self.refresh_line(line)
+
+    def fit(self, rows: int) -> None:
+        """Take at most `rows` lines; cells become taller where there is room for all layers."""
+        self._room = rows
+        self._lay_out()
 
     def set_measure(self, measure: Measure) -> None:
         """Show something else of the same view."""
@@ -178,7 +190,11 @@ class Heatmap(ScrollView, can_focus=True):
         self._generations, self._hits = view.generations, view.hit_share
         self._row = min(self._row, len(view.layers) - 1)
         self._cell = min(self._cell, self._grid.n_cells - 1)
-        self.virtual_size = Size(self.size.width, len(view.layers))
+        n_layers = len(view.layers)
+        self._row_height = max(1, min(_MAX_ROW_HEIGHT, self._room // n_layers))
+        n_lines = n_layers * self._row_height
+        self.styles.max_height = n_lines
+        self.virtual_size = Size(self.size.width, n_lines)
         self.refresh()
         self.post_message(self.CursorMoved())
 
@@ -192,7 +208,8 @@ class Heatmap(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------
 
     def render_line(self, y: int) -> Strip:
-        view, row = self._view, y + self.scroll_offset.y
+        view = self._view
+        row, part = divmod(y + self.scroll_offset.y, self._row_height)
         if self._styles is None:
             self._styles = _Styles(self.app.theme_variables)
         styles = self._styles
@@ -200,15 +217,16 @@ class Heatmap(ScrollView, can_focus=True):
             return Strip.blank(self.size.width, styles.ground)
         on_row = row == self._row and self.has_focus
         mark = self._glyphs.now if on_row else " "
-        label = f"{mark}L{view.layers[row]:02d} ".rjust(LEFT - 1) + " "
-        segments = [Segment(label, styles.label)]
+        label = f"{mark}L{view.layers[row]:02d}" if part == 0 else ""
+        segments = [Segment(label.ljust(LEFT), styles.label)]
         for cell in range(self._grid.n_cells):
             value = cell_value(view, row, self._grid.experts(cell), self.measure)
             glyph, style = self._cell_look(value, styles)
             if on_row and cell == self._cell:
                 style = style + styles.cursor
             segments.append(Segment(glyph * self._grid.cell_width, style))
-        segments.append(Segment(f" {_shown_hit(view.hit_share[row]):>5}", styles.label))
+        hit = _shown_hit(view.hit_share[row]) if part == 0 else ""
+        segments.append(Segment(f" {hit:>5}", styles.label))
         strip = Strip(segments).simplify()
         return strip.adjust_cell_length(self.size.width, styles.ground)
 
@@ -228,19 +246,23 @@ class Heatmap(ScrollView, can_focus=True):
         before = self._row
         self._row = min(max(0, row), len(self._view.layers) - 1)
         self._cell = min(max(0, cell), self._grid.n_cells - 1)
-        for line in {before, self._row}:
-            self.refresh_line(line)
+        for row_shown in {before, self._row}:
+            self._refresh_row(row_shown)
         top, height = self.scroll_offset.y, self.size.height
-        if not top <= self._row < top + height:
-            target = self._row if self._row < top else self._row - height + 1
-            self.scroll_to(y=target, animate=False)
+        first, last = self._row * self._row_height, (self._row + 1) * self._row_height - 1
+        if first < top:
+            self.scroll_to(y=first, animate=False)
+        elif last >= top + height:
+            self.scroll_to(y=last - height + 1, animate=False)
         self.post_message(self.CursorMoved())
 
     def action_move(self, rows: int, cells: int) -> None:
         self.move_to(self._row + rows, self._cell + cells)
 
     def action_page(self, pages: int) -> None:
-        self.move_to(self._row + pages * max(1, self.size.height - 1), self._cell)
+        self.move_to(
+            self._row + pages * max(1, self.size.height // self._row_height - 1), self._cell
+        )
 
     def action_edge(self, side: int) -> None:
         self.move_to(0 if side < 0 else 10**6, self._cell)
@@ -254,17 +276,17 @@ class Heatmap(ScrollView, can_focus=True):
     def _point(self, event: events.MouseEvent) -> None:
         if self._view is None:
             return
-        row = event.y + self.scroll_offset.y
+        row = (event.y + self.scroll_offset.y) // self._row_height
         cell = (event.x - LEFT) // self._grid.cell_width
         inside = 0 <= cell < self._grid.n_cells and row < len(self._view.layers)
         if inside and (row, cell) != (self._row, self._cell):
             self.move_to(row, cell)
 
     def on_focus(self) -> None:
-        self.refresh_line(self._row)
+        self._refresh_row(self._row)
 
     def on_blur(self) -> None:
-        self.refresh_line(self._row)
+        self._refresh_row(self._row)
 
 
 def _shown_hit(share: float | None) -> str:
