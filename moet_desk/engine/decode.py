@@ -32,8 +32,8 @@ class DecodeExperts:
         """See `Experts`; here T is 1."""
         slots = self._residency.slots(self._plane, moe_layer, ids[0].tolist())
         codes, scales = self._math.prepare(x)
-        parts = [self._math.mlp(codes, scales, slot) for slot in slots]
-        return combine(torch.stack(parts, 1), weights)
+        parts = self._math.rows(codes, scales, slots)  # [K, H]
+        return combine(parts[None], weights)
 
 
 class Decoder:

@@ -90,9 +90,10 @@ class Engine:
     def submit(self, request: GenerateRequest) -> RequestStream:
         """See `EngineHandle.submit`."""
         serving = self._ready_to_serve()
-        most = self._options.max_running + self._options.max_waiting
-        if len(self._open) >= most:
-            raise fail("MD-ENG-06", n_waiting=len(self._open) - self._options.max_running)
+        n_open = sum(not stream.ended for stream in list(self._open.values()))
+        n_waiting = n_open - self._options.max_running
+        if n_waiting >= self._options.max_waiting:
+            raise fail("MD-ENG-06", n_waiting=n_waiting)
         stream = RequestStream(f"r{next(self._numbers)}", self._cancel)
         active = serving.prepare(request, stream)
         self._open[stream.id] = stream

@@ -98,6 +98,7 @@ class RequestStream:
     def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
         self.id = request_id
         self.created = time.monotonic()
+        self.ended = False  # the last event was pushed
         self._cancel = cancel
         self._events: deque[Event] = deque()
         self._ready = threading.Event()
@@ -106,6 +107,8 @@ class RequestStream:
 
     def push(self, event: Event) -> None:
         """Add an event (engine thread)."""
+        if isinstance(event, Finished | Failed):
+            self.ended = True  # before the reader sees it: its place is free now
         self._events.append(event)
         self._ready.set()
         wake = self._wake

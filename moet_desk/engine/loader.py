@@ -207,12 +207,12 @@ def _warm(
     sizes = residency.sizes()
     saved = heat.read(pack)
     residency.restore_heat(saved)
-    hot = [row for row, _ in saved if row < sizes.rows]
+    hot = [row for row, _ in saved if 0 <= row < sizes.rows]
     order = hot + sorted(set(range(sizes.rows)) - set(hot))
     n_base = min(plan.arena_base_rows, sizes.rows)
     report.begin("Experts to RAM", total=n_base * sizes.row_bytes)
     arena.preload(Plane.BASE, order[:n_base], progress=report.advance)
     report.end()
     report.begin("Hot experts to slots", total=plan.base_slots, unit="slots")
-    residency.preload(order, slots=plan.base_slots, progress=report.advance)
+    residency.preload(order[: plan.base_slots], progress=report.advance)
     report.end()

@@ -161,21 +161,18 @@ class Residency:
 
     # -- heat --------------------------------------------------------------------------------
 
-    def preload(self, rows: Iterable[int], *, slots: int, progress: Callable[[int], None]) -> None:
-        """Fill up to `slots` free 2-bit slots with `rows`, hottest first."""
-        filled = 0
+    def preload(self, rows: Sequence[int], *, progress: Callable[[int], None]) -> None:
+        """Fill free 2-bit slots with `rows`, given hottest first and no more than there are slots.
+
+        The coldest goes in first: among slots that no token has used yet, the first is evicted.
+        """
         pool = self._pools[Plane.BASE]
-        for row in rows:
+        for row in reversed(rows):
             layer, expert = divmod(row, self._n_experts)
-            if filled == slots or layer >= len(self._moe_layers):
-                break
-            if pool.tables.slot_of[layer][expert] >= 0:
-                continue
             slot = claim(pool.tables, layer, expert)
             if slot is None:
-                break
+                return
             self._transfer.fetch(Plane.BASE, row, pool.slots[slot], scan=True)
-            filled += 1
             progress(1)
 
     def hottest(self) -> list[tuple[int, float]]:

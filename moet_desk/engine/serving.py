@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from moet_desk.engine import heat
+from moet_desk.engine.checks import check_stops
 from moet_desk.engine.handle import EngineOptions, GenerateRequest, ModelInfo, RequestStream
 from moet_desk.engine.loader import load
 from moet_desk.engine.meter import Meter
@@ -81,6 +82,7 @@ class Serving:
         Raises:
             MoetError: MD-API-03 too long, MD-API-04 bad parameter, MD-CHAT-01 template.
         """
+        check_stops(request.stop)
         if request.max_tokens is not None and request.max_tokens < 1:
             raise fail("MD-API-04", parameter="max_tokens", reason="it must be at least 1")
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= 20:

@@ -39,7 +39,7 @@ KIMI_YARN = {
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "v3_groups_yarn": {**TINY, "rope_parameters": YARN},
-    "v3_no_query_latent": {**TINY, "rope_parameters": YARN, "q_lora_rank": None, "n_group": 1},
+    "v3_no_query_latent": {**TINY, "rope_parameters": YARN, "q_lora_rank": None, "topk_group": 1},
     "kimi_k2": {
         **TINY, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
         "rope_parameters": KIMI_YARN,
@@ -68,8 +68,9 @@ def use_packed_experts(model: Any, pack: Path) -> None:
         layer, expert = divmod(row, meta.n_experts)
         experts = f"model.layers.{meta.moe_layers[layer]}.mlp.experts."
         gate_up, down = state[experts + "gate_up_proj"], state[experts + "down_proj"]
-        gate_up[expert].copy_(slot[:split].view(gate_up[expert].shape))
-        down[expert].copy_(slot[split:].view(down[expert].shape))
+        # a slot holds both matrices transposed
+        gate_up[expert].copy_(slot[:split].view(gate_up[expert].T.shape).T)
+        down[expert].copy_(slot[split:].view(down[expert].T.shape).T)
     reader.close()
 
 

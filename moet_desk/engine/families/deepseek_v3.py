@@ -116,15 +116,19 @@ def _moe(keys: Keys) -> MoeFfn:
     score = keys.choice("scoring_func", {"sigmoid": Score.SIGMOID}, default="sigmoid")
     n_experts = keys.count("n_routed_experts", aliases=("num_local_experts", "num_experts"))
     n_groups = keys.count("n_group", default=1)
-    if n_experts % n_groups:
-        raise keys.wrong(f"{n_experts} experts do not divide into {n_groups} groups")
+    kept = keys.count("topk_group", default=1)
+    if n_experts % n_groups or kept > n_groups:
+        raise keys.wrong(f"{n_experts} experts in {n_groups} groups, {kept} kept, cannot be")
+    top_k = keys.count("num_experts_per_tok")
+    if top_k > n_experts * kept // n_groups:
+        raise keys.wrong(f"{top_k} of {n_experts} experts per token cannot be")
     router = Router(
         n_experts=n_experts,
-        top_k=keys.count("num_experts_per_tok"),
+        top_k=top_k,
         score=score,
         selection_bias=True,
         n_groups=n_groups,
-        kept_groups=keys.count("topk_group", default=1),
+        kept_groups=kept,
         renormalize=keys.flag("norm_topk_prob", default=True),
         scale=keys.number("routed_scaling_factor", default=1.0),
     )

@@ -1,0 +1,304 @@
+"""`moet-desk bench`: measure a model on this computer and print the record that bench/records
+keeps.
+
+Everything is measured from outside, through the same handle as a chat: a figure here is one that a
+person gets. Real text only; a prompt of noise would route experts as no real prompt does. Runs in
+the main thread. Absent figures are null, never 0.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import click
+
+from moet_desk.cli.context import Invocation, engine_options, output_options
+from moet_desk.cli.engine import opened_engine
+from moet_desk.cli.output import Format, print_document, print_text
+from moet_desk.engine.handle import EngineHandle, EngineOptions, GenerateRequest, Quality, Sampling
+from moet_desk.store.library import DEMO, embedded_source
+from moet_desk.telemetry import Finished, TextDelta, TierCounters
+from moet_desk.units import GIB, show_memory
+
+PARAGRAPH = (
+    "The ferry left the island at six in the morning, before the bakers had opened their shutters."
+    " Mara stood at the rail with a basket of eggs and watched the lighthouse grow small. Her uncle"
+    " had said that the sea keeps no promises, but that a captain must, and she thought about this"
+    " while the gulls argued over a crust of bread. In the harbour on the other side a boy was"
+    " waiting with a cart and a tired grey horse. He did not know her name, and she had forgotten"
+    " his, so they shook hands and began again from the beginning."
+)
+"""Our own text, long enough to be repeated a few times without becoming a pattern."""
+
+DECODE_TOKENS = 256
+FIRST_TOKEN_PROMPT = 200
+"""Length of the prompt in the promise about the first token (design §13)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One measured answer."""
+
+    prompt_tokens: int
+    prefill_s: float
+    first_token_s: float
+    decode_tok_per_s: float
+    gaps_ms: tuple[float, ...]  # between tokens, as they reach the reader
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What `bench` found for one quality mode."""
+
+    short: tuple[Run, ...]  # FIRST_TOKEN_PROMPT tokens of prompt, DECODE_TOKENS of answer
+    long: tuple[Run, ...]  # half the context as prompt
+    counters: TierCounters  # of the measured answers alone
+    steps: int
+
+
+@click.command()
+@click.argument("model", default=DEMO)
+@click.option("--repeat", default=3, type=click.IntRange(1, 50), help="Measured runs of each kind.")
+@click.option("--exact", is_flag=True, help="FP4 experts instead of 2-bit ones.")
+@click.option("--pool-slots", type=int, help="2-bit slots; a smaller pool shows the tiers.")
+@click.option("--arena-rows", type=int, help="Rows kept in RAM.")
+@click.option("--no-pack", is_flag=True, help="Do not time packing (only the demo is packed).")
+@output_options
+@click.pass_obj
+def bench(
+    invocation: Invocation,
+    *,
+    model: str,
+    repeat: int,
+    exact: bool,
+    pool_slots: int | None,
+    arena_rows: int | None,
+    no_pack: bool,
+) -> None:
+    """Measure decode, prefill, first token, loading and packing on this computer."""
+    settings = invocation.load_settings().settings
+    options = replace(engine_options(settings), save_heat=False)
+    if pool_slots is not None:
+        options = replace(options, pool_slots=pool_slots, fine_slots=pool_slots)
+    if arena_rows is not None:
+        options = replace(options, arena_rows=arena_rows)
+    pack_s = None
+    if model == DEMO and not no_pack:
+        invocation.say("Packing the demo model into a temporary folder")
+        pack_s = _time_packing()
+    path = invocation.model_path(model)
+    quality = Quality.EXACT if exact else Quality.FAST
+    invocation.say(f"Measuring {model}, {quality.value}, {repeat} runs of each kind")
+    began = time.perf_counter()
+    with opened_engine(path, options, quiet=invocation.quiet) as handle:
+        load_s = time.perf_counter() - began
+        measured = _measure(handle, quality, repeat)
+        record = _record(handle, options, measured, quality, repeat)
+    record |= {"pack_s": _rounded(pack_s), "load_s": _rounded(load_s)}
+    if invocation.format is Format.HUMAN:
+        print_text(_for_people(record))
+    else:
+        print_document(record)
+
+
+def _time_packing() -> float:
+    """Seconds that `moet-desk pack` takes for the demo model, as a process of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="moet-desk-bench-"))
+    command = [sys.executable, "-m", "moet_desk", "pack", str(embedded_source())]
+    command += ["--name", DEMO, "--data-dir", str(folder), "--quiet"]
+    try:
+        began = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - began
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _measure(handle: EngineHandle, quality: Quality, repeat: int) -> Measured:
+    info = handle.model()
+    context = info.context if info is not None else 0
+    short = _prompt(handle, FIRST_TOKEN_PROMPT)
+    long = _prompt(handle, context // 2)
+    _answer(handle, short, quality, 16)  # warm: the first answer touches memory for the first time
+    before, steps_before = handle.snapshot().counters, handle.snapshot().steps
+    shorts = tuple(_answer(handle, short, quality, DECODE_TOKENS) for _ in range(repeat))
+    after, steps = handle.snapshot().counters, handle.snapshot().steps
+    longs = tuple(_answer(handle, long, quality, 4) for _ in range(repeat))
+    return Measured(shorts, longs, _difference(after, before), steps - steps_before)
+
+
+def _prompt(handle: EngineHandle, n_tokens: int) -> str:
+    """Real text of at most `n_tokens` tokens, template included."""
+    words = (PARAGRAPH + " ").split(" ") * (n_tokens // 40 + 1)
+    low, high = 1, len(words)
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = handle.count_tokens(_request(" ".join(words[:middle]))) <= n_tokens
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return " ".join(words[:low])
+
+
+def _request(
+    text: str, quality: Quality = Quality.FAST, max_tokens: int | None = None
+) -> GenerateRequest:
+    return GenerateRequest(
+        messages=[{"role": "user", "content": text}],
+        quality=quality,
+        max_tokens=max_tokens,
+        sampling=Sampling(temperature=0),
+        ignore_eos=True,
+    )
+
+
+def _answer(handle: EngineHandle, text: str, quality: Quality, n_tokens: int) -> Run:
+    arrivals: list[float] = []
+    for event in handle.submit(_request(text, quality, n_tokens)):
+        if isinstance(event, TextDelta):
+            arrivals.append(time.perf_counter())
+        elif isinstance(event, Finished):
+            usage = event.usage
+    gaps = [1e3 * (b - a) for a, b in itertools.pairwise(arrivals)]
+    rate = (usage.completion_tokens - 1) / usage.decode_s if usage.decode_s else 0.0
+    first = usage.first_token_s or 0.0
+    return Run(usage.prompt_tokens, usage.prefill_s, first, rate, tuple(gaps))
+
+
+def _difference(after: TierCounters, before: TierCounters) -> TierCounters:
+    names = TierCounters.__dataclass_fields__
+    return TierCounters(**{name: getattr(after, name) - getattr(before, name) for name in names})
+
+
+def _record(
+    handle: EngineHandle, options: EngineOptions, measured: Measured, quality: Quality, repeat: int
+) -> dict[str, Any]:
+    """The figures in the schema of bench/records (design §13)."""
+    info, sizes, counters = handle.model(), handle.snapshot().sizes, measured.counters
+    hits = counters.hits_base + counters.hits_fine
+    gaps = sorted(gap for run in measured.short for gap in run.gaps_ms)
+    marks = quantiles(gaps, n=20)
+    steps = max(measured.steps, 1)
+    return {
+        **_machine(),
+        "command": " ".join(["moet-desk", *sys.argv[1:]]),
+        "shape": info.name if info is not None else None,
+        "weights": "real",
+        "quality": quality.value,
+        "vram_limit_gib": None,
+        "ram_limit_gib": options.ram_bytes / GIB if options.ram_bytes else None,
+        "base_slots": sizes.base_slots,
+        "fine_slots": sizes.fine_slots,
+        "arena_rows": sizes.arena_rows,
+        "rows": sizes.rows,
+        "hit_rate": _rounded(hits / counters.lookups if counters.lookups else None, 4),
+        "wait_share": _rounded(counters.wait_s / counters.step_s if counters.step_s else None, 4),
+        "tokens_per_step": 1.0,
+        "acceptance": None,
+        "context": info.context if info is not None else None,
+        "prompt_tokens": [measured.short[0].prompt_tokens, measured.long[0].prompt_tokens],
+        "decode_tok_per_s": _spread([run.decode_tok_per_s for run in measured.short]),
+        "prefill_tok_per_s": _spread([run.prompt_tokens / run.prefill_s for run in measured.long]),
+        "first_token_s": _spread([run.first_token_s for run in measured.short], digits=3),
+        "step_ms": {
+            "median": _rounded(median(gaps)), "p05": _rounded(marks[0]),
+            "p95": _rounded(marks[-1]), "by_group": None,
+        },
+        "bytes_per_step": {
+            "vram": None, "pcie": None, "ram_to_slot": counters.bytes_ram_to_slot // steps,
+            "nvme": counters.bytes_nvme_to_ram // steps,
+        },
+        "measured_bw": None,
+        "roofline_ratio": None,
+        "peak_vram_gib": None,
+        "peak_rss_gib": _rounded(_peak_rss() / GIB),
+        "repeats": repeat,
+    }  # fmt: skip
+
+
+def _machine() -> Mapping[str, Any]:
+    import psutil
+
+    return {
+        "gpu": None,
+        "driver": None,
+        "cpu": _cpu_name(),
+        "cores": len(psutil.Process().cpu_affinity()),
+        "ram_gib": _rounded(psutil.virtual_memory().total / GIB, 1),
+        "os": platform.platform(),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit this program was started from, if it is a git checkout."""
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return None
+    git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    found = subprocess.run(git, check=False, capture_output=True, text=True)
+    return found.stdout.strip() or None
+
+
+def _peak_rss() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _spread(values: list[float], digits: int = 1) -> dict[str, float | None]:
+    return {
+        "median": _rounded(median(values), digits),
+        "least": _rounded(min(values), digits),
+        "most": _rounded(max(values), digits),
+    }
+
+
+def _rounded(value: float | None, digits: int = 2) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _for_people(record: Mapping[str, Any]) -> str:
+    def figure(name: str, unit: str) -> str:
+        spread = record[name]
+        return f"{spread['median']} {unit}  ({spread['least']} to {spread['most']})"
+
+    step, nothing = record["step_ms"], "not measured"
+    share = record["hit_rate"]
+    lines = [
+        f"{record['shape']}, {record['quality']}, {record['repeats']} runs"
+        f" on {record['cpu']} ({record['cores']} cores)",
+        f"  decode        {figure('decode_tok_per_s', 'tokens/s')}",
+        f"  step          {step['median']} ms  (p05 {step['p05']}, p95 {step['p95']})",
+        f"  prefill       {figure('prefill_tok_per_s', 'tokens/s')},"
+        f" prompt of {record['prompt_tokens'][1]}",
+        f"  first token   {figure('first_token_s', 's')}, prompt of {record['prompt_tokens'][0]}",
+        f"  slots         {record['base_slots']} 2-bit, {record['fine_slots']} 4-bit"
+        f" of {record['rows']} experts; {nothing if share is None else f'{share:.1%} hits'}",
+        f"  memory        {show_memory(record['peak_rss_gib'] * GIB)} at most",
+        f"  loading       {record['load_s']} s",
+    ]
+    if record["pack_s"] is not None:
+        lines.append(f"  packing       {record['pack_s']} s")
+    return "\n".join(lines)
