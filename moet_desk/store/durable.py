@@ -97,7 +97,8 @@ def pack_lock(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: nobody can have locked this file meanwhile
+        if _is_same_file(fd, path):  # else the folder was moved away meanwhile
+            path.unlink(missing_ok=True)  # while it is held, so nobody else can have locked it
         os.close(fd)
 
 

@@ -87,8 +87,10 @@ def read_journal(path: Path, *, key: JournalKey | None = None) -> JournalState:
     dense, dropped = "", 0
     n_records = (len(data) - _HEADER.size) // _RECORD.size
     for i in range(n_records):
-        row, _, base, fine, seal = _RECORD.unpack_from(data, _HEADER.size + i * _RECORD.size)
-        if seal != _seal(header + struct.pack("<I", row) + base + fine):
+        at = _HEADER.size + i * _RECORD.size
+        record = data[at : at + _RECORD.size]
+        row, _, base, fine, seal = _RECORD.unpack(record)
+        if seal != _seal(header + record[:-_SEAL_BYTES]):
             dropped += 1
         elif row == DENSE_ROW:
             dense = (base + fine).hex()
@@ -146,9 +148,8 @@ def _parse_header(data: bytes) -> JournalKey | None:
 
 
 def _record(header: bytes, row: int, digests: Digests) -> bytes:
-    base, fine = digests
-    seal = _seal(header + struct.pack("<I", row) + base + fine)
-    return _RECORD.pack(row, 0, base, fine, seal)
+    start = _RECORD.pack(row, 0, *digests, b"")[:-_SEAL_BYTES]
+    return start + _seal(header + start)
 
 
 def _dense_record(header: bytes, digest: str) -> bytes:

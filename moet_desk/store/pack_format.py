@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import PurePath
 
 import blake3
 import msgspec
@@ -168,15 +169,16 @@ def decode_meta(data: bytes, *, path: str) -> PackMeta:
         MoetError: MD-PACK-03 another format version, MD-PACK-07 not a pack record, or changed
             since it was written.
     """
+    names = {"path": path, "model": PurePath(path).parent.name}
     try:
         version = msgspec.json.decode(data, type=dict).get("format")
         if isinstance(version, int) and version != FORMAT_VERSION:
-            raise fail("MD-PACK-03", path=path, got=version, want=FORMAT_VERSION, model="NAME")
+            raise fail("MD-PACK-03", got=version, want=FORMAT_VERSION, **names)
         meta = msgspec.json.decode(data, type=PackMeta)
     except (ValueError, RecursionError) as error:
-        raise fail("MD-PACK-07", path=path, reason=str(error)) from error
+        raise fail("MD-PACK-07", reason=str(error), **names) from error
     if encode_meta(meta) != data:
-        raise fail("MD-PACK-07", path=path, reason="it does not match its checksum")
+        raise fail("MD-PACK-07", reason="it does not match its checksum", **names)
     return meta
 
 

@@ -150,9 +150,11 @@ def test_tensor__every_dtype__equals_what_the_library_wrote(tmp_path: Path) -> N
     values = torch.arange(-4, 8)
     tensors = {
         str(dtype): values.to(dtype).reshape(3, 4)
-        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-        + (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-        + (torch.float8_e4m3fn, torch.float8_e5m2)
+        for dtype in (
+            *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+            *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+            *(torch.float8_e4m3fn, torch.float8_e5m2),
+        )
     }
     save_file(tensors, tmp_path / "model.safetensors")
     index = TensorIndex.open(tmp_path)
