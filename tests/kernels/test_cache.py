@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from moet_desk.kernels.reference import CacheTables, claim, lookup, release
-from moet_desk.kernels.reference.cache import FREE, WINDOW
+from moet_desk.kernels.reference.cache import FREE, HALF_LIFE, WINDOW
 
 LAYERS, EXPERTS = 3, 6
 EXPERT_LISTS = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=5)
@@ -39,9 +39,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert {layer * EXPERTS + e for e, _ in found.misses} == missing
         assert len(found.misses) == len(missing)
         for row in found.evicted:
-            at = self.last.pop(row)
-            assert at != self.now
-            assert at == min([at, *self.last.values()])
+            assert self.last.pop(row) != self.now
+            kept = [self.tables.warmth[other] for other in self.last if other not in busy]
+            assert self.tables.warmth[row] <= min([self.tables.warmth[row], *kept])
         self.last.update(dict.fromkeys(rows, self.now))
         assert [self.tables.owner[s] - layer * EXPERTS for s in found.slots] == experts
         assert dict(found.misses).items() <= dict(zip(experts, found.slots, strict=True)).items()
@@ -65,7 +65,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def tables_agree(self) -> None:
         tables = self.tables
-        held = [row for row in tables.owner if row != FREE]
+        held = [int(row) for row in tables.owner if row != FREE]
         assert sorted(held) == sorted(self.last)
         assert sorted(tables.resident().tolist()) == sorted(self.last)
         assert tables.n_used == len(held)
@@ -108,11 +108,30 @@ def test_lookup__pool_of_one_layers_set__every_step_evicts_and_works() -> None:
             assert [tables.owner[s] for s in found.slots] == [layer * 8 + e for e in experts]
 
 
-def test_lookup__full_pool__takes_the_least_recently_used() -> None:
+def test_lookup__full_pool__takes_the_coldest() -> None:
     tables = CacheTables(1, 8, 3)
-    for now, expert in enumerate([0, 1, 2, 0]):
+    for now, expert in enumerate([0, 0, 0, 1, 2]):
         lookup(tables, 0, [expert], now=now)
-    assert lookup(tables, 0, [7], now=9).evicted == [1]
+    assert lookup(tables, 0, [7], now=5).evicted == [1]  # 0 is older, but was used three times
+
+
+def test_lookup__a_past_favourite__fades() -> None:
+    tables = CacheTables(1, 8, 2)
+    for now in range(4):
+        lookup(tables, 0, [0], now=now)
+    for now in range(4, 4 + 6 * HALF_LIFE):
+        lookup(tables, 0, [1 + now % 2], now=now)
+    assert 0 not in tables.resident()
+
+
+def test_warmth__many_uses__equals_the_decayed_count() -> None:
+    tables = CacheTables(2, 4, 4)
+    uses = [1, 2, 9, 30, 31, 64]
+    for now in uses:
+        lookup(tables, 1, [3], now=now)
+    life = HALF_LIFE * 2
+    count = sum(2.0 ** ((now - 64) / life) for now in uses)
+    assert 2.0 ** (tables.warmth[7] - 64 / life) == pytest.approx(count)
 
 
 def test_lookup__pool_wider_than_the_window__never_a_slot_in_use() -> None:
@@ -145,7 +164,7 @@ def test_lookup__more_experts_than_slots__refused_and_tables_kept() -> None:
     lookup(tables, 0, [0, 1], now=1)
     with pytest.raises(ValueError, match="3 experts at once do not fit 2 slots"):
         lookup(tables, 0, [0, 4, 5], now=2)
-    assert tables.owner == [0, 1]
+    assert tables.owner.tolist() == [0, 1]
 
 
 def test_tables__no_slots__refused() -> None:
