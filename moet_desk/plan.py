@@ -104,11 +104,18 @@ def plan_tiers(shape: ModelShape, ram_bytes: int, wishes: Wishes) -> TierPlan:
     used = shape.dense_bytes + WORK_BYTES + pages * KV_PAGE_TOKENS * shape.kv_token_bytes
     used += shape.slot_bytes  # the staging slot of prefill
 
+    full = False
+
     def take(wanted: int, each: int, fixed: int | None, least: int) -> int:
-        """As many as fit of `wanted`; exactly `fixed` if the user said so."""
-        nonlocal used
-        fit = max(0, ram_bytes - used) // each
+        """As many as fit of `wanted`; exactly `fixed` if the user said so.
+
+        Once something did not get all it wanted, what comes later gets nothing: crumbs would make
+        a later tier smaller when there is a little more RAM.
+        """
+        nonlocal used, full
+        fit = 0 if full else max(0, ram_bytes - used) // each
         count = min(wanted, fit) if fixed is None else min(fixed, wanted)
+        full = full or (fixed is None and count < wanted)
         count = max(count, least)
         used += count * each
         return count

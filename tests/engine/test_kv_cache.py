@@ -1,0 +1,109 @@
+"""KV pages: what is written comes back, in every format, whatever pages a sequence got."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moet_desk.engine.kv_cache import KvCache
+from moet_desk.engine.spec import Mla, Rope
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.reference import mla_read, mla_write
+
+MIXER = Mla(
+    n_heads=2, q_rank=None, kv_rank=32, nope_dim=8, rope_dim=16, v_dim=8, softmax_scale=1.0,
+    latent_eps=1e-6, rope=Rope(dim=16, base=1e4, interleaved=True),
+)  # fmt: skip
+
+
+def cache(form: KvFormat = KvFormat.F32, pages: int = 8) -> KvCache:
+    return KvCache(MIXER, n_layers=2, n_pages=pages, page_tokens=4, form=form)
+
+
+def entries(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(count, 32, generator=source),
+        torch.randn(count, 16, generator=source),
+    )
+
+
+@pytest.mark.parametrize("form", list(KvFormat))
+@pytest.mark.parametrize("sizes", [[11], [1] * 11, [3, 1, 5, 2]])
+def test_write_then_read__any_split__equals_one_conversion(
+    form: KvFormat, sizes: list[int]
+) -> None:
+    kv = cache(form)
+    sequence = kv.reserve(11)
+    assert sequence is not None
+    latent, ropes = entries(11, seed=1)
+    for size in sizes:
+        part = slice(sequence.length, sequence.length + size)
+        kv.write(1, sequence, latent[part], ropes[part])
+        sequence.length += size
+    want = mla_read(mla_write(latent, ropes, form), form, 32, 16)
+    for got, wanted in zip(kv.read(1, sequence, 11), want, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_read__scattered_pages__same_as_neighbouring_ones() -> None:
+    kv = cache()
+    first, second, third = (kv.reserve(8) for _ in range(3))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    kv.release(first)
+    kv.release(third)
+    wide = kv.reserve(20)  # five pages, with the second sequence's two between them
+    assert wide is not None
+    assert not wide.in_a_row
+    latent, ropes = entries(20, seed=2)
+    kv.write(0, wide, latent, ropes)
+    assert torch.equal(kv.read(0, wide, 20)[0], latent)
+    assert torch.equal(kv.read(0, wide, 7)[1], ropes[:7])
+
+
+def test_two_sequences__never_share_a_page() -> None:
+    kv = cache()
+    a, b = kv.reserve(9), kv.reserve(9)
+    assert a is not None
+    assert b is not None
+    assert not set(a.pages) & set(b.pages)
+    la, lb = entries(9, seed=3), entries(9, seed=4)
+    kv.write(0, a, *la)
+    kv.write(0, b, *lb)
+    assert torch.equal(kv.read(0, a, 9)[0], la[0])
+    assert torch.equal(kv.read(0, b, 9)[0], lb[0])
+
+
+def test_reserve__too_much__none_and_nothing_lost() -> None:
+    kv = cache()
+    held = kv.reserve(20)
+    assert held is not None
+    assert kv.reserve(16) is None
+    assert kv.free_tokens == 12
+    kv.release(held)
+    assert kv.free_tokens == 32
+    assert kv.reserve(32) is not None
+
+
+def test_rewind__then_write__overwrites() -> None:
+    kv = cache()
+    sequence = kv.reserve(8)
+    assert sequence is not None
+    latent, ropes = entries(8, seed=5)
+    kv.write(0, sequence, latent, ropes)
+    sequence.length = 8
+    kv.rewind(sequence, 5)
+    other, other_ropes = entries(2, seed=6)
+    kv.write(0, sequence, other, other_ropes)
+    assert torch.equal(kv.read(0, sequence, 7)[0], torch.cat([latent[:5], other]))
+
+
+def test_entry_bytes__glm_and_deepseek_shape__352_in_nvfp4() -> None:
+    mixer = Mla(
+        n_heads=1, q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128,
+        softmax_scale=1.0, latent_eps=1e-6, rope=Rope(dim=64, base=1e4, interleaved=True),
+    )  # fmt: skip
+    kv = KvCache(mixer, n_layers=1, n_pages=1, page_tokens=1, form=KvFormat.NVFP4)
+    assert kv.entry_bytes == 352
