@@ -113,13 +113,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = (
             error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else PROGRAM
         )
-        wanted = Format.JSON if "--json" in given else invocation.format
+        wanted = _format_in(given, invocation.format)
         reason = error.format_message().rstrip(".")
         return report_error(fail("MD-CLI-01", reason=reason, command=command), wanted)
     except MoetError as error:
         return report_error(error, invocation.format)
     except Exception as error:  # the last catch of the process: people get words, the log gets all
         return report_error(invocation.bug(error), invocation.format)
+
+
+def _format_in(arguments: Sequence[str], otherwise: Format) -> Format:
+    """The format that arguments ask for which could not be read to their end."""
+    if "--json" in arguments:
+        return Format.JSON
+    wants_lines = "ndjson" in arguments or "--format=ndjson" in arguments
+    return Format.NDJSON if wants_lines else otherwise
 
 
 def _forget_stdout() -> None:

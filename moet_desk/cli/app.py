@@ -40,15 +40,19 @@ def open_app(invocation: Invocation) -> int:
     from moet_desk.ui import app
 
     places = invocation.locations
+    runtime.tune_interpreter()
     with runtime.instance_lock(places):
         runtime.start_logging(places, settings.log.level)
-        return app.run(
-            settings,
-            places,
-            open_engine=lambda: _open_engine(invocation, settings, DEMO),
-            pack_job=_pack_job(invocation, DEMO),
-            chats=ChatStore.open(places.chats_file),
-        )
+        chats = ChatStore.open(places.chats_file)
+        pack_job = _pack_job(invocation, DEMO)
+        with runtime.terminal_guard(places):
+            return app.run(
+                settings,
+                places,
+                open_engine=lambda: _open_engine(invocation, settings, DEMO),
+                pack_job=pack_job,
+                chats=chats,
+            )
 
 
 def _pack_job(invocation: Invocation, name: str) -> Job | None:

@@ -74,8 +74,8 @@ def pack(
     from moet_desk.store.library import DEMO, embedded_source, look_at
 
     if str(source) == DEMO and not source.exists():
-        source, name = embedded_source(), name or DEMO
-    dest = invocation.library.path_for(name or source.resolve().name)
+        source, name = embedded_source(), DEMO if name is None else name
+    dest = invocation.library.path_for(source.resolve().name if name is None else name)
     row_bytes = packing.row_bytes(packing.read_plan(source))
     report = packing.PackReport(invocation.format, row_bytes=row_bytes, quiet=invocation.quiet)
     with interruptible() as interrupt:

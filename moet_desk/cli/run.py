@@ -80,10 +80,12 @@ def run(
     base = replace(base, stop=stop, max_tokens=max_tokens or settings.answers.max_tokens)
     instruction = settings.answers.system if system is None else system
     start = [{"role": "system", "content": instruction}] if instruction else []
-    pack = invocation.model_path(question.model)
 
+    from moet_desk import runtime
     from moet_desk.cli.engine import opened_engine
 
+    runtime.start_logging(invocation.locations, settings.log.level)
+    pack = invocation.model_path(question.model)
     options = engine_options(settings)
     with opened_engine(pack, options, quiet=invocation.quiet or _is_piped()) as handle:
         if question.interactive:

@@ -44,6 +44,7 @@ def serve(
     from moet_desk.engine.handle import start_engine
 
     with runtime.instance_lock(invocation.locations), interruptible() as interrupt:
+        runtime.start_logging(invocation.locations, settings.log.level)
         pack = invocation.model_path(model)
         handle = start_engine(pack, engine_options(settings))
         # Listening first: a port in use is known before a big model is loaded, and clients that

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+
 from moet_desk.api.guard import EndpointOptions
 from moet_desk.api.server import Endpoint
 from tests.api.fakes import FakeEngine

@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+
 from moet_desk.engine.handle import Quality
 from moet_desk.errors import fail
 from moet_desk.telemetry import (

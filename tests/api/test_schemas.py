@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+
 from moet_desk.api.schemas import (
     MAX_STOP_STRINGS,
     REFUSED,

@@ -4,6 +4,7 @@ import socket
 
 import httpx
 import pytest
+
 from moet_desk.api.guard import EndpointOptions, host_of, is_served
 from moet_desk.api.server import Endpoint
 from moet_desk.errors import MoetError

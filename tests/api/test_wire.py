@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from moet_desk.api.guard import EndpointOptions
 from moet_desk.api.server import Endpoint
 from moet_desk.errors import fail

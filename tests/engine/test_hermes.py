@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moet_desk.engine.parsers.hermes import CLOSE, OPEN, Call, Content, HermesParser, Parsed
 
 TIDE = '<tool_call>\n{"name": "fetch_tide", "arguments": {"harbour": "Oban"}}\n</tool_call>'

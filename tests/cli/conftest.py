@@ -1,0 +1,88 @@
+"""Commands run in this process or in one of their own, on a data folder of the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moet_desk import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTED = Path(__file__).with_name("scripted_main.py")
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        """The JSON document on stdout; there must be nothing else."""
+        return json.loads(self.out)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+    @property
+    def error_code(self) -> str:
+        code: str = self.document["error"]["code"]
+        return code
+
+
+Command = Callable[..., Result]
+
+
+def environment(data_dir: Path) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if "MOET_DESK" not in name}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [clean.get("PYTHONPATH")])])
+    return {**clean, "PYTHONPATH": paths, "MOET_DESK_DATA_DIR": str(data_dir), "TERM": "xterm"}
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "data"
+    monkeypatch.setenv("MOET_DESK_DATA_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def moet(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command in this process."""
+
+    def call(*arguments: str) -> Result:
+        capsys.readouterr()
+        code = cli.main(arguments)
+        printed = capsys.readouterr()
+        return Result(int(code), printed.out, printed.err)
+
+    return call
+
+
+@pytest.fixture
+def spawn(data_dir: Path) -> Command:
+    """Run a command in a process of its own and wait for its end."""
+
+    def call(*arguments: str, stdin: str = "", scripted: float = 0) -> Result:
+        start = [str(SCRIPTED), str(scripted)] if scripted else ["-m", "moet_desk"]
+        ended = subprocess.run(
+            [sys.executable, *start, *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            env=environment(data_dir),
+            timeout=60,
+        )
+        return Result(ended.returncode, ended.stdout, ended.stderr)
+
+    return call

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from moet_desk.errors import ExitCode
+from tests.cli.conftest import SCRIPTED, Command, environment
+
+
+@contextmanager
+def serving(data_dir: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    command = [sys.executable, str(SCRIPTED), "200", "serve", "--format", "ndjson", *options]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(data_dir),
+    ) as child:
+        try:
+            assert child.stdout is not None
+            yield child, json.loads(child.stdout.readline())
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)],
+)
+def test_serve__answers_until_a_signal_ends_it(
+    data_dir: Path, number: signal.Signals, code: ExitCode
+) -> None:
+    with serving(data_dir, "--port", "0") as (child, ready):
+        assert (ready["event"], ready["model"], ready["pid"]) == ("ready", "demo", child.pid)
+        with openai.OpenAI(base_url=ready["address"], api_key="none", max_retries=0) as client:
+            answer = client.chat.completions.create(
+                model="demo", messages=[{"role": "user", "content": "hi"}], max_tokens=3
+            )
+            assert answer.choices[0].message.content == "one two three"
+        child.send_signal(number)
+        assert child.wait(20) == code
+        assert child.stderr is not None
+        words = child.stderr.read()
+        assert "Stopped." in words
+        assert "Traceback" not in words
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{ready['address']}/models")
+
+
+def test_serve__second_instance__exit_8_with_the_pid(data_dir: Path, spawn: Command) -> None:
+    with serving(data_dir, "--port", "0") as (child, _):
+        second = spawn("serve", "--port", "0", "--json", scripted=100)
+        assert (second.code, second.error_code) == (ExitCode.BUSY, "MD-ENG-01")
+        assert str(child.pid) in second.err
+        beside = spawn("run", "hi", scripted=1000)
+        assert (beside.code, beside.err) == (0, "")
+
+
+def test_serve__port_in_use__exit_8_with_another_port(spawn: Command) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = spawn("serve", "--port", str(port), "--json", scripted=100)
+    assert (result.code, result.error_code) == (ExitCode.BUSY, "MD-API-01")
+    assert result.document["error"]["next_port"] > port
+
+
+def test_serve__network_without_key__exit_2(spawn: Command) -> None:
+    result = spawn("serve", "--host", "0.0.0.0", "--port", "0", "--json", scripted=100)
+    assert (result.code, result.error_code) == (ExitCode.USAGE, "MD-API-06")
