@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.checks import check_stops
 from moet_desk.engine.handle import EngineOptions, GenerateRequest, ModelInfo, RequestStream
@@ -45,7 +46,7 @@ class Serving:
         *,
         show: Callable[[tuple[LoadStep, ...]], None] = lambda steps: None,
     ) -> None:
-        torch.set_num_threads(options.threads or torch.get_num_threads())
+        torch.set_num_threads(options.threads or hardware.engine_threads(hardware.probe().cores))
         self._pack = pack
         self._options = options
         self._text = Text.load(pack)
