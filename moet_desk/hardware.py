@@ -27,9 +27,9 @@ def engine_threads(cores: int) -> int:
     """Threads for the engine's arithmetic when the user leaves it to us.
 
     One core stays with the screens and the endpoint: the arithmetic's threads wait for each other
-    by spinning, and a core they share with anything else holds all of them up. (2026-11-29, 2 cores,
-    one busy with another program: a prompt of 200 tokens took 1.5 to 2.7 s with 2 threads, 0.19 s
-    with 1.) More than eight bring nothing at these sizes.
+    by spinning, and a core they share with anything else holds all of them up. (2026-11-29, 2
+    cores, one busy with another program: a prompt of 200 tokens took 1.5 to 2.7 s with 2 threads,
+    0.19 s with 1.) More than eight bring nothing at these sizes.
     """
     return max(1, min(cores - 1, 8))
 
