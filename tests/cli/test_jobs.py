@@ -29,6 +29,7 @@ def child_environment(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.slow
 def test_cancelled__then_started_again__goes_on(data_dir: Path) -> None:
     job = start_pack(embedded_source(), "demo", data_dir)
     assert job.error is None

@@ -34,7 +34,7 @@ def start_pack(data_dir: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def test_pack__stopped_by_sigterm__resumes(data_dir: Path, moet: Command, demo_pack: Path) -> None:
-    with start_pack(data_dir, "--memory-budget", "4MiB") as child:
+    with start_pack(data_dir, "--memory-budget", "16MiB") as child:
         assert child.stdout is not None
         for line in child.stdout:
             event = json.loads(line)
@@ -62,6 +62,7 @@ def test_pack__stopped_by_sigterm__resumes(data_dir: Path, moet: Command, demo_p
     assert (made / BASE_FILE).read_bytes() == (demo_pack / BASE_FILE).read_bytes()
 
 
+@pytest.mark.slow
 def test_pack__reader_of_events_leaves__goes_on(data_dir: Path) -> None:
     with start_pack(data_dir) as child:
         assert child.stdout is not None
