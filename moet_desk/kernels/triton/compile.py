@@ -1,0 +1,106 @@
+"""Compile a kernel for a GPU that need not be there, and read what it costs from the machine code.
+
+Owns the measuring, not the limits (those are in the tests). Needs no GPU and no driver, but a
+process in which kernels are not interpreted (no `TRITON_INTERPRET`). Called by tests and bench.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+_REGISTERS = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.M)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledInfo:
+    """What one compiled kernel takes.
+
+    Attributes:
+        registers: per thread.
+        stack_bytes: per thread, in local memory; 0 means no register was spilled.
+        shared_bytes: per program, static and dynamic.
+        instructions: how often each SASS opcode (with modifiers) stands in the code.
+        sass: the disassembly.
+    """
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    instructions: Mapping[str, int]
+    sass: str
+
+    def count(self, prefix: str) -> int:
+        """Instructions whose opcode starts with `prefix`, such as "IDP.4A" or "LDG.E.128"."""
+        return sum(n for opcode, n in self.instructions.items() if opcode.startswith(prefix))
+
+
+def compile_for(
+    kernel: Any,
+    signature: Mapping[str, str],
+    *,
+    constexprs: Mapping[str, Any],
+    capability: int,
+    num_warps: int = 4,
+    **options: Any,
+) -> CompiledInfo:
+    """Compile `kernel` for compute capability `capability` (90, 120).
+
+    Args:
+        kernel: a `@triton.jit` function.
+        signature: type of each run-time argument: "*fp32", "*u8", "i32", ...; pointers count as
+            aligned to 16 bytes, as tensors are.
+        constexprs: value of each `tl.constexpr` argument.
+        capability: 10 * major + minor.
+        num_warps: warps per program.
+        options: further launch options (`num_stages`, `enable_fp_fusion`, `maxnreg`, ...).
+
+    Raises:
+        TypeError: the kernel is interpreted in this process.
+        subprocess.CalledProcessError: the disassembler failed.
+    """
+    if not isinstance(kernel, JITFunction):
+        raise TypeError("kernels are interpreted in this process; unset TRITON_INTERPRET")
+    names = list(kernel.arg_names)
+    types = {name: signature.get(name, "constexpr") for name in names}
+    aligned: dict[tuple[int, ...], list[list[str | int]]] = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"
+    }
+    source = ASTSource(kernel, types, dict(constexprs), aligned)
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps, **options},
+    )
+    return _read_cubin(compiled.asm["cubin"], shared_bytes=int(compiled.metadata.shared))
+
+
+def _read_cubin(cubin: bytes, *, shared_bytes: int) -> CompiledInfo:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _run(tool, "-res-usage", file.name)
+        sass = _run(tool, "-sass", file.name)
+    found = _REGISTERS.search(usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {usage[:200]}")
+    registers, stack, static_shared, local = (int(x) for x in found.groups())
+    opcodes = Counter(_INSTRUCTION.findall(sass))
+    return CompiledInfo(registers, stack + local, max(shared_bytes, static_shared), opcodes, sass)
+
+
+def _run(tool: Path, *args: str) -> str:
+    return subprocess.run([tool, *args], check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,10 @@
+"""Kernels of this folder are interpreted: no GPU is needed.
+
+Triton decides that once, when a kernel's module is imported, so the switch is set here, before.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
