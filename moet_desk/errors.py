@@ -179,18 +179,10 @@ _ROWS: tuple[ErrorSpec, ...] = (
         http=503,
     ),
     ErrorSpec(
-        "MD-NVME-03",
-        "Direct reads are not supported here",
-        "The file system of {path} does not take O_DIRECT.",
-        "Nothing to do: buffered reads are used. A local ext4 or xfs disk is faster.",
-        severity=Severity.INFO,
-        exit=ExitCode.OK,
-    ),
-    ErrorSpec(
         "MD-NVME-04",
         "A read failed",
         "Reading row (layer {layer}, expert {expert}) of {path} failed: {reason}.",
-        "Run: moet-desk verify {model} --repair",
+        "Run: moet-desk verify {model} --repair --source SOURCE",
         safe="The request was stopped; nothing was changed.",
         reaction=_ENGINE,
         exit=ExitCode.DAMAGED,
@@ -391,9 +383,10 @@ _ROWS: tuple[ErrorSpec, ...] = (
     # terminal --------------------------------------------------------------------------------
     ErrorSpec(
         "MD-TERM-01",
-        "The terminal is too small",
-        "This window is {columns} x {rows}; 80 x 24 is needed.",
-        "Make it larger, or use: moet-desk run, moet-desk serve",
+        "The window is too small",
+        "moet-desk needs {want_columns} x {want_rows}; this window is {columns} x {rows}.",
+        'Make it larger, or use: moet-desk run "..." or moet-desk serve',
+        safe="Answers go on; nothing is lost.",
         severity=Severity.LOWER,
         exit=ExitCode.OK,
     ),
@@ -448,14 +441,6 @@ _ROWS: tuple[ErrorSpec, ...] = (
         reaction=_CLIENT,
         exit=ExitCode.NOT_FOUND,
         http=503,
-    ),
-    ErrorSpec(
-        "MD-ENG-09",
-        "The self-test gave a wrong answer",
-        "{model} answered {got}, {want} was stored when it was packed.",
-        "Run: moet-desk verify {model}",
-        reaction=_DAMAGED,
-        exit=ExitCode.DAMAGED,
     ),
     # endpoint --------------------------------------------------------------------------------
     ErrorSpec(

@@ -114,7 +114,7 @@ class Memory:
     fine_slots: Annotated[
         int | None, _About("Experts kept ready at 4 bits.", _R, "slots", **_COUNT)
     ] = None
-    arena_rows: Annotated[int | None, _About("Experts kept in RAM.", _R, "rows", **_COUNT)] = None
+    arena_rows: Annotated[int | None, _About("Experts kept in RAM.", _R, "rows", least=0)] = None
     kv_format: Annotated[
         Literal["auto", "nvfp4", "fp8", "bf16", "f32"],
         _About("How the memory of a chat is stored; smaller holds more text.", _R),

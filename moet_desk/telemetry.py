@@ -1,7 +1,8 @@
 """Frozen records that cross threads: what the engine shows of itself, and what a request reports.
 
-The engine thread makes a new `EngineSnapshot` and swaps one reference; readers keep the one they took.
-Nothing here changes after it is made, so no lock is needed. Imports nothing heavy (no torch, no numpy).
+The engine thread makes a new `EngineSnapshot` and swaps one reference; readers keep the one they
+took. Nothing here changes after it is made, so no lock is needed. Imports nothing heavy (no torch,
+no numpy).
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ TIER_LETTERS = "NRGQ"
 class CacheView:
     """Where every expert of every MoE layer is: the heatmap's data.
 
-    `tiers[i]` and `heat[i]` are one byte per expert of MoE layer `i`: a `Tier` value, and a ramp step
-    0 (never used) to 7 (hottest). `generations[i]` grows when one of the two changed, so a view
-    repaints only those rows. `hit_share[i]` is the share of recent look-ups that a slot answered,
-    None before the first one.
+    `tiers[i]` and `heat[i]` are one byte per expert of MoE layer `i`: a `Tier` value, and a ramp
+    step 0 (never used) to 7 (hottest). `generations[i]` grows when one of the two changed, so a
+    view repaints only those rows. `hit_share[i]` is the share of recent look-ups that a slot
+    answered, None before the first one.
     """
 
     layers: tuple[int, ...]

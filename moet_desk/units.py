@@ -75,4 +75,8 @@ def show_count(n: int) -> str:
     if n < 1000:
         return str(n)
     thousands = n / 1024 if n % 1024 == 0 else n / 1000
-    return f"{thousands:.0f}K" if thousands >= 10 or thousands == int(thousands) else f"{thousands:.1f}K"
+    return (
+        f"{thousands:.0f}K"
+        if thousands >= 10 or thousands == int(thousands)
+        else f"{thousands:.1f}K"
+    )

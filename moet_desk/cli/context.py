@@ -104,10 +104,11 @@ class Invocation:
 
 def engine_options(settings: Settings) -> EngineOptions:
     """The memory settings as constraints on the engine's plan."""
-    from moet_desk.engine.handle import EngineOptions
+    from moet_desk.engine.handle import EngineOptions, Quality
 
     memory = settings.memory
     return EngineOptions(
+        quality=Quality(settings.answers.quality),
         context=memory.context,
         pool_slots=memory.pool_slots,
         fine_slots=memory.fine_slots,

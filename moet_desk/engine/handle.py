@@ -207,6 +207,7 @@ class EngineOptions:
     ram_bytes: int | None = None  # what all tiers together may take
     kv_format: str = "auto"  # auto | nvfp4 | fp8 | bf16 | f32
     threads: int | None = None
+    quality: Quality = Quality.FAST  # for requests that do not say
     max_running: int = 4
     max_waiting: int = 32
     activations: str = "int8"  # "float" is the oracle path of the tests

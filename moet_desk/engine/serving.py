@@ -250,6 +250,7 @@ class Serving:
             n_experts=router.n_experts,
             top_k=router.top_k,
             identity=core.reader.meta.identity,
+            default_quality=self._options.quality,
         )
 
     def _save_heat(self, now: float) -> None:

@@ -1,7 +1,8 @@
 """Tiny random DeepSeek-V3 models against transformers: full, chunked, token by token, rewound.
 
-Init 0.02 shows a wrong epsilon, 0.25 shows wrong rope, groups or bias use. The packer makes FP4 rows
-of the experts; transformers then runs on the values of those rows, so only arithmetic can differ.
+Init 0.02 shows a wrong epsilon, 0.25 shows wrong rope, groups or bias use. The packer makes FP4
+rows of the experts; transformers then runs on the values of those rows, so only arithmetic can
+differ.
 """
 
 from __future__ import annotations

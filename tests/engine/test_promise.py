@@ -1,7 +1,7 @@
 """Promise 1: a tier changes speed, never text. The same request gives the same tokens with `==`.
 
-Pools of all sizes, the arena limited so that rows come from the file, alone and beside other requests,
-greedy and sampled, fast and exact.
+Pools of all sizes, the arena limited so that rows come from the file, alone and beside other
+requests, greedy and sampled, fast and exact.
 """
 
 from __future__ import annotations

@@ -11,12 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from moet_desk.engine.checks import check_sampling
 from moet_desk.engine.handle import Sampling
 from moet_desk.engine.sampling import Sampler
 from moet_desk.errors import MoetError
 from moet_desk.kernels.reference.sampling import greedy, philox_4x32, sample, uniform
-from torch import Tensor
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from moet_desk.engine.checks import check_stops
 from moet_desk.engine.stops import StopScanner
 from moet_desk.errors import MoetError

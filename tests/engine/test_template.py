@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+
 from moet_desk.engine.template import ChatTemplate
 from moet_desk.errors import MoetError
 

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 from moet_desk.engine.detokenize import Detokenizer, TokenBytes
 from moet_desk.engine.handle import Sampling
 from moet_desk.engine.text import Text
 from moet_desk.errors import MoetError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo"
 BOS, END, USER, ASSISTANT, SYSTEM, TOOL, CALL, CALL_END = range(8)

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+
 from moet_desk.errors import MoetError
 from moet_desk.store.chats import ChatStore, MessageStatus
 

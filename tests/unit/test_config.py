@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from moet_desk import config, locations
 from moet_desk.config import SourceKind, load, save_setting
 from moet_desk.errors import MoetError

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from moet_desk import runtime
 from moet_desk.errors import MoetError
 from moet_desk.locations import Locations, locate

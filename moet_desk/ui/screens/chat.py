@@ -169,7 +169,7 @@ class ChatScreen(Screen[None]):
         self._keep_end()
 
     def _keep_end(self) -> None:
-        self.call_after_refresh(self.query_one(Transcript).keep_end)
+        self.call_after_refresh(self.query_one(Transcript).settle)
 
     def show(self, snapshot: EngineSnapshot, *, notes: tuple[str, ...]) -> None:
         """Draw a snapshot; called four times a second while in front."""
@@ -350,19 +350,17 @@ class ChatScreen(Screen[None]):
 
     async def on_prompt_sent(self, event: Prompt.Sent) -> None:
         command = parse(event.text)
+        prompt = self.query_one(Prompt)
         if isinstance(command, str):
             self.notify(command, markup=False, severity="warning")
-            return
-        prompt = self.query_one(Prompt)
-        if isinstance(command, Command):
-            prompt.replace_text("")
+            prompt.give_back(event.text)
+        elif isinstance(command, Command):
             await self._obey(command)
-            return
-        if await self.ask(
+        elif not await self.ask(
             event.text.removeprefix("/") if event.text.startswith("//") else event.text
         ):
-            prompt.replace_text("")
-            self.save_draft()
+            prompt.give_back(event.text)
+        self.save_draft()
 
     async def ask(self, text: str) -> bool:
         """Send a message; False if it could not be taken, with a toast that says why."""
@@ -455,8 +453,7 @@ class ChatScreen(Screen[None]):
         text = self._conversation.unqueue()
         if text is None:
             return False
-        prompt = self.query_one(Prompt)
-        prompt.replace_text(f"{text}\n{prompt.text}" if prompt.text else text)
+        self.query_one(Prompt).give_back(text)
         self._draw_queued()
         return True
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 
+_IN_ORDER = frozenset({"chat.send", "chat.newline"})
+
 
 class Prompt(TextArea):
-    """Where messages are written. Posts `Sent` and `Scrolled`; keeps the text until told."""
+    """Where messages are written. Posts `Sent` and `Scrolled`.
+
+    A sent text leaves the prompt at once, so that what is typed next is not lost; `give_back` puts
+    it in front again if it could not be taken.
+    """
 
     DEFAULT_CSS = """
     Prompt {
@@ -20,10 +27,9 @@ class Prompt(TextArea):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "send", "Send", id="chat.send", priority=True, show=False),
+        Binding("enter", "send", "Send", id="chat.send", show=False),
         Binding(
-            "ctrl+j,alt+enter,shift+enter", "newline", "New line", id="chat.newline",
-            priority=True, show=False,
+            "ctrl+j,alt+enter,shift+enter", "newline", "New line", id="chat.newline", show=False
         ),
         Binding(
             "pageup", "page(-1)", "Read up", id="chat.page_up", priority=True, show=False
@@ -56,15 +62,35 @@ class Prompt(TextArea):
         )
         self.cursor_blink = blink
 
+    async def _on_key(self, event: events.Key) -> None:
+        """Send and new line in the order of the keys.
+
+        A priority binding would act at once, while characters typed just before still wait in this
+        widget's queue: text and Enter in one burst (a paste from another program, a fast typist on
+        a slow line) sent only the first letters.
+        """
+        active = None if event.is_printable else self.screen.active_bindings.get(event.key)
+        if active is None or active.node is not self or active.binding.id not in _IN_ORDER:
+            await super()._on_key(event)
+            return
+        event.stop()
+        event.prevent_default()
+        await self.run_action(active.binding.action)
+
     def action_send(self) -> None:
         if self.text.strip():
             self.post_message(self.Sent(self.text.strip("\n")))
+            self.load_text("")
 
     def action_newline(self) -> None:
         self.insert("\n")
 
     def action_page(self, pages: int) -> None:
         self.post_message(self.Scrolled(pages))
+
+    def give_back(self, text: str) -> None:
+        """Put a text that could not be sent before what was typed since."""
+        self.replace_text(f"{text}\n{self.text}" if self.text else text)
 
     def replace_text(self, text: str) -> None:
         """Put a text in, caret at its end."""
