@@ -210,7 +210,7 @@ class EngineOptions:
     quality: Quality = Quality.FAST  # for requests that do not say
     max_running: int = 4
     max_waiting: int = 32
-    activations: str = "int8"  # "float" is the oracle path of the tests
+    activations: str = "integer"  # "float" is the oracle path of the tests
     save_heat: bool = True
 
 

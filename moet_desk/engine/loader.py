@@ -26,7 +26,7 @@ from moet_desk.engine.prefill import Prefiller, PrefillExperts
 from moet_desk.engine.residency import Residency
 from moet_desk.engine.spec import Spec
 from moet_desk.engine.transfer import Transfer
-from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kinds import Activations, KvFormat
 from moet_desk.kernels.reference import mla_entry_bytes
 from moet_desk.plan import (
     KV_PAGE_TOKENS,
@@ -127,12 +127,19 @@ def load(
     arena = Arena(reader, base_rows=plan.arena_base_rows, fine_rows=plan.arena_fine_rows)
     residency = _residency(spec, plan, reader, arena)
     _warm(pack, plan, arena, residency, report)
-    math = ExpertMath(reader.layout, int8=options.activations == "int8")
-    decode = {plane: DecodeExperts(residency, math, plane) for plane in Plane}
-    prefill = {plane: PrefillExperts(residency, math, plane) for plane in Plane}
+    math = {plane: _expert_math(reader, plane, options) for plane in Plane}
+    decode = {plane: DecodeExperts(residency, math[plane], plane) for plane in Plane}
+    prefill = {plane: PrefillExperts(residency, math[plane], plane) for plane in Plane}
     decoder = Decoder(model, kv, residency, decode)
     prefiller = Prefiller(model, kv, prefill, chunk=plan.prefill_chunk)
     return Core(reader, spec, plan, model, kv, arena, residency, decoder, prefiller)
+
+
+def _expert_math(reader: PackReader, plane: Plane, options: EngineOptions) -> ExpertMath:
+    if options.activations == "float":
+        return ExpertMath(reader.layout, None)
+    kind = Activations.INT8 if plane is Plane.BASE else Activations.INT15
+    return ExpertMath(reader.layout, kind)
 
 
 def _has_mtp(reader: PackReader) -> bool:

@@ -24,6 +24,17 @@ class KvFormat(Enum):
     NVFP4 = "nvfp4"
 
 
+class Activations(Enum):
+    """Integer steps from 0 to the largest activation of a block of 32 (docs/adr/0009).
+
+    Both keep a block's dot product exact in float32 (32 * 12 half units * 32512 < 2**24) and in
+    int32. INT8 is one dp4a per four weights, INT15 two: hi = (q + 128) >> 8 and lo = q - 256 * hi.
+    """
+
+    INT8 = 127
+    INT15 = 127 * 256
+
+
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
     """YaRN parameters (arXiv 2309.00071) as in a config's `rope_scaling`.

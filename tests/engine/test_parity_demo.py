@@ -57,7 +57,7 @@ def test_logits__float_path_token_by_token__equal_transformers(
 def test_logits__exact_mode_as_shipped__near_transformers(
     demo_pack: Path, wanted: list[tuple[list[int], Tensor]], *, decoding: bool
 ) -> None:
-    """Int8 activations and bfloat16 KV: RMS below 2 % of the spread, top-1 equal but for near ties."""
+    """Integer activations: RMS below 0.5 % of the spread, top-1 equal but for near ties."""
     agree = total = 0
     squares, spread = [], []
     with loaded(demo_pack) as core:
@@ -72,8 +72,8 @@ def test_logits__exact_mode_as_shipped__near_transformers(
             agree += int((best == ours).sum())
             total += len(ids)
             margin = want.gather(1, best[:, None]) - want.gather(1, ours[:, None])
-            assert margin.max() < 0.25  # nats: whoever differs was nearly tied
+            assert margin.max() < 0.02 * want.std()  # whoever differs was nearly tied
     rms = float(torch.stack(squares).mean().sqrt() / torch.stack(spread).mean())
     print(f"rms {rms:.2e} of the logit std, top-1 {agree}/{total}")
-    assert rms < 2e-2
-    assert agree >= 0.98 * total
+    assert rms < 5e-3
+    assert agree >= 0.998 * total

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.reference import (
     combine,
     expert_mlp,
@@ -172,3 +173,40 @@ def test_combine__weights__added_in_order() -> None:
         want[t] = row
     assert torch.equal(combine(parts, weights), want)
     assert torch.equal(combine(parts[2:3], weights[2:3])[0], want[2])
+
+
+@pytest.mark.parametrize("kind", list(Activations), ids=lambda kind: kind.name)
+def test_block_products__largest_values__exact_in_float32(kind: Activations) -> None:
+    """All weights 6, all activations at their limit: the largest sum a block can have."""
+    sign = torch.tensor([1.0, -1.0]).repeat(16)
+    for flip in (torch.ones(32), sign):
+        weights = (6.0 * flip).double()
+        q = torch.full((32,), float(kind.value)) * flip
+        partial = torch.cumsum(q * weights.float(), 0)
+        assert partial.double().tolist() == torch.cumsum(q.double() * weights, 0).tolist()
+        assert abs(float(partial[-1])) * 2 < 2**24  # half units
+
+
+def test_expert_mlp__fifteen_bits__nearly_float_and_any_batch_same_bits() -> None:
+    expert = random_expert(96, 64, low=120, high=124)
+    slot, kind = expert.fine_slot(), Activations.INT15
+    x = torch.randn(8, 96, generator=torch.Generator().manual_seed(6))
+    q, s = quantize_activations(x, kind)
+    assert q.abs().max() == kind.value
+    got = expert_mlp(q, s, slot, expert.layout, kind=kind)
+    exact = expert_mlp_float(x, slot, expert.layout)
+    assert (got - exact).norm() < 2e-4 * exact.norm()
+    for t in range(8):
+        one = slice(t, t + 1)
+        assert torch.equal(expert_mlp(q[one], s[one], slot, expert.layout, kind=kind)[0], got[t])
+        rows = expert_rows(q[one], s[one], [slot, slot], expert.layout, kind=kind)
+        assert torch.equal(rows, got[t].expand(2, -1))
+
+
+def test_fifteen_bits__as_two_bytes__same_integer() -> None:
+    q = torch.arange(-32512, 32513)
+    high = (q + 128) >> 8
+    low = q - 256 * high
+    assert (int(high.min()), int(high.max())) == (-127, 127)
+    assert (int(low.min()), int(low.max())) == (-128, 127)
+    assert torch.equal(256 * high + low, q)

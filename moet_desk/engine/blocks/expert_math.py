@@ -1,8 +1,9 @@
-"""The arithmetic of one expert over a filled slot, in one of two ways.
+"""The arithmetic of one expert over a filled slot.
 
-`int8` is how the product computes: activations in int8 blocks, exact integer block products, one
-fixed order of adding, so results do not depend on what is computed together. The float way is the
-oracle that tests compare with the reference implementation of a family.
+The product computes with integer activations: exact block products and one fixed order of adding,
+so results do not depend on what is computed together. 2-bit experts take int8; exact experts take
+15 bits, so that nothing is lost beside the weights' own precision (docs/adr/0009). The float way is
+the oracle that tests compare with the reference implementation of a family.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.reference import (
     expert_mlp,
@@ -27,20 +29,20 @@ class ExpertMath:
     """How experts of one shape are computed."""
 
     layout: ExpertLayout
-    int8: bool
+    activations: Activations | None  # None: float, the oracle
 
     def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs of `mlp` for tokens x [T, H]: done once, used by all their experts."""
-        return quantize_activations(x) if self.int8 else (x, x)
+        return (x, x) if self.activations is None else quantize_activations(x, self.activations)
 
     def rows(self, codes: Tensor, scales: Tensor, slots: Sequence[Tensor]) -> Tensor:
         """All experts of one prepared token, [K, H] float32: bit for bit what `mlp` gives each."""
-        if self.int8:
-            return expert_rows(codes, scales, slots, self.layout)
-        return torch.cat([expert_mlp_float(codes, slot, self.layout) for slot in slots])
+        if self.activations is None:
+            return torch.cat([expert_mlp_float(codes, slot, self.layout) for slot in slots])
+        return expert_rows(codes, scales, slots, self.layout, kind=self.activations)
 
     def mlp(self, codes: Tensor, scales: Tensor, slot: Tensor) -> Tensor:
         """The expert in `slot` applied to prepared tokens: [T, H] float32."""
-        if self.int8:
-            return expert_mlp(codes, scales, slot, self.layout)
-        return expert_mlp_float(codes, slot, self.layout)
+        if self.activations is None:
+            return expert_mlp_float(codes, slot, self.layout)
+        return expert_mlp(codes, scales, slot, self.layout, kind=self.activations)

@@ -1,4 +1,4 @@
-"""Expert arithmetic on expanded slots: int8 activations, exact block dots, one summing order.
+"""Expert arithmetic on expanded slots: integer activations, exact block dots, one summing order.
 
 Owns the numerics that make promise 1 hold: a token's result has the same bits however many tokens
 are in the call and whatever they are. Called on the engine thread. Pure functions.
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.layouts import GROUP, ExpertLayout, MatrixLayout
 from moet_desk.kernels.reference.quant import quantize_activations
 
@@ -37,22 +38,31 @@ def swiglu(g: Tensor, u: Tensor, limit: float | None = None) -> Tensor:
 
 
 def expert_mlp(
-    q: Tensor, s: Tensor, slot: Tensor, layout: ExpertLayout, *, limit: float | None = None
+    q: Tensor,
+    s: Tensor,
+    slot: Tensor,
+    layout: ExpertLayout,
+    *,
+    limit: float | None = None,
+    kind: Activations = Activations.INT8,
 ) -> Tensor:
     """One expert on quantised activations; bits of a token do not depend on the other tokens.
 
-    gate_up, SwiGLU, int8 again, down. NaN in `s` or `q` shows in that token's row and no other.
+    gate_up, SwiGLU, integers again, down. NaN in `s` or `q` shows in that token's row and no other.
 
     Shapes:
-        q [T, H] float32 integers -127..127, s [T, H/32] float32 (from `quantize_activations`)
+        q [T, H] float32 integers, s [T, H/32] float32 (from `quantize_activations` of this kind)
         slot [slot_floats] float32; returns [T, H] float32
     """
     tile = max(1, _TERM_FLOATS // (min(layout.gate_up.groups, LANES) * layout.gate_up.n))
     if q.shape[0] <= tile:
-        return _expert_tile(q, s, (slot,), layout, limit)
+        return _expert_tile(q, s, (slot,), layout, limit, kind)
     tiles = range(0, q.shape[0], tile)
     return torch.cat(
-        [_expert_tile(q[t : t + tile], s[t : t + tile], (slot,), layout, limit) for t in tiles]
+        [
+            _expert_tile(q[t : t + tile], s[t : t + tile], (slot,), layout, limit, kind)
+            for t in tiles
+        ]
     )
 
 
@@ -63,6 +73,7 @@ def expert_rows(
     layout: ExpertLayout,
     *,
     limit: float | None = None,
+    kind: Activations = Activations.INT8,
 ) -> Tensor:
     """All chosen experts of one token: `expert_mlp` for each slot, with the same bits.
 
@@ -70,10 +81,10 @@ def expert_rows(
     third off a decode step's expert time.
 
     Shapes:
-        q [1, H] float32 integers -127..127, s [1, H/32] float32 (from `quantize_activations`)
+        q [1, H] float32 integers, s [1, H/32] float32 (from `quantize_activations` of this kind)
         slots: K of [slot_floats] float32; returns [K, H] float32
     """
-    return _expert_tile(q, s, slots, layout, limit)
+    return _expert_tile(q, s, slots, layout, limit, kind)
 
 
 def expert_mlp_float(
@@ -105,14 +116,19 @@ def combine(parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def _expert_tile(
-    q: Tensor, s: Tensor, slots: Sequence[Tensor], layout: ExpertLayout, limit: float | None
+    q: Tensor,
+    s: Tensor,
+    slots: Sequence[Tensor],
+    layout: ExpertLayout,
+    limit: float | None,
+    kind: Activations,
 ) -> Tensor:
     """T tokens through one slot, or one token through each of K slots: [T or K, H]."""
     split = layout.gate_up.n * layout.gate_up.k
     gate_up = [slot[:split] for slot in slots]
     mid = _block_matmul([q] * len(slots), s, gate_up, layout.gate_up)  # [T, 2I]
     act = swiglu(mid[:, : layout.inter], mid[:, layout.inter :], limit)  # [T, I]
-    act_q, act_s = quantize_activations(act)
+    act_q, act_s = quantize_activations(act, kind)
     down = [slot[split : layout.slot_floats] for slot in slots]
     rows = [act_q[k : k + 1] for k in range(len(slots))] if len(slots) > 1 else [act_q]
     return _block_matmul(rows, act_s, down, layout.down)

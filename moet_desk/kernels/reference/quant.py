@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.layouts import GROUP, MatrixLayout
 
 LEVELS = (-4.0, -1.0, 1.0, 4.0)
@@ -93,21 +94,23 @@ def base_values(codes: Tensor, scales: Tensor) -> Tensor:
     return _scaled(np.array(LEVELS, np.float32)[codes.numpy()], scales)
 
 
-def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round activations to int8 per block of 32: scale = amax/127, q = floor(x * 127/amax + 0.5).
+def quantize_activations(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Tensor, Tensor]:
+    """Round activations to integers per block of 32: scale = amax/L, q = floor(x * L/amax + 0.5).
+
+    L is the largest integer of `kind`, 127 or 32512.
 
     Blocks with amax below 2**-100 become zeros. A NaN or infinity in a block makes that block's
     scale NaN or infinite and its own q NaN, so it shows in every output of that token and in no
     other token's.
 
     Shapes:
-        x [T, K] float32; returns q [T, K] float32 holding integers -127..127, s [T, K/32] float32
+        x [T, K] float32; returns q [T, K] float32 holding integers -L..L, s [T, K/32] float32
     """
     blocks = x.reshape(x.shape[0], -1, GROUP)
     amax = blocks.abs().amax(-1, keepdim=True)  # [T, G, 1]
-    inverse = (127.0 / amax).masked_fill_(amax < _WEAKEST_BLOCK, 0.0)
+    inverse = (kind.value / amax).masked_fill_(amax < _WEAKEST_BLOCK, 0.0)
     q = (blocks * inverse).add_(0.5).floor_()
-    return q.view(x.shape), (amax / 127.0).squeeze(-1)
+    return q.view(x.shape), (amax / kind.value).squeeze(-1)
 
 
 def _scaled(values: NDArray[np.float32], scales: Tensor) -> Tensor:
