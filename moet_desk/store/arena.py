@@ -15,10 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
+
+ABSENT = -1
+"""In a table: the row is not in RAM."""
 
 
 @dataclass(slots=True)
@@ -31,12 +35,24 @@ class ArenaCounters:
     read_errors: int = 0
 
 
+Allocate = Callable[[int], mmap.mmap]
+"""Makes page-aligned, zeroed memory of a number of bytes; a GPU's is registered with its driver."""
+
+
+def plain_memory(n_bytes: int) -> mmap.mmap:
+    """Anonymous memory of the process."""
+    return mmap.mmap(-1, n_bytes)
+
+
 class _Region:
     """Places for rows of one plane. `place_of_row` is ordered from the least recently used on."""
 
-    def __init__(self, places: int, stride: int) -> None:
+    def __init__(self, places: int, stride: int, n_rows: int, allocate: Allocate) -> None:
         # one place more than asked for: reads that must not displace anything land there
-        self.memory = mmap.mmap(-1, (places + 1) * stride)
+        self.memory = allocate((places + 1) * stride)
+        table = np.frombuffer(allocate(4 * n_rows), dtype=np.int32)
+        table[:] = ABSENT
+        self.table: NDArray[np.int32] = table
         self.rows = torch.frombuffer(self.memory, dtype=torch.uint8).view(places + 1, stride)
         self.view = memoryview(self.memory)
         self.stride = stride
@@ -54,16 +70,23 @@ class Arena:
     Args:
         reader: the open pack.
         base_rows, fine_rows: how many rows of each plane to hold. 0 reads every row from the file.
+        allocate: where the memory comes from.
     """
 
-    def __init__(self, reader: PackReader, *, base_rows: int, fine_rows: int) -> None:
+    def __init__(
+        self,
+        reader: PackReader,
+        *,
+        base_rows: int,
+        fine_rows: int,
+        allocate: Allocate = plain_memory,
+    ) -> None:
         meta = reader.meta
         self._reader = reader
         self._regions = {
-            Plane.BASE: _Region(base_rows, meta.base_stride),
-            Plane.FINE: _Region(fine_rows, meta.fine_stride),
+            Plane.BASE: _Region(base_rows, meta.base_stride, meta.n_rows, allocate),
+            Plane.FINE: _Region(fine_rows, meta.fine_stride, meta.n_rows, allocate),
         }
-        self._present = {plane: np.zeros(meta.n_rows, dtype=np.bool_) for plane in Plane}
         self.counters = ArenaCounters()
 
     def row(self, plane: Plane, row: int, *, scan: bool = False) -> Tensor:
@@ -87,9 +110,18 @@ class Arena:
     def holds(self, plane: Plane, row: int) -> bool:
         return row in self._regions[plane].place_of_row
 
-    def present(self, plane: Plane) -> np.ndarray:
-        """Which rows are in RAM now, bool [n_rows] (a live array; do not change it)."""
-        return self._present[plane]
+    def present(self, plane: Plane) -> NDArray[np.bool_]:
+        """Which rows are in RAM now, bool [n_rows]."""
+        in_ram: NDArray[np.bool_] = self._regions[plane].table != ABSENT
+        return in_ram
+
+    def memory(self, plane: Plane) -> Tensor:
+        """All places, uint8 [places + 1, stride]; the last is for reads that displace nothing."""
+        return self._regions[plane].rows
+
+    def table(self, plane: Plane) -> NDArray[np.int32]:
+        """The live table row -> place, int32 [n_rows], ABSENT where a row is not in RAM."""
+        return self._regions[plane].table
 
     def preload(
         self, plane: Plane, rows: Iterable[int], *, progress: Callable[[int], None]
@@ -114,7 +146,7 @@ class Arena:
         self._regions.clear()
 
     def _read(self, region: _Region, plane: Plane, row: int, *, scan: bool) -> int:
-        place = self._place(region, plane, scan=scan)
+        place = self._place(region, scan=scan)
         try:
             self._reader.read_row(plane, row, region.slice(place))
         except Exception:
@@ -126,15 +158,15 @@ class Arena:
         self.counters.bytes_read += region.stride
         if place < region.places:
             region.place_of_row[row] = place
-            self._present[plane][row] = True
+            region.table[row] = place
         return place
 
-    def _place(self, region: _Region, plane: Plane, *, scan: bool) -> int:
+    def _place(self, region: _Region, *, scan: bool) -> int:
         """A place that may be overwritten: a free one, the oldest, or the spare one behind them."""
         if region.free:
             return region.free.pop()
         if scan or not region.places:
             return region.places
         row, place = region.place_of_row.popitem(last=False)
-        self._present[plane][row] = False
+        region.table[row] = ABSENT
         return place
