@@ -1,0 +1,422 @@
+"""Products of a few rows with dense weights, memory-bound and batch-invariant; embedding.
+
+Owns the decode step's dense products: x stays float32, weights stay as shipped (bfloat16, float32,
+or e4m3 with a float32 scale per 128 x 128). The prompt's products are in `gemm`. Launchers allocate
+nothing. Called on the engine thread.
+
+Summing order, the same for every number of rows, tile and card: K is walked in steps of 32 runs of
+`RUN` consecutive weights (16 of e4m3, 8 of bfloat16, 4 of float32: one 16-byte load of a lane).
+Lane c fuses the products of its run in a fixed order, times the block's scale, onto its sum; at the
+end the 32 lanes are added by halves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moet_desk.kernels.triton.numbers import (
+    e4m3_value,
+    halving_sum,
+    has_e4m3,
+    lanes_of,
+)
+
+SCALE_BLOCK = 128
+"""Rows and columns of an e4m3 weight that share one scale."""
+
+MAX_ROWS = 8
+"""Most rows of one decode step."""
+
+
+class WeightKind(Enum):
+    """How the values of a dense weight are stored."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
+_RUN = {WeightKind.F32: 4, WeightKind.BF16: 8, WeightKind.FP8: 16}
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeight:
+    """A matrix as shipped.
+
+    Attributes:
+        values: [N, K] float32, bfloat16 or float8_e4m3fn, contiguous.
+        scales: [ceil(N/128), ceil(K/128)] float32 for e4m3, else None.
+
+    Raises:
+        ValueError: dtype, layout or scales do not fit each other.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.values.dim() != 2 or not self.values.is_contiguous():
+            raise ValueError(f"a dense weight of shape {tuple(self.values.shape)} is no plain matrix")
+        wanted = tuple(-(-size // SCALE_BLOCK) for size in self.values.shape)
+        found = None if self.scales is None else tuple(self.scales.shape)
+        if found != (wanted if self.kind is WeightKind.FP8 else None):
+            raise ValueError(f"scales {found} do not fit a {self.kind.value} weight of {wanted} blocks")
+
+    @property
+    def kind(self) -> WeightKind:
+        """Storage of the values."""
+        kinds = {
+            torch.float32: WeightKind.F32,
+            torch.bfloat16: WeightKind.BF16,
+            torch.float8_e4m3fn: WeightKind.FP8,
+        }
+        if self.values.dtype not in kinds:
+            raise ValueError(f"a dense weight cannot be {self.values.dtype}")
+        return kinds[self.values.dtype]
+
+    @property
+    def n(self) -> int:
+        """Output rows."""
+        return self.values.shape[0]
+
+    @property
+    def k(self) -> int:
+        """Inputs."""
+        return self.values.shape[1]
+
+    @property
+    def raw(self) -> Tensor:
+        """Values as kernels take them: e4m3 as bytes."""
+        if self.kind is WeightKind.FP8:
+            return self.values.view(torch.uint8)
+        return self.values
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTile:
+    """Shape of one program; changes speed, never bits."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Which rows of a weight a launch multiplies, and with which part of x.
+
+    Head h has output rows 0 .. count-1, lying at `first + h * pitch` of the weight.
+    """
+
+    heads: int
+    count: int
+    first: int = 0
+    pitch: int = 0
+
+
+@triton.jit
+def _weight_tile(pointers, mask, KIND: tl.constexpr, HARDWARE: tl.constexpr):
+    """A tile of weights as float32; the weights are read once, so they leave the caches first."""
+    raw = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
+    if KIND == "fp8":
+        return e4m3_value(raw, HARDWARE)
+    else:
+        return raw.to(tl.float32)
+
+
+@triton.jit
+def _gemv_sums(
+    x,
+    x_stride,
+    weight,
+    scales,
+    rows,
+    live,
+    K: tl.constexpr,
+    SCALE_K: tl.constexpr,
+    T: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    KIND: tl.constexpr,
+    STAGES: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Products of T rows of x with weight rows `rows` [ROWS]: a tuple of T tensors [ROWS]."""
+    STEP: tl.constexpr = 32 * RUN  # 32: lanes of the summing order, and of a warp
+    lane = tl.arange(0, 32)
+    column = tl.arange(0, STEP)
+    line = weight + rows.to(tl.int64) * K
+    sums = ()
+    for t in tl.static_range(T):
+        sums = sums + (tl.zeros([ROWS, 32], tl.float32),)
+    for k0 in tl.range(0, K, STEP, num_stages=STAGES):
+        k = k0 + column
+        if K % STEP == 0:
+            mask = live[:, None] & (column >= 0)[None, :]
+            seen = column >= 0
+        else:
+            seen = k < K
+            mask = live[:, None] & seen[None, :]
+        tile = lanes_of(_weight_tile(line[:, None] + k[None, :], mask, KIND, HARDWARE), ROWS, RUN)
+        if KIND == "fp8":
+            block = (k0 + lane * RUN) // 128
+            scale = tl.load(
+                scales + (rows // 128 * SCALE_K)[:, None] + block[None, :],
+                mask=live[:, None] & (block < SCALE_K)[None, :],
+                other=0.0,
+            )
+        moved = ()
+        for t in tl.static_range(T):
+            xs = tl.load(x + t * x_stride + k, mask=seen, other=0.0)
+            xs = lanes_of(xs[None, :], 1, RUN)
+            if KIND == "fp8":
+                run = tile[0] * xs[0]
+                for i in tl.static_range(1, RUN):
+                    run = tl.fma(tile[i], tl.broadcast_to(xs[i], (ROWS, 32)), run)
+                moved = moved + (tl.fma(run, scale, sums[t]),)
+            else:
+                run = sums[t]
+                for i in tl.static_range(RUN):
+                    run = tl.fma(tile[i], tl.broadcast_to(xs[i], (ROWS, 32)), run)
+                moved = moved + (run,)
+        sums = moved
+    out = ()
+    for t in tl.static_range(T):
+        out = out + (halving_sum(sums[t], ROWS, 32),)
+    return out
+
+
+@triton.jit
+def _gemv_kernel(
+    x,
+    x_stride,
+    weight,
+    scales,
+    bias,
+    residual,
+    residual_stride,
+    out,
+    out_stride,
+    COUNT: tl.constexpr,
+    K: tl.constexpr,
+    FIRST: tl.constexpr,
+    PITCH: tl.constexpr,
+    HEAD_X: tl.constexpr,
+    T: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    KIND: tl.constexpr,
+    STAGES: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    head = tl.program_id(1)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = n < COUNT
+    sums = _gemv_sums(
+        x + head * HEAD_X,
+        x_stride,
+        weight,
+        scales,
+        FIRST + head * PITCH + n,
+        live,
+        K,
+        (K + 127) // 128,
+        T,
+        ROWS,
+        RUN,
+        KIND,
+        STAGES,
+        HARDWARE,
+    )
+    at = head * COUNT + n
+    for t in tl.static_range(T):
+        y = sums[t]
+        if bias is not None:
+            y += tl.load(bias + at, mask=live, other=0.0).to(tl.float32)
+        if residual is not None:
+            y += tl.load(residual + t * residual_stride + at, mask=live, other=0.0)
+        tl.store(out + t * out_stride + at, y, mask=live)
+
+
+@triton.jit
+def _swiglu_gemv_kernel(
+    x,
+    x_stride,
+    weight,
+    scales,
+    out,
+    out_stride,
+    limit,
+    INTER: tl.constexpr,
+    K: tl.constexpr,
+    T: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    KIND: tl.constexpr,
+    STAGES: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    lane = tl.arange(0, 2 * ROWS)
+    # Gate and up rows alternate, so that one pass loads both and a split takes them apart.
+    n = tl.program_id(0) * ROWS + lane // 2
+    live = n < INTER
+    sums = _gemv_sums(
+        x,
+        x_stride,
+        weight,
+        scales,
+        n + (lane % 2) * INTER,
+        live,
+        K,
+        (K + 127) // 128,
+        T,
+        2 * ROWS,
+        RUN,
+        KIND,
+        STAGES,
+        HARDWARE,
+    )
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    for t in tl.static_range(T):
+        g, u = tl.split(tl.reshape(sums[t], (ROWS, 2)))
+        if limit is not None:
+            g = tl.where(g > limit, limit, g)
+            u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+        y = tl.div_rn(g, tl.exp(-g) + 1.0) * u
+        tl.store(out + t * out_stride + at, y, mask=at < INTER)
+
+
+@triton.jit
+def _embed_kernel(ids, table, out, H: tl.constexpr, BLOCK: tl.constexpr):
+    t = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids + t).to(tl.int64)
+    value = tl.load(table + row * H + column, mask=column < H, other=0.0).to(tl.float32)
+    tl.store(out + t.to(tl.int64) * H + column, value, mask=column < H)
+
+
+def gemv(
+    x: Tensor,
+    weight: DenseWeight,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    tile: GemvTile | None = None,
+) -> None:
+    """Multiply up to 8 rows by W^T; a row's bits depend on that row alone.
+
+    Shapes:
+        x [T, K] float32 (rows may lie apart); out [T, N] float32 (likewise); bias [N] bfloat16 or
+        float32; residual [T, N] float32, added last, may be `out` itself
+    Raises:
+        ValueError: T is not 1..8, or x does not fit the weight.
+    """
+    _check_rows(x, weight.k)
+    _launch(x, weight, out, _Rows(1, weight.n), bias=bias, residual=residual, tile=tile)
+
+
+def head_gemv(
+    x: Tensor, weight: DenseWeight, out: Tensor, *, first: int, count: int, pitch: int
+) -> None:
+    """For each head h: multiply x[:, h] by rows first + h * pitch .. + count of the weight.
+
+    Shapes:
+        x [T, N, K] float32; out [T, N * count] float32
+    Raises:
+        ValueError: T is not 1..8, or x does not fit the weight.
+    """
+    heads = x.shape[1]
+    _check_rows(x, weight.k)
+    if first + (heads - 1) * pitch + count > weight.n:
+        raise ValueError(f"a weight of {weight.n} rows has no {heads} heads of {pitch}")
+    _launch(x.flatten(1), weight, out, _Rows(heads, count, first, pitch), x_pitch=weight.k)
+
+
+def swiglu_gemv(
+    x: Tensor,
+    gate_up: DenseWeight,
+    out: Tensor,
+    *,
+    limit: float | None = None,
+    tile: GemvTile | None = None,
+) -> None:
+    """silu(x G^T) * (x U^T) of up to 8 rows in one pass; `limit` as in `reference.swiglu`.
+
+    Shapes:
+        x [T, K] float32; gate_up [2I, K], gate rows first (e4m3 scales: those of G, then those of
+        U, which is one matrix's grid only if I is a multiple of 128); out [T, I] float32
+    Raises:
+        ValueError: T is not 1..8, x does not fit the weight, or e4m3 and I is not a multiple of 128.
+    """
+    _check_rows(x, gate_up.k)
+    inter = gate_up.n // 2
+    if gate_up.kind is WeightKind.FP8 and inter % SCALE_BLOCK:
+        raise ValueError(f"gate and up of {inter} rows share a block of scales")
+    tile = tile or _tile(gate_up.n, x.shape[0])
+    rows = max(1, tile.rows // 2)
+    _swiglu_gemv_kernel[(triton.cdiv(inter, rows),)](
+        x, x.stride(0), gate_up.raw, gate_up.scales, out, out.stride(0), limit,
+        INTER=inter, K=gate_up.k, T=x.shape[0], ROWS=rows, RUN=_RUN[gate_up.kind],
+        KIND=gate_up.kind.value, STAGES=tile.stages, HARDWARE=has_e4m3(x.device),
+        num_warps=tile.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def embed(ids: Tensor, table: Tensor, out: Tensor) -> None:
+    """Copy the rows of a table.
+
+    Shapes:
+        ids [T] int32 or int64; table [V, H] bfloat16 or float32; out [T, H] float32
+    """
+    hidden = table.shape[1]
+    block = min(1024, triton.next_power_of_2(hidden))
+    grid = (ids.shape[0], triton.cdiv(hidden, block))
+    _embed_kernel[grid](ids, table, out, H=hidden, BLOCK=block, num_warps=4)
+
+
+def _launch(
+    x: Tensor,
+    weight: DenseWeight,
+    out: Tensor,
+    rows: _Rows,
+    *,
+    x_pitch: int = 0,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    tile: GemvTile | None = None,
+) -> None:
+    tile = tile or _tile(rows.heads * rows.count, x.shape[0])
+    grid = (triton.cdiv(rows.count, tile.rows), rows.heads)
+    _gemv_kernel[grid](
+        x, x.stride(0), weight.raw, weight.scales, bias, residual,
+        0 if residual is None else residual.stride(0), out, out.stride(0),
+        COUNT=rows.count, K=weight.k, FIRST=rows.first, PITCH=rows.pitch, HEAD_X=x_pitch,
+        T=x.shape[0], ROWS=tile.rows, RUN=_RUN[weight.kind], KIND=weight.kind.value,
+        STAGES=tile.stages, HARDWARE=has_e4m3(x.device),
+        num_warps=tile.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _tile(n: int, rows: int) -> GemvTile:
+    """Tile by the number of weight rows and of x rows.
+
+    A warp reads whole rows; with more tokens it needs more rows to share what it reads of x, and
+    with few weight rows there must still be two programs for each of about 130 multiprocessors.
+    """
+    if n >= 4096:
+        return GemvTile(rows=16, warps=4, stages=3)
+    if n >= 2048 or rows > 4:
+        return GemvTile(rows=8, warps=4, stages=4)
+    return GemvTile(rows=4, warps=4, stages=4)
+
+
+def _check_rows(x: Tensor, k: int) -> None:
+    if not 1 <= x.shape[0] <= MAX_ROWS or x.shape[-1] != k:
+        raise ValueError(f"x {tuple(x.shape)} is not 1..{MAX_ROWS} rows of {k}")

@@ -1,0 +1,288 @@
+"""Routed experts of a decode step: gate_up with SwiGLU, int8 again, down, weighted sum.
+
+Owns launches and tile sizes; the arithmetic is `expert_math`. Twins: `reference.experts`. A program
+owns some rows of one distinct expert's matrix, reads them once and serves every token of the step
+that chose this expert, so a token's bits do not depend on the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moet_desk.kernels.layouts import ExpertLayout
+from moet_desk.kernels.triton.expert_math import load_tile, tile_products
+from moet_desk.kernels.triton.portable import PTX
+from moet_desk.kernels.triton.quant import block_codes, packed_words, quantize_rows
+
+_LANES = 32  # of the canonical order
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPool:
+    """Rows in VRAM as they lie on disk, and who is in use in one layer of one step.
+
+    Attributes:
+        layout: sizes of an expert.
+        base: uint8 [S, base_stride].
+        uniq_slot: int32 [P], slot of the u-th distinct expert, -1 beyond the last.
+        uniq_pair: int32 [P, T], the pair t * K + k in which token t uses that expert, or -1.
+        fine: uint8 [S2, fine_stride], or None for 2-bit weights.
+        fine_slot: int32 [P] like `uniq_slot`, in `fine`; given exactly when `fine` is.
+    """
+
+    layout: ExpertLayout
+    base: Tensor
+    uniq_slot: Tensor
+    uniq_pair: Tensor
+    fine: Tensor | None = None
+    fine_slot: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows and warps of a program. Each thread then owns 4 blocks per load: 16 bytes of a plane."""
+
+    rows: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """How one expert shape is cut. With `gate_up.rows` = 32 its programs quantise their result."""
+
+    gate_up: Tile
+    down: Tile
+
+
+_SMALL = ExpertTiles(gate_up=Tile(8, 2), down=Tile(16, 2))
+_TILES: dict[tuple[int, int], ExpertTiles] = {}
+
+
+@triton.jit
+def swiglu(g, u, limit, LIMITED: tl.constexpr):
+    """silu(g) * u, cut to +-limit as in `reference.swiglu`; NaN stays NaN."""
+    if LIMITED:
+        g = tl.where(g > limit, limit, g)
+        u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
+    return tl.div_rn(g, tl.exp(-g) + 1.0) * u
+
+
+@triton.jit
+def _gate_up_kernel(
+    base, fine, uniq_slot, fine_slot, uniq_pair, codes, scales, out, out_codes, out_scales, limit,
+    H: tl.constexpr, I: tl.constexpr, T: tl.constexpr,
+    BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
+    B: tl.constexpr, C: tl.constexpr,
+    FINE: tl.constexpr, LIMITED: tl.constexpr, QUANTIZE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    G: tl.constexpr = H // 32
+    first = tl.program_id(0) * B
+    expert = tl.program_id(1)
+    slot = tl.load(uniq_slot + expert)
+    if slot >= 0:
+        base += slot.to(tl.int64) * BASE_STRIDE
+        if FINE:
+            fine += tl.load(fine_slot + expert).to(tl.int64) * FINE_STRIDE
+        rows = first + tl.arange(0, B)
+        gate = load_tile(base, fine, rows, 2 * I, G, C, FINE)
+        up = load_tile(base, fine, rows + I, 2 * I, G, C, FINE)
+        for t in range(T):
+            pair = tl.load(uniq_pair + expert * T + t)
+            if pair >= 0:
+                x, s = codes + t * (8 * G), scales + t * G
+                g = tile_products(gate, x, s, B, G, C, FINE, PTX)
+                u = tile_products(up, x, s, B, G, C, FINE, PTX)
+                h = swiglu(g, u, limit, LIMITED)
+                if QUANTIZE:
+                    q, amax = block_codes(tl.reshape(h, [B // 32, 32]))
+                    block = first // 32 + tl.arange(0, B // 32)
+                    at = tl.arange(0, 8)[None, :] * (I // 32) + block[:, None]
+                    tl.store(out_codes + pair * (I // 4) + at, packed_words(q, B // 32))
+                    tl.store(out_scales + pair * (I // 32) + block, amax)
+                else:
+                    tl.store(out + pair * I + rows, h)
+
+
+@triton.jit
+def _down_kernel(
+    base, fine, uniq_slot, fine_slot, uniq_pair, codes, scales, part,
+    H: tl.constexpr, I: tl.constexpr, T: tl.constexpr,
+    BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
+    BASE_OFFSET: tl.constexpr, FINE_OFFSET: tl.constexpr,
+    B: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    G: tl.constexpr = I // 32
+    expert = tl.program_id(1)
+    slot = tl.load(uniq_slot + expert)
+    if slot >= 0:
+        base += slot.to(tl.int64) * BASE_STRIDE + BASE_OFFSET
+        if FINE:
+            fine += tl.load(fine_slot + expert).to(tl.int64) * FINE_STRIDE + FINE_OFFSET
+        rows = tl.program_id(0) * B + tl.arange(0, B)
+        tile = load_tile(base, fine, rows, H, G, C, FINE)
+        for t in range(T):
+            pair = tl.load(uniq_pair + expert * T + t)
+            if pair >= 0:
+                x, s = codes + pair * (8 * G), scales + pair * G
+                y = tile_products(tile, x, s, B, G, C, FINE, PTX)
+                tl.store(part + pair * H + rows, y)
+
+
+@triton.jit
+def _combine_kernel(
+    part, weights, base, residual, out,
+    H: tl.constexpr, K: tl.constexpr, B: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(1)
+    c = tl.program_id(0) * B + tl.arange(0, B)
+    inside = c < H
+    total = tl.load(part + t * K * H + c, mask=inside) * tl.load(weights + t * K)
+    for k in tl.static_range(1, K):
+        more = tl.load(part + (t * K + k) * H + c, mask=inside)
+        total += more * tl.load(weights + t * K + k)
+    if SHARED:
+        total += tl.load(base + t * H + c, mask=inside)
+    total = tl.load(residual + t * H + c, mask=inside) + total
+    tl.store(out + t * H + c, total, mask=inside)
+
+
+def experts_gate_up(
+    pool: ExpertPool,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    out: Tensor,
+    limit: float | None = None,
+    tile: Tile | None = None,
+    ptx: bool = PTX,
+) -> None:
+    """swiglu(gate x, up x) of every pair; the products' bits are those of the twin.
+
+    Shapes:
+        codes int32 [T, 8, H/32], scales float32 [T, H/32]; out float32 [P, I], rows of pairs in
+        `uniq_pair` are written
+    """
+    tile = tile or tiles_for(pool.layout).gate_up
+    _gate_up(pool, codes, scales, (out, out, out), tile, limit=limit, quantize=False, ptx=ptx)
+
+
+def experts_hidden(
+    pool: ExpertPool,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    scratch: Tensor,
+    out_codes: Tensor,
+    out_scales: Tensor,
+    limit: float | None = None,
+    tile: Tile | None = None,
+    ptx: bool = PTX,
+) -> None:
+    """`experts_gate_up` and its result as int8 for `experts_down`: one launch if a tile holds whole
+    blocks of 32 rows, else two with the same bits.
+
+    Shapes:
+        codes, scales as in `experts_gate_up`; scratch float32 [P, I]
+        out_codes int32 [P, 8, I/32], out_scales float32 [P, I/32]
+    """
+    tile = tile or tiles_for(pool.layout).gate_up
+    quantize = tile.rows % 32 == 0
+    outs = (scratch, out_codes, out_scales)
+    _gate_up(pool, codes, scales, outs, tile, limit=limit, quantize=quantize, ptx=ptx)
+    if not quantize:
+        quantize_rows(scratch, out_codes, out_scales)
+
+
+def experts_down(
+    pool: ExpertPool,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    part: Tensor,
+    tile: Tile | None = None,
+    ptx: bool = PTX,
+) -> None:
+    """Each pair's contribution, not yet weighted.
+
+    Shapes:
+        codes int32 [P, 8, I/32], scales float32 [P, I/32]; part float32 [P, H]
+    """
+    tile = tile or tiles_for(pool.layout).down
+    layout, n_experts = pool.layout, pool.uniq_slot.shape[0]
+    fine, fine_slot = _fine_of(pool)
+    _down_kernel[(layout.hidden // tile.rows, n_experts)](
+        pool.base, fine, pool.uniq_slot, fine_slot, pool.uniq_pair, codes, scales, part,
+        layout.hidden, layout.inter, pool.uniq_pair.shape[1],
+        layout.base_stride, layout.fine_stride,
+        layout.gate_up.base_bytes, layout.gate_up.fine_bytes,
+        tile.rows, _lanes(layout.inter), pool.fine is not None, ptx,
+        num_warps=tile.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def combine(
+    part: Tensor, weights: Tensor, *, base: Tensor | None, residual: Tensor, out: Tensor
+) -> None:
+    """residual + (sum over k, in order, of weight * part, + base): the bits of `reference.combine`
+    and two additions.
+
+    Shapes:
+        part float32 [P, H], weights float32 [T, K]; base (shared expert), residual, out [T, H]
+        float32; out may be residual
+    """
+    n_tokens, top_k = weights.shape
+    hidden = part.shape[1]
+    _combine_kernel[(triton.cdiv(hidden, _COMBINE_FLOATS), n_tokens)](
+        part, weights, residual if base is None else base, residual, out,
+        hidden, top_k, _COMBINE_FLOATS, base is not None,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+_COMBINE_FLOATS = 512
+"""A program's share of a row: one float4 per thread, 8 programs per token at H = 4096."""
+
+
+def tiles_for(layout: ExpertLayout) -> ExpertTiles:
+    """The tile sizes of an expert shape."""
+    return _TILES.get((layout.hidden, layout.inter), _SMALL)
+
+
+def _gate_up(
+    pool: ExpertPool,
+    codes: Tensor,
+    scales: Tensor,
+    outs: tuple[Tensor, Tensor, Tensor],
+    tile: Tile,
+    *,
+    limit: float | None,
+    quantize: bool,
+    ptx: bool,
+) -> None:
+    layout, n_experts = pool.layout, pool.uniq_slot.shape[0]
+    fine, fine_slot = _fine_of(pool)
+    _gate_up_kernel[(layout.inter // tile.rows, n_experts)](
+        pool.base, fine, pool.uniq_slot, fine_slot, pool.uniq_pair, codes, scales, *outs,
+        0.0 if limit is None else limit,
+        layout.hidden, layout.inter, pool.uniq_pair.shape[1],
+        layout.base_stride, layout.fine_stride,
+        tile.rows, _lanes(layout.hidden),
+        pool.fine is not None, limit is not None, quantize, ptx,
+        num_warps=tile.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _fine_of(pool: ExpertPool) -> tuple[Tensor, Tensor]:
+    """The fine pool and its slots; stand-ins that no kernel reads if there is none."""
+    if pool.fine is None or pool.fine_slot is None:
+        return pool.base, pool.uniq_slot
+    return pool.fine, pool.fine_slot
+
+
+def _lanes(width: int) -> int:
+    """Blocks side by side in a tile: all 32 lanes, or as many as a narrow matrix fills."""
+    return min(_LANES, int(triton.next_power_of_2(width // 32)))
