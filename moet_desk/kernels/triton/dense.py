@@ -62,11 +62,15 @@ class DenseWeight:
 
     def __post_init__(self) -> None:
         if self.values.dim() != 2 or not self.values.is_contiguous():
-            raise ValueError(f"a dense weight of shape {tuple(self.values.shape)} is no plain matrix")
+            raise ValueError(
+                f"a dense weight of shape {tuple(self.values.shape)} is no plain matrix"
+            )
         wanted = tuple(-(-size // SCALE_BLOCK) for size in self.values.shape)
         found = None if self.scales is None else tuple(self.scales.shape)
         if found != (wanted if self.kind is WeightKind.FP8 else None):
-            raise ValueError(f"scales {found} do not fit a {self.kind.value} weight of {wanted} blocks")
+            raise ValueError(
+                f"scales {found} do not fit a {self.kind.value} weight of {wanted} blocks"
+            )
 
     @property
     def kind(self) -> WeightKind:
@@ -153,7 +157,7 @@ def _gemv_sums(
     column = tl.arange(0, STEP)
     line = weight + rows.to(tl.int64) * K
     sums = ()
-    for t in tl.static_range(T):
+    for _ in tl.static_range(T):
         sums = sums + (tl.zeros([ROWS, 32], tl.float32),)
     for k0 in tl.range(0, K, STEP, num_stages=STAGES):
         k = k0 + column
@@ -353,7 +357,7 @@ def swiglu_gemv(
         x [T, K] float32; gate_up [2I, K], gate rows first (e4m3 scales: those of G, then those of
         U, which is one matrix's grid only if I is a multiple of 128); out [T, I] float32
     Raises:
-        ValueError: T is not 1..8, x does not fit the weight, or e4m3 and I is not a multiple of 128.
+        ValueError: T is not 1..8, x does not fit, or I of e4m3 is not a multiple of 128.
     """
     _check_rows(x, gate_up.k)
     inter = gate_up.n // 2
@@ -407,12 +411,13 @@ def _launch(
 def _tile(n: int, rows: int) -> GemvTile:
     """Tile by the number of weight rows and of x rows.
 
-    A warp reads whole rows; with more tokens it needs more rows to share what it reads of x, and
-    with few weight rows there must still be two programs for each of about 130 multiprocessors.
+    A warp owns whole weight rows; with more tokens more warps share what a program reads of x (and
+    16 rows on 4 warps would spill), with few weight rows there must still be two programs for each
+    of about 130 multiprocessors.
     """
     if n >= 4096:
-        return GemvTile(rows=16, warps=4, stages=3)
-    if n >= 2048 or rows > 4:
+        return GemvTile(rows=16, warps=4 if rows <= 4 else 8, stages=3)
+    if n >= 2048:
         return GemvTile(rows=8, warps=4, stages=4)
     return GemvTile(rows=4, warps=4, stages=4)
 
