@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 from textual.app import App, SystemCommand
@@ -219,13 +220,13 @@ class MoetDeskApp(App[int]):
 
     # -- actions -------------------------------------------------------------------------------
 
-    def action_go(self, mode: str) -> None:
-        """Bring a screen to the front."""
-        self.switch_mode(mode)
-        self.call_after_refresh(self.pull_gauges)
+    async def action_go(self, mode: str) -> None:
+        """Bring a screen to the front, drawn with the newest figures."""
+        await self.switch_mode(mode)
+        self.pull_gauges()
 
-    def on_tab_line_clicked(self, event: TabLine.Clicked) -> None:
-        self.action_go(event.mode)
+    async def on_tab_line_clicked(self, event: TabLine.Clicked) -> None:
+        await self.action_go(event.mode)
 
     def action_help(self) -> None:
         if isinstance(self.screen, HelpPanel):
@@ -299,16 +300,17 @@ class MoetDeskApp(App[int]):
             yield SystemCommand(title, text, self._runs("chat", self.chat, action))
         for title, text, action in CACHE_COMMANDS:
             yield SystemCommand(title, text, self._runs("cache", self.cache, action))
-        yield SystemCommand("Chat", "Go to the chat (F2)", lambda: self.action_go("chat"))
-        yield SystemCommand("Cache", "Go to the expert cache (F3)", lambda: self.action_go("cache"))
+        go = self.action_go
+        yield SystemCommand("Chat", "Go to the chat (F2)", partial(go, "chat"))
+        yield SystemCommand("Cache", "Go to the expert cache (F3)", partial(go, "cache"))
         yield SystemCommand("Help", "Keys, commands and glyphs (F1)", self.action_help)
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
         yield SystemCommand("Quit", "Close moet-desk (Ctrl+Q)", self.action_leave)
 
-    def _runs(self, mode: str, screen: Screen[None], action: str) -> Callable[[], None]:
-        def run() -> None:
-            self.action_go(mode)
-            self.call_after_refresh(self.run_action, action, screen)
+    def _runs(self, mode: str, screen: Screen[None], action: str) -> Callable[[], Awaitable[None]]:
+        async def run() -> None:
+            await self.action_go(mode)
+            await self.run_action(action, screen)
 
         return run
 

@@ -26,6 +26,7 @@ from moet_desk.telemetry import (
     LoadStep,
     PrefillProgress,
     TextDelta,
+    Usage,
 )
 from moet_desk.ui.text import Cleaner
 
@@ -128,6 +129,7 @@ class LiveAnswer:
         self.prompt: PrefillProgress | None = None
         self.prompt_since_s = self.started_s
         self.finished: Finished | None = None
+        self.usage: Usage | None = None
         self.error: MoetError | None = None
 
     @property
@@ -166,9 +168,10 @@ class LiveAnswer:
                     if self.prompt is None:
                         self.prompt_since_s = self._clock.monotonic()
                     self.prompt = event
-                case Finished():
-                    self.finished = event
-                case Failed(error=error):
+                case Finished(usage=usage):
+                    self.finished, self.usage = event, usage
+                case Failed(error=error, usage=failed_usage):
+                    self.usage = failed_usage
                     self.error = as_moet_error(error, log_dir=self._log_dir)
         text = "".join(fresh)
         if text:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from moet_desk.engine.handle import GenerateRequest, Quality, Sampling
 from moet_desk.errors import MoetError
-from moet_desk.telemetry import Finished, FinishReason
+from moet_desk.telemetry import FinishReason, Usage
 from moet_desk.ui.bridge import Bridge, LiveAnswer, Phase
 from moet_desk.ui.text import clean_line
 
@@ -357,11 +357,13 @@ class Conversation:
         live = self.live
         if live is None:
             return
+        meta = self.turns[-1].meta
         if live.finished is not None:
-            self.turns[-1].meta |= _meta_of(live.finished)
-            usage = live.finished.usage
-            self.context_used = usage.prompt_tokens + usage.completion_tokens
-            self.turns[-1].meta["context_used"] = self.context_used
+            meta["reason"] = live.finished.reason.value
+            meta["quality"] = live.finished.quality
+        if live.usage is not None:
+            self.context_used = live.usage.prompt_tokens + live.usage.completion_tokens
+            meta |= _figures(live.usage) | {"context_used": self.context_used}
         self._end_with(status, live.text, live.error)
 
     def _end_with(self, status: Status, text: str, error: MoetError | None) -> None:
@@ -397,12 +399,9 @@ class Conversation:
         self._guard(self._chats.close)
 
 
-def _meta_of(finished: Finished) -> dict[str, Any]:
+def _figures(usage: Usage) -> dict[str, Any]:
     """The figures of the closing line, as they are stored with a message."""
-    usage = finished.usage
     return {
-        "reason": finished.reason.value,
-        "quality": finished.quality,
         "tokens": usage.completion_tokens,
         "prompt_tokens": usage.prompt_tokens,
         "first_token_s": usage.first_token_s,

@@ -62,7 +62,7 @@ async def _take(
         for columns, rows in SIZES:
             await pilot.resize_terminal(columns, rows)
             for mode in ("chat", "cache"):
-                app.action_go(mode)
+                await app.action_go(mode)
                 await asyncio.sleep(0.6)  # two gauge periods, and the switch's own delay
                 await pilot.pause()
                 path = out_dir / f"{mode}-{columns}x{rows}.svg"

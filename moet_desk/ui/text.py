@@ -126,6 +126,21 @@ def find_split(text: str) -> int | None:
     return None
 
 
+def split_segments(text: str) -> list[str]:
+    """Cut a Markdown text into stretches of about `SEGMENT_CHARS` that render as the whole.
+
+    The last one may still grow. A block that is longer than a stretch stays in one piece.
+    """
+    parts: list[str] = []
+    while len(text) >= SEGMENT_CHARS:
+        cut = find_split(text[: SEGMENT_CHARS * 4 // 3]) or find_split(text)
+        if cut is None:
+            break
+        parts.append(text[:cut])
+        text = text[cut:]
+    return [*parts, text]
+
+
 _MARKERS_ONLY = re.compile(r"[ \t]*[-+*#>`~|=_:.)\d \t]*")
 
 

@@ -94,7 +94,7 @@ def choose_glyphs(wish: str, *, encoding: str, terminal: str) -> Glyphs:
 
 _STATUS_DARK = {"ok": "#56b4e9", "warn": "#f0c040", "bad": "#d55e00", "idle": "#8a8a8a"}
 _STATUS_CONTRAST = {"ok": "#7cc8f2", "warn": "#ffd75f", "bad": "#ff9a4d", "idle": "#b8b8b8"}
-_STATUS_LIGHT = {"ok": "#00567f", "warn": "#7a5600", "bad": "#a63c00", "idle": "#5c5c5c"}
+_STATUS_LIGHT = {"ok": "#0067a3", "warn": "#8a6a00", "bad": "#8f1d00", "idle": "#5c5c5c"}
 _TIERS_DARK = {"q": "#ffffff", "g": "#f8e77e", "r": "#9aa9c9", "n": "#6a7fb0"}
 _TIERS_LIGHT = {"q": "#000000", "g": "#04266c", "r": "#475d85", "n": "#5f7398"}
 
@@ -125,7 +125,7 @@ MOET_DARK = Theme(
 
 MOET_LIGHT = Theme(
     name="moet-light", primary="#00567f", secondary="#475d85", accent="#04266c",
-    warning="#7a5600", error="#a63c00", success="#00567f", foreground="#1c1c1c",
+    warning="#8a6a00", error="#8f1d00", success="#00567f", foreground="#1c1c1c",
     background="#fbfbf8", surface="#f2f2ee", panel="#e6e6e0", dark=False,
     variables=_variables(RAMP_LIGHT, _TIERS_LIGHT, _STATUS_LIGHT, "#5c5c5c"),
 )  # fmt: skip

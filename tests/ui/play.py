@@ -14,7 +14,6 @@ from moet_desk.engine.scripted import DEFAULT_ANSWER, Script, ScriptedEngine, Sc
 from moet_desk.telemetry import LoadStep
 from moet_desk.ui.app import Look, MoetDeskApp
 from moet_desk.ui.bridge import PackJob
-
 from tests.ui.support import FakeChats, FakePack
 
 LOAD = (

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
+
+from rich.console import Console
+from textual.app import App
 
 from moet_desk.engine.handle import EngineHandle
 from moet_desk.engine.scripted import Script, ScriptedEngine
@@ -14,8 +18,6 @@ from moet_desk.errors import MoetError
 from moet_desk.ui.app import Look, MoetDeskApp
 from moet_desk.ui.bridge import Clock, PackJob, Phase
 from moet_desk.ui.conversation import Wishes
-from rich.console import Console
-from textual.app import App
 
 NOON = datetime(2026, 11, 29, 12, 0, tzinfo=UTC)
 
@@ -152,7 +154,7 @@ class Stage:
         )  # fmt: skip
 
     def open(self, columns: int = 80, rows: int = 24) -> Any:
-        return self.app.run_test(size=(columns, rows))
+        return self.app.run_test(size=(columns, rows), notifications=True)
 
     async def ready(self, pilot: Any) -> None:
         """Let the start go on until the engine is open and loaded or has failed."""
@@ -164,7 +166,7 @@ class Stage:
             self.engine.advance(1.0)
         await self.settle(pilot)
 
-    async def play(self, pilot: Any, seconds: float, *, step_s: float = 0.25) -> None:
+    async def play(self, pilot: Any, seconds: float, *, step_s: float = 0.5) -> None:
         """Let time pass for engine and screens together."""
         left = seconds
         while left > 1e-9:
@@ -174,11 +176,10 @@ class Stage:
             self.engine.advance(part)
             await self.app.pull_text()
             self.app.pull_gauges()
-            await pilot.pause()
+            await asyncio.sleep(0.001)
         await self.settle(pilot)
 
     async def settle(self, pilot: Any) -> None:
-        await pilot.pause()
         await pilot.pause()
 
     async def ask(self, pilot: Any, text: str) -> None:

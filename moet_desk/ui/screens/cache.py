@@ -42,7 +42,7 @@ class CacheScreen(Screen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("m", "measure", "Measure", id="cache.measure"),
         Binding("space", "pause", "Pause", id="cache.pause"),
-        Binding("escape", "app.switch_mode('chat')", "Chat", id="cache.back"),
+        Binding("escape", "app.go('chat')", "Chat", id="cache.back"),
     ]
 
     def __init__(self, glyphs: Glyphs, history: History, *, clock: Clock, plain: bool) -> None:

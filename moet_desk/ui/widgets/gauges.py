@@ -88,14 +88,42 @@ def spread(left: Content, right: Content, width: int) -> Content:
     return left + " " * (width - left.cell_length - right.cell_length) + right
 
 
-class StatusLine(Widget):
+class _Gauge(Widget):
+    """A widget whose text is made from a record; it repaints when that text has changed.
+
+    The text is kept as drawn, because what it is made from may have moved on since.
+    """
+
+    def __init__(self, glyphs: Glyphs) -> None:
+        super().__init__()
+        self._glyphs = glyphs
+        self._text = Content("")
+
+    def make_text(self, width: int) -> Content:
+        """The text for a width."""
+        raise NotImplementedError
+
+    def redraw(self) -> None:
+        """Make the text anew and repaint if it differs."""
+        text = self.make_text(self.size.width)
+        if not text.is_same(self._text):
+            self._text = text
+            self.refresh()
+
+    def render(self) -> Content:
+        return self._text
+
+    def on_resize(self) -> None:
+        self.redraw()
+
+
+class StatusLine(_Gauge):
     """State, model, context, tiers and speed in one row."""
 
     DEFAULT_CSS = "StatusLine { height: 1; }"
 
-    def __init__(self, glyphs: Glyphs, *, id: str | None = None) -> None:  # noqa: A002  Textual's name
-        super().__init__(id=id)
-        self._glyphs = glyphs
+    def __init__(self, glyphs: Glyphs) -> None:
+        super().__init__(glyphs)
         self._snapshot = EngineSnapshot()
         self._context_used = 0
         self._notes: tuple[str, ...] = ()
@@ -104,17 +132,14 @@ class StatusLine(Widget):
         self, snapshot: EngineSnapshot, *, context_used: int, notes: tuple[str, ...] = ()
     ) -> None:
         """Show a snapshot. `context_used` is of the open chat; `notes` stand at the right."""
-        before = self._line(self.size.width)
         self._snapshot, self._context_used, self._notes = snapshot, context_used, notes
-        if self._line(self.size.width) != before:
-            self.refresh()
+        self.redraw()
 
-    def _line(self, width: int) -> Content:
+    def make_text(self, width: int) -> Content:
         snapshot = self._snapshot
         state = snapshot.state
         glyph = self._glyphs.states[state]
-        head = Content.styled(f"{glyph} {state.value}", f"bold ${status_variable(state)}")
-        parts = [head]
+        parts = [Content.styled(f"{glyph} {state.value}", f"bold ${status_variable(state)}")]
         if snapshot.model:
             parts.append(Content(snapshot.model))
         if snapshot.context:
@@ -123,16 +148,12 @@ class StatusLine(Widget):
         if shares:
             parts.append(shares)
         right = list(self._notes)
-        if width >= 100:
+        if width >= 100 and snapshot.model:
             right.append(show_number(snapshot.decode_tok_per_s, "tok/s"))
         if snapshot.device:
             right.append(snapshot.device)
-        return spread(
-            Content(" ") + Content("   ").join(parts), Content("   ".join(right) + " "), width
-        )
-
-    def render(self) -> Content:
-        return self._line(self.size.width)
+        left = Content(" ") + Content("   ").join(parts)
+        return spread(left, Content("   ".join(right) + " "), width)
 
 
 class History:
@@ -159,20 +180,20 @@ class History:
         self._moved = (now_s, moved)
 
 
-def wait_line(snapshot: EngineSnapshot, history: History, glyphs: Glyphs) -> Content:
+def wait_line(snapshot: EngineSnapshot, history: History, *, width: int, glyphs: Glyphs) -> Content:
     """The line that maps to what a person feels: time spent waiting for experts, first."""
     counters = snapshot.counters
-    waiting = "–" if snapshot.wait_share is None else f"{snapshot.wait_share * 100:.0f} %"
-    moved = show_memory(counters.bytes_ram_to_slot) if counters.lookups else "–"
-    rate = "" if not history.bytes_per_s else f" ({show_rate(history.bytes_per_s)})"
-    disk = show_memory(counters.bytes_nvme_to_ram) if counters.lookups else "–"
+    moved = disk = "–"
+    if counters.lookups:
+        moved = show_memory(counters.bytes_ram_to_slot)
+        disk = show_memory(counters.bytes_nvme_to_ram)
+    wide = width >= 100 and history.bytes_per_s
+    rate = f" ({show_rate(history.bytes_per_s or 0.0)})" if wide else ""
     return Content.assemble(
-        ("waiting ", "bold"),
-        (waiting, "bold"),
-        (" of time ", "bold"),
+        (f"waiting {show_percent(snapshot.wait_share, 0)} of time ", "bold"),
         (sparkline(history.wait_share, 12, glyphs), "$status-ok"),
         f"  {show_number(snapshot.step_ms, 'ms/step', 0)}   moved {moved}{rate}, {disk} from disk",
-    )
+    ).truncate(width, ellipsis=True)
 
 
 def tier_lines(snapshot: EngineSnapshot, width: int, glyphs: Glyphs) -> list[Content]:
@@ -201,51 +222,43 @@ def tier_lines(snapshot: EngineSnapshot, width: int, glyphs: Glyphs) -> list[Con
     return lines
 
 
-class TierBars(Widget):
+class TierBars(_Gauge):
     """The four tiers and the waiting line under the heatmap."""
 
     DEFAULT_CSS = "TierBars { height: 5; }"
 
     def __init__(self, glyphs: Glyphs, history: History) -> None:
-        super().__init__()
-        self._glyphs = glyphs
+        super().__init__(glyphs)
         self._history = history
         self._snapshot = EngineSnapshot()
 
     def show(self, snapshot: EngineSnapshot) -> None:
         """Show a snapshot."""
-        before = self.render()
         self._snapshot = snapshot
-        if self.render() != before:
-            self.refresh()
+        self.redraw()
 
-    def render(self) -> Content:
-        waiting = Content(" ") + wait_line(self._snapshot, self._history, self._glyphs)
-        width = self.size.width
-        waiting = waiting.truncate(width, ellipsis=True)
-        lines = [waiting, *tier_lines(self._snapshot, width, self._glyphs)]
+    def make_text(self, width: int) -> Content:
+        waiting = wait_line(self._snapshot, self._history, width=width - 1, glyphs=self._glyphs)
+        lines = [Content(" ") + waiting, *tier_lines(self._snapshot, width, self._glyphs)]
         return Content("\n").join(lines)
 
 
-class Rail(Widget):
+class Rail(_Gauge):
     """The right column of wide windows: tiers, speed, waiting, requests."""
 
     DEFAULT_CSS = "Rail { width: 34; padding: 0 1; }"
 
     def __init__(self, glyphs: Glyphs, history: History) -> None:
-        super().__init__()
-        self._glyphs = glyphs
+        super().__init__(glyphs)
         self._history = history
         self._snapshot = EngineSnapshot()
 
     def show(self, snapshot: EngineSnapshot) -> None:
         """Show a snapshot."""
-        before = self.render()
         self._snapshot = snapshot
-        if self.render() != before:
-            self.refresh()
+        self.redraw()
 
-    def render(self) -> Content:
+    def make_text(self, width: int) -> Content:
         snapshot, glyphs = self._snapshot, self._glyphs
         lines = [Content.styled("Tiers, recent look-ups", "bold")]
         for tier in _TIERS:

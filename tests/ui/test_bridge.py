@@ -1,0 +1,119 @@
+"""The crossing: flush pace, the start of the engine, the reading side of an answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from moet_desk.engine.handle import EngineHandle, GenerateRequest
+from moet_desk.engine.scripted import Script, ScriptedEngine, ScriptedFailure
+from moet_desk.errors import MoetError, fail
+from moet_desk.telemetry import EngineState, LoadStep
+from moet_desk.ui.bridge import Bridge, FlushPace, Phase
+from tests.ui.support import FakePack, HeldClock
+
+
+def test_flush_pace__slow_then_fast__doubles_and_recovers() -> None:
+    pace = FlushPace()
+    for expected in (0.2, 0.4, 0.4):
+        pace.record(0.05)
+        assert pace.period_s == expected
+    assert pace.slow
+    for expected in (0.2, 0.1, 0.1):
+        pace.record(0.015)
+        assert pace.period_s == expected
+    assert not pace.slow
+
+
+def test_flush_pace__due__once_per_period() -> None:
+    pace = FlushPace()
+    assert [pace.due(t) for t in (1.0, 1.05, 1.1, 1.15, 1.21)] == [True, False, True, False, True]
+
+
+def poll_until(bridge: Bridge, phase: Phase, step: Callable[[], None] = lambda: None) -> None:
+    wait = threading.Event()
+    for _ in range(500):
+        if bridge.poll() is phase:
+            return
+        step()
+        wait.wait(0.002)
+    raise AssertionError(f"still {bridge.phase}")
+
+
+def test_bridge__pack_then_load__steps_in_order() -> None:
+    engine = ScriptedEngine(Script(load=(LoadStep("Dense layers", total=100, seconds=1.0),)))
+    pack = FakePack(
+        [{"event": "pack", "done": n, "total": 4, "bytes": n * 10, "rate_bytes_per_s": 5.0}
+         for n in (1, 4)]
+    )  # fmt: skip
+    bridge = Bridge(lambda: engine, pack_job=pack, clock=HeldClock().clock())
+    assert bridge.snapshot().state is EngineState.LOADING
+    assert bridge.poll() is Phase.PACKING
+    step = bridge.steps()[0]
+    assert (step.name, step.done, step.total) == ("Pack the model", 1, 4)
+    assert bridge.pack_rate == (10, 5.0)
+    poll_until(bridge, Phase.LOADING)
+    assert [step.name for step in bridge.steps()] == ["Pack the model", "Dense layers"]
+    assert bridge.steps()[0].finished
+    poll_until(bridge, Phase.READY, lambda: engine.advance(0.5))
+
+
+def test_bridge__pack_fails__failed_and_no_restart() -> None:
+    pack = FakePack([{"event": "pack", "done": 1, "total": 4}], fail("MD-DISK-02", path="p"))
+    bridge = Bridge(ScriptedEngine, pack_job=pack)
+    poll_until(bridge, Phase.FAILED)
+    assert isinstance(bridge.error, MoetError)
+    assert bridge.error.code == "MD-DISK-02"
+    assert not bridge.can_restart
+
+
+def test_bridge__engine_does_not_open__named_and_restart_helps() -> None:
+    tries: list[EngineHandle] = []
+
+    def open_engine() -> EngineHandle:
+        tries.append(ScriptedEngine())
+        if len(tries) == 1:
+            raise ValueError("broken")
+        return tries[-1]
+
+    bridge = Bridge(open_engine, log_dir="/logs")
+    poll_until(bridge, Phase.FAILED)
+    assert isinstance(bridge.error, MoetError)
+    assert (bridge.error.code, bridge.error.facts["log"]) == ("MD-BUG-01", "/logs")
+    bridge.restart()
+    poll_until(bridge, Phase.READY)
+
+
+def test_bridge__load_failure__error_of_the_snapshot() -> None:
+    engine = ScriptedEngine(Script(load_failure=ScriptedFailure("MD-PACK-04", {"n_bad": 1})))
+    bridge = Bridge(lambda: engine)
+    poll_until(bridge, Phase.FAILED, lambda: engine.advance(0.1))
+    assert not isinstance(bridge.error, MoetError)
+    assert bridge.error is not None
+    assert bridge.error["code"] == "MD-PACK-04"
+
+
+def test_bridge__close_while_packing__cancels_the_job() -> None:
+    pack = FakePack([{"event": "pack", "done": 1, "total": 4}] * 2)
+    bridge = Bridge(ScriptedEngine, pack_job=pack)
+    bridge.close()
+    assert pack.cancelled
+
+
+def test_live_answer__pulls__clean_text_counts_and_rate() -> None:
+    time = HeldClock()
+    engine = ScriptedEngine(Script(answers=("one \x1b[31mtwo three four five",), tokens_per_s=10))
+    bridge = Bridge(lambda: engine, clock=time.clock())
+    poll_until(bridge, Phase.READY)
+    live = bridge.submit(GenerateRequest(prompt="x"))
+    text = ""
+    while not live.ended:
+        time.seconds += 0.1
+        engine.advance(0.1)
+        text += live.pull()
+    assert text == live.text == "one two three four five"
+    assert live.finished is not None
+    assert live.n_tokens == live.finished.usage.completion_tokens
+    assert live.first_token_s is not None
+    assert live.tok_per_s is not None
+    assert abs(live.tok_per_s - 10) < 0.5

@@ -1,0 +1,59 @@
+"""Costs: a flush must not grow with the answer, and the first picture must come soon."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from statistics import median
+
+import pytest
+
+from moet_desk.engine.scripted import DEFAULT_ANSWER
+from moet_desk.ui.widgets.transcript import AnswerBlock, Transcript
+from tests.ui.support import Stage
+
+
+@pytest.mark.asyncio
+async def test_flush__long_answer__cost_and_widgets_stay_flat() -> None:
+    """Later flushes cost about what earlier ones do, because far segments hold no widgets."""
+    stage = Stage()
+    text = DEFAULT_ANSWER * 18  # 6,300 characters, about 270 widgets if all were kept
+    costs: list[float] = []
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.app.chat.ask("q")
+        block = stage.app.chat.query_one(AnswerBlock)
+        transcript = stage.app.chat.query_one(Transcript)
+        for start in range(0, len(text), 150):
+            before = time.process_time()
+            await block.append(text[start : start + 150])
+            await pilot.pause()
+            costs.append(time.process_time() - before)
+            await transcript.settle()
+        n_widgets = len(block.query("*"))
+    third = len(costs) // 3
+    assert median(costs[-third:]) < 1.5 * median(costs[third : 2 * third])
+    assert n_widgets < 200
+
+
+FIRST_PICTURE = """
+import asyncio, time
+start = time.process_time()
+from tests.ui.support import Stage, dump
+async def main():
+    stage = Stage()
+    async with stage.open() as pilot:
+        stage.app.pull_gauges()
+        await pilot.pause()
+        assert "F2 Chat" in dump(stage.app)
+        print(time.process_time() - start)
+asyncio.run(main())
+"""
+
+
+def test_first_picture__fresh_interpreter__within_a_second_and_a_half_of_cpu() -> None:
+    out = subprocess.run(
+        [sys.executable, "-c", FIRST_PICTURE], capture_output=True, text=True, check=True
+    )
+    assert float(out.stdout) < 1.5

@@ -1,0 +1,141 @@
+"""The Cache screen: figures, measures, pause, and that nothing is drawn while it is hidden."""
+
+from __future__ import annotations
+
+import pytest
+
+from moet_desk.engine.scripted import Script
+from moet_desk.telemetry import LoadStep
+from moet_desk.ui.widgets.heatmap import Heatmap, Measure
+from tests.ui.support import Stage, dump
+
+pytestmark = pytest.mark.asyncio
+
+LONG = "word " * 400
+
+
+async def test_cache__after_an_answer__grid_tiers_and_waiting() -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f3")
+        await stage.play(pilot, 0.5)
+        assert "Ask something and this fills in." in dump(stage.app)
+        await stage.app.chat.ask("q")
+        await stage.play(pilot, 3.0)
+        lines = dump(stage.app).splitlines()
+    assert lines[2].startswith(" Where experts are, 8 layers")
+    assert lines[2].endswith("idle  [Space]")
+    assert [line[1:4] for line in lines[4:12]] == [f"L{i:02d}" for i in range(1, 9)]
+    assert all(line.rstrip().endswith(tuple("0123456789")) for line in lines[4:12])
+    assert any(line.startswith(" waiting 21 % of time") for line in lines)
+    assert [line[1] for line in lines if " answers " in line] == ["G", "Q", "R", "N"]
+
+
+async def test_measure__m_toggles__legend_and_glyphs_follow() -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.app.chat.ask("q")
+        await stage.play(pilot, 3.0)
+        await pilot.press("f3")
+        await stage.play(pilot, 0.5)
+        assert "measure: answered by" in dump(stage.app)
+        await pilot.press("m")
+        await stage.settle(pilot)
+        screen = dump(stage.app)
+        assert "measure: heat" in screen
+        assert "▇" in screen.splitlines()[5] + screen.splitlines()[6]
+        await pilot.press("m")
+        await stage.settle(pilot)
+        assert stage.app.cache.query_one(Heatmap).measure is Measure.TIER
+
+
+async def test_pause__space__picture_held_while_the_engine_runs() -> None:
+    stage = Stage(Script(answers=(LONG,)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.app.chat.ask("q")
+        await pilot.press("f3")
+        await stage.play(pilot, 1.0)
+        await pilot.press("space")
+        await stage.settle(pilot)
+        before = dump(stage.app).splitlines()
+        assert before[2].endswith("paused, 12:00:00, engine still runs  [Space]")
+        await stage.play(pilot, 2.0)
+        after = dump(stage.app).splitlines()
+        assert after[:20] == before[:20]
+        assert after[-2] != before[-2]  # the status line goes on
+        await pilot.press("space")
+        await stage.play(pilot, 0.5)
+        assert dump(stage.app).splitlines()[:20] != before[:20]
+
+
+async def test_cursor__keys__show_one_expert() -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f3")
+        await stage.play(pilot, 0.5)
+        await pilot.press("down", "right", "right")
+        await stage.settle(pilot)
+        assert "Layer 2, expert 2:" in dump(stage.app)
+
+
+async def test_resident_model__sentence_and_heat() -> None:
+    stage = Stage(Script(pool_share=1.0, n_layers=2, n_experts=8, top_k=4, answers=(LONG,)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.app.chat.ask("q")
+        await pilot.press("f3")
+        await stage.play(pilot, 10.0, step_s=2.0)
+        screen = dump(stage.app)
+    assert "All 16 experts are in slots. Nothing to fetch." in screen
+    assert "measure: heat" in screen
+
+
+async def test_no_model__explanation_instead_of_a_grid() -> None:
+    stage = Stage(Script(load=(LoadStep("wait", seconds=1e9),)))
+    async with stage.open() as pilot:
+        await stage.settle(pilot)
+        await pilot.press("f3")
+        await stage.settle(pilot)
+        stage.app.pull_gauges()
+        await stage.settle(pilot)
+        screen = dump(stage.app)
+        assert not stage.app.cache.query_one(Heatmap).display
+    assert "No model is loaded yet" in screen
+    assert "never its words." in screen
+
+
+async def test_hidden__chat_in_front__grid_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(Script(answers=(LONG,)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f3")
+        await stage.play(pilot, 0.5)
+        await pilot.press("f2")
+        await stage.settle(pilot)
+        shown: list[object] = []
+        monkeypatch.setattr(stage.app.cache, "show", lambda *a, **k: shown.append(a))
+        await stage.app.chat.ask("q")
+        await stage.play(pilot, 1.0)
+        assert shown == []
+
+
+async def test_big_model__43_layers_256_experts__grouped_and_scrolled() -> None:
+    stage = Stage(Script(n_layers=43, n_experts=256, top_k=6))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.app.chat.ask("q")
+        await pilot.press("f3")
+        await stage.play(pilot, 0.5)
+        screen = dump(stage.app)
+        assert "4 experts per cell, 43 layers" in screen
+        assert "L01" in screen
+        assert "L43" not in screen
+        await pilot.press("end")
+        await stage.settle(pilot)
+        screen = dump(stage.app)
+    assert "L43" in screen
+    assert "Layer 43, experts 0-3:" in screen

@@ -1,0 +1,471 @@
+"""The Chat screen, driven by keys on the scripted engine."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from textual.containers import Horizontal
+from textual.widgets import Button, Input, Markdown, OptionList
+
+from moet_desk.engine.handle import Quality
+from moet_desk.engine.scripted import Script, ScriptedFailure
+from moet_desk.telemetry import LoadStep
+from moet_desk.ui.bridge import Phase
+from moet_desk.ui.conversation import Status, Wishes
+from moet_desk.ui.screens.chat_list import ChatList
+from moet_desk.ui.widgets.prompt import Prompt
+from moet_desk.ui.widgets.transcript import AnswerBlock, Segment, Transcript
+from tests.ui.support import FakePack, Stage, dump
+
+pytestmark = pytest.mark.asyncio
+
+LONG = "\n\n".join(f"Paragraph {i} with **some** words that fill a line or two." for i in range(60))
+
+
+def prompt_of(stage: Stage) -> Prompt:
+    return stage.app.chat.query_one(Prompt)
+
+
+async def test_ask__key_by_key__streams_and_closes() -> None:
+    stage = Stage(Script(answers=("Hello **there**, and some more words.",)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        assert "moet-demo is ready" in dump(stage.app)
+        await pilot.press(*"Hi you", "enter")
+        assert prompt_of(stage).text == ""
+        await stage.play(pilot, 0.15, step_s=0.05)
+        assert "writing" in dump(stage.app)
+        await stage.play(pilot, 2.0)
+        screen = dump(stage.app)
+    assert "Hi you" in screen
+    assert "Hello there, and some more words." in screen
+    assert "tok/s · waiting" in screen
+    assert "first token" in screen
+    assert "● ready" in screen
+
+
+async def test_enter__blank_prompt__sends_nothing() -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press("space", "ctrl+j", "enter")
+        assert stage.app.conversation.turns == []
+
+
+async def test_newline__three_keys__all_make_one() -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press("a", "ctrl+j", "b", "alt+enter", "c", "shift+enter", "d")
+        assert prompt_of(stage).text == "a\nb\nc\nd"
+
+
+async def test_escape__writing__stops_and_keeps_the_text() -> None:
+    stage = Stage(Script(answers=(LONG,)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.play(pilot, 1.0)
+        await pilot.press("escape")
+        await stage.play(pilot, 0.5)
+        screen = dump(stage.app)
+        turn = stage.app.conversation.turns[-1]
+    assert turn.status is Status.STOPPED
+    assert "Paragraph 0" in turn.text
+    assert "stopped by you · " in screen
+
+
+async def test_queue__while_writing__shown_and_taken_back_and_sent() -> None:
+    stage = Stage(Script(answers=("One two three four five six.", "Second answer.")))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "first")
+        await stage.ask(pilot, "second")
+        assert "next: second   (Esc takes it back)" in dump(stage.app)
+        await stage.ask(pilot, "third")
+        assert prompt_of(stage).text == "third"
+        await pilot.press("escape")
+        assert prompt_of(stage).text == "second\nthird"
+        assert stage.app.conversation.busy
+        await pilot.press("enter")
+        await stage.play(pilot, 3.0)
+        screen = dump(stage.app)
+    assert "next:" not in screen
+    assert "Second answer." in screen
+
+
+async def test_failure__panel_in_the_transcript__try_again_works() -> None:
+    failure = ScriptedFailure("MD-ENG-04", {"reason": "[b]row 3[/b]", "model": "m"}, 3)
+    stage = Stage(Script(answers=("Some text that breaks.", "Fine now."), failures={0: failure}))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.ask(pilot, "waiting one")
+        await stage.play(pilot, 2.0)
+        screen = dump(stage.app)
+        assert "✗ The answer could not be finished   MD-ENG-04" in screen
+        assert "[b]row 3[/b]." in screen
+        assert "Do: Try again." in screen
+        assert "The text so far is kept." in screen
+        assert prompt_of(stage).text == "waiting one"
+        stage.app.chat.query_one("ProblemPanel Button", Button).press()
+        await stage.settle(pilot)
+        await stage.play(pilot, 2.0)
+        screen = dump(stage.app)
+    assert "Fine now." in screen
+    assert "MD-ENG-04" not in screen
+
+
+async def test_context_full__forget_oldest__goes_on() -> None:
+    stage = Stage(Script(answers=("word " * 120,), context=460, tokens_per_s=400))
+    async with stage.open(80, 40) as pilot:
+        await stage.ready(pilot)
+        for i in range(4):
+            await stage.ask(pilot, f"question {i}")
+            await stage.play(pilot, 1.0)
+        assert "! ctx" in dump(stage.app)
+        while stage.app.conversation.problem is None:
+            await stage.ask(pilot, "one more")
+            await stage.play(pilot, 1.0)
+        screen = dump(stage.app)
+        assert "MD-API-03" in screen
+        assert "[ Forget the oldest turns ]" in screen
+        stage.app.chat.query_one("ProblemPanel Button", Button).press()
+        await stage.settle(pilot)
+        await stage.play(pilot, 1.0)
+        assert stage.app.conversation.problem is None
+        assert stage.app.conversation.turns[-1].status is Status.DONE
+
+
+async def test_retry__ctrl_r__answer_replaced() -> None:
+    stage = Stage(Script(answers=("First try.", "Second try.")))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.play(pilot, 2.0)
+        await pilot.press("ctrl+r")
+        await stage.play(pilot, 2.0)
+        screen = dump(stage.app)
+        assert len(stage.app.chat.query(AnswerBlock)) == 1
+    assert "Second try." in screen
+    assert "First try." not in screen
+
+
+async def test_new_and_list__open_an_earlier_chat__draft_and_text_back() -> None:
+    stage = Stage(Script(answers=("An answer about foxes.", "One about hens.")))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        for question in ("foxes?", "hens?"):
+            await stage.ask(pilot, question)
+            await stage.play(pilot, 2.0)
+            prompt_of(stage).load_text(f"draft on {question}")
+            await pilot.press("ctrl+n")
+            await stage.settle(pilot)
+        assert "moet-demo is ready" in dump(stage.app)
+        await pilot.press("ctrl+l")
+        await stage.settle(pilot)
+        assert stage.app.screen.query_one(OptionList).option_count == 2
+        await pilot.press(*"foxes")
+        await stage.settle(pilot)
+        assert stage.app.screen.query_one(OptionList).option_count == 1
+        assert "foxes?" in dump(stage.app)
+        await pilot.press("enter")
+        await stage.settle(pilot)
+        screen = dump(stage.app)
+        assert prompt_of(stage).text == "draft on foxes?"
+    assert "An answer about foxes." in screen
+    assert "hens" not in screen
+
+
+async def test_list__delete__asks_and_keeps_by_default() -> None:
+    stage = Stage(Script(answers=("A.",)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.play(pilot, 1.0)
+        await pilot.press("ctrl+l")
+        await stage.settle(pilot)
+        await pilot.press("delete")
+        await stage.settle(pilot)
+        assert "Delete this chat?" in dump(stage.app)
+        await pilot.press("enter")  # the safe button has the focus
+        await stage.settle(pilot)
+        assert len(stage.chats.chats) == 1
+        await pilot.press("delete")
+        await stage.settle(pilot)
+        await pilot.press("right", "enter")
+        await stage.settle(pilot)
+        assert stage.chats.chats == {}
+        assert "No earlier chats." in dump(stage.app)
+        await pilot.press("escape")
+        await stage.settle(pilot)
+        assert not isinstance(stage.app.screen, ChatList)
+        assert "moet-demo is ready" in dump(stage.app)
+
+
+async def test_list__search_field__delete_key_edits_nothing_and_empty_search_says_so() -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press("ctrl+l", *"none")
+        await stage.settle(pilot)
+        assert stage.app.screen.query_one(Input).value == "none"
+        assert "No chat contains this: none" in dump(stage.app)
+
+
+async def test_follow__scrolled_up__stays_there_and_says_what_is_below() -> None:
+    stage = Stage(Script(answers=(LONG,), tokens_per_s=400))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.play(pilot, 1.0)
+        transcript = stage.app.chat.query_one(Transcript)
+        assert transcript.following
+        await pilot.press("pageup")
+        await stage.settle(pilot)
+        place = transcript.scroll_offset.y
+        await stage.play(pilot, 0.5)
+        assert transcript.scroll_offset.y == place
+        assert "below, writing" in dump(stage.app)
+        await pilot.press("ctrl+end")
+        await stage.play(pilot, 0.5)
+        assert transcript.following
+        assert "below" not in dump(stage.app)
+        await pilot.press("pageup")
+        await stage.play(pilot, 0.2)
+        await pilot.click("#below")
+        await stage.settle(pilot)
+        assert transcript.following
+
+
+async def test_short_chat__stands_at_the_top() -> None:
+    stage = Stage(Script(answers=("Short.",)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.play(pilot, 1.0)
+        assert dump(stage.app).splitlines()[2].startswith(" You")
+
+
+async def test_prefill__long_prompt__bar_with_tokens_and_time() -> None:
+    stage = Stage(Script(prompt_tok_per_s=100))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "word " * 400)
+        await stage.play(pilot, 2.0)
+        screen = dump(stage.app)
+    assert "Reading your message" in screen
+    assert re.search(r"\d+ of 5\d\d tokens", screen)
+    assert "left" in screen
+    assert "◐ reading" in screen
+
+
+async def test_slash__wishes__set_and_nothing_sent() -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        for line in ("/quality exact", "/temp 0.2", "/system Be brief."):
+            await stage.ask(pilot, line)
+        wishes = stage.app.conversation.wishes
+        assert (wishes.quality, wishes.temperature, wishes.system) == (
+            Quality.EXACT, 0.2, "Be brief.",
+        )  # fmt: skip
+        for line in ("/fast", "/temp", "/system"):
+            await stage.ask(pilot, line)
+        assert stage.app.conversation.wishes == Wishes()
+        assert stage.app.conversation.turns == []
+        assert prompt_of(stage).text == ""
+
+
+async def test_slash__wrong__kept_in_the_prompt_with_a_hint() -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "/nwe")
+        assert prompt_of(stage).text == "/nwe"
+        await stage.settle(pilot)
+        assert "There is no command /nwe. Did you" in dump(stage.app)
+        await stage.ask(pilot, "//starts with a slash")
+        assert stage.app.conversation.turns[0].text == "/starts with a slash"
+
+
+async def test_quality_key__toggles_and_shows() -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f9")
+        assert stage.app.conversation.wishes.quality is Quality.EXACT
+        stage.app.pull_gauges()
+        await stage.settle(pilot)
+        assert "exact" in dump(stage.app).splitlines()[-2]
+        await pilot.press("f9")
+        assert stage.app.conversation.wishes.quality is Quality.FAST
+
+
+async def test_loading__typing_works__message_goes_when_ready() -> None:
+    load = (LoadStep("Dense layers", total=8 * 2**20, seconds=2.0), LoadStep("Self-test"))
+    stage = Stage(
+        Script(answers=("At last.",), load=load),
+        pack_job=FakePack([{"event": "pack", "done": n, "total": 288, "bytes": n * 1000,
+                            "rate_bytes_per_s": 2e6} for n in (72, 288)]),
+    )  # fmt: skip
+    async with stage.open() as pilot:
+        await stage.settle(pilot)
+        screen = dump(stage.app)
+        assert "First start: packing the model" in screen
+        assert "72 of 288 rows" in screen
+        await stage.ask(pilot, "early bird")
+        assert "next: early bird" in dump(stage.app)
+        while stage.app.bridge.phase is not Phase.LOADING:
+            stage.app.pull_gauges()
+            await pilot.pause(0.01)
+        stage.engine.advance(1.0)
+        stage.app.pull_gauges()
+        await stage.settle(pilot)
+        assert "4.0 of 8.0 MiB  4.0 MiB/s" in dump(stage.app)
+        await stage.ready(pilot)
+        await stage.play(pilot, 2.0)
+        screen = dump(stage.app)
+    assert "early bird" in screen
+    assert "At last." in screen
+    assert "Dense layers" not in screen
+
+
+async def test_load_fails__panel_and_restart() -> None:
+    stage = Stage(Script(load_failure=ScriptedFailure("MD-PACK-04", {"model": "m"})))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.settle(pilot)
+        screen = dump(stage.app)
+        assert "MD-PACK-04" in screen
+        assert "[ Start the engine again ]" in screen
+        assert "✗ fault" in screen
+        await stage.ask(pilot, "still waits")
+        assert "next: still waits" in dump(stage.app)
+
+
+async def test_model_text__escape_sequences_and_markup__inert() -> None:
+    nasty = "a\x1b[31mb\x1b]0;owned\x07c [bold]d[/bold] [@click=app.quit]e[/] \u202ef <b>g</b>"
+    stage = Stage(Script(answers=(nasty,)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "[red]q[/red] \x1b[2J")
+        await stage.play(pilot, 3.0)
+        screen = dump(stage.app)
+    assert "[red]q[/red]" in screen
+    assert "abc [bold]d[/bold] [@click=app.quit]e[/] f <b>g</b>" in screen
+    assert "\x1b" not in screen
+
+
+async def test_model_text__wide_characters__columns_stay_right() -> None:
+    text = "漢字かな " * 20 + "\n\n| 漢 | 🦊🦊 |\n|---|---|\n| e\u0301 | ok |\n"
+    stage = Stage(Script(answers=(text,)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "漢" * 60 + "🦊")
+        await stage.play(pilot, 8.0)
+        from rich.cells import cell_len
+
+        lines = dump(stage.app).splitlines()
+    assert max(cell_len(line) for line in lines) <= 80
+    assert any("漢字かな" in line for line in lines)
+
+
+async def test_links__never_open__shown_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(Script(answers=("[click me](https://evil.example/x)",)))
+    opened: list[str] = []
+    async with stage.open() as pilot:
+        monkeypatch.setattr(stage.app, "open_url", lambda url, **_: opened.append(url))
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.play(pilot, 2.0)
+        segment = stage.app.chat.query_one(Segment)
+        segment.post_message(Markdown.LinkClicked(segment, "https://evil.example/x"))
+        await stage.settle(pilot)
+        await stage.settle(pilot)
+        assert "https://evil.example/x" in dump(stage.app)
+    assert opened == []
+
+
+async def test_long_answer__rotated__segments_join_to_the_source() -> None:
+    stage = Stage(Script(answers=(LONG,), tokens_per_s=2000))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.play(pilot, 3.0, step_s=0.1)
+        segments = stage.app.chat.query_one(AnswerBlock).segments
+        texts = [segment.text for segment in segments]
+        assert "".join(texts) == LONG
+        assert len(texts) >= 2
+        assert max(map(len, texts[:-1])) < 2000
+
+
+async def test_long_answer__far_segments_parked__drawn_again_when_looked_at() -> None:
+    stage = Stage(Script(answers=(LONG * 2,), tokens_per_s=4000))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.play(pilot, 3.0, step_s=0.25)
+        await stage.settle(pilot)
+        first = stage.app.chat.query_one(AnswerBlock).segments[0]
+        transcript = stage.app.chat.query_one(Transcript)
+        height, bottom = first.size.height, transcript.max_scroll_y
+        assert first.parked
+        assert not first.children
+        transcript.release_anchor()
+        transcript.scroll_to(y=0, animate=False)
+        for _ in range(6):
+            await stage.settle(pilot)
+        assert not first.parked
+        assert "Paragraph 0 with some words" in dump(stage.app)
+        assert (first.size.height, transcript.max_scroll_y) == (height, bottom)
+        await pilot.resize_terminal(100, 30)
+        for _ in range(6):
+            await stage.settle(pilot)
+        assert "Paragraph 0 with some words" in dump(stage.app)
+
+
+async def test_hidden__cache_in_front__text_pulled_and_drawn_on_return() -> None:
+    answer = "Some words while you look elsewhere, and yet more."
+    stage = Stage(Script(answers=(answer,), tokens_per_s=20))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await pilot.press("f3")
+        await stage.play(pilot, 0.2)
+        assert stage.app.conversation.turns[-1].text != ""
+        assert len(stage.app.chat.query(Segment)) == 0
+        await pilot.press("f2")
+        await stage.play(pilot, 2.0)
+        assert answer in dump(stage.app)
+
+
+async def test_rail__wide_window__shown_and_toggled() -> None:
+    stage = Stage()
+    async with stage.open(120, 40) as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.play(pilot, 3.0)
+        assert "Tiers, recent look-ups" in dump(stage.app)
+        await pilot.press("ctrl+b")
+        await stage.settle(pilot)
+        assert "Tiers, recent look-ups" not in dump(stage.app)
+        assert stage.app.chat.query_one("#middle", Horizontal).size.width == 120
+
+
+async def test_open__long_history__only_the_last_turns_are_drawn() -> None:
+    stage = Stage(Script(answers=("A.",)))
+    chat_id = stage.chats.create_chat("old", model="m", system="")
+    for i in range(60):
+        role = "user" if i % 2 == 0 else "assistant"
+        stage.chats.add_message(chat_id, role, f"m{i}", status="done")
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press("ctrl+l")
+        await stage.settle(pilot)
+        await pilot.press("enter")
+        await stage.settle(pilot)
+        assert len(stage.app.conversation.turns) == 60
+        assert len(stage.app.chat.query_one(Transcript).children) == 41
+        assert "m59" in dump(stage.app)

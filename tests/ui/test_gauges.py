@@ -1,0 +1,122 @@
+"""Bars, sparklines, status and loading lines as plain text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from textual.content import Content
+
+from moet_desk.telemetry import EngineSnapshot, EngineState, LoadStep, TierCounters, TierSizes
+from moet_desk.ui.theme import ASCII, UNICODE
+from moet_desk.ui.widgets.gauges import (
+    History,
+    bar,
+    context_meter,
+    loading_lines,
+    show_percent,
+    sparkline,
+    spread,
+    tier_lines,
+    wait_line,
+)
+
+
+@given(st.floats(-1, 2), st.integers(0, 50))
+def test_bar__any_share__fills_its_width(share: float, width: int) -> None:
+    drawn = bar(share, width, ASCII)
+    assert len(drawn) == width
+    assert set(drawn) <= {"#", "-"}
+
+
+def test_bar__shares__rounded_but_never_hiding_something() -> None:
+    assert bar(0.0, 4, ASCII) == "----"
+    assert bar(0.001, 4, ASCII) == "#---"
+    assert bar(0.5, 4, ASCII) == "##--"
+    assert bar(1.0, 4, ASCII) == "####"
+
+
+def test_sparkline__values__scaled_to_their_top_with_gaps() -> None:
+    assert sparkline([0, None, 5, 10], 4, UNICODE) == "▁ ▅█"
+    assert sparkline([1.0] * 9, 4, UNICODE) == "████"
+    assert sparkline([], 4, UNICODE) == ""
+
+
+@pytest.mark.parametrize(
+    ("share", "digits", "shown"),
+    [(None, 1, "–"), (0.961, 1, "96.1 %"), (0.0, 0, "0 %"), (0.003, 0, "<1 %"), (0.5, 0, "50 %")],
+)
+def test_show_percent__share__shown(share: float | None, digits: int, shown: str) -> None:
+    assert show_percent(share, digits) == shown
+
+
+def test_context_meter__from_85_percent__marked() -> None:
+    assert context_meter(1700, 2048).plain == "ctx 1.7K/2K"
+    assert context_meter(1741, 2048).plain == "! ctx 1.7K/2K"
+
+
+@given(st.text("ab漢🦊", max_size=30), st.text("xy字", max_size=10), st.integers(12, 60))
+def test_spread__any_text__exactly_the_width(left: str, right: str, width: int) -> None:
+    if cell_len(right) < width:
+        assert spread(Content(left), Content(right), width).cell_length in (width, width - 1)
+
+
+SNAPSHOT = EngineSnapshot(
+    state=EngineState.WRITING, wait_share=0.38, step_ms=32.4,
+    tier_share=(0.003, 0.036, 0.919, 0.042),
+    counters=TierCounters(lookups=9, bytes_ram_to_slot=3 * 2**30, bytes_nvme_to_ram=2**20),
+    sizes=TierSizes(base_slots=80, base_slots_used=77, fine_slots=8, fine_slots_used=8,
+                    arena_rows=200, arena_rows_used=200, rows=256),
+)  # fmt: skip
+
+
+def test_tier_lines__four_tiers__counts_and_shares() -> None:
+    lines = [line.plain for line in tier_lines(SNAPSHOT, 80, UNICODE)]
+    assert [line[1] for line in lines] == ["G", "Q", "R", "N"]
+    assert "77 of     80" in lines[0]
+    assert "30.1 %" in lines[0]
+    assert "91.9 %" in lines[0]
+    assert "0.3 %" in lines[3]
+    assert all(cell_len(line) <= 80 for line in lines)
+
+
+def test_tier_lines__nothing_known__dashes_not_zeros() -> None:
+    line = tier_lines(EngineSnapshot(), 80, UNICODE)[0].plain
+    assert line.count("–") == 2
+
+
+def test_wait_line__first_words_are_waiting() -> None:
+    history = History()
+    history.add(replace(SNAPSHOT, counters=TierCounters()), 1.0)
+    history.add(SNAPSHOT, 3.0)
+    text = wait_line(SNAPSHOT, history, width=120, glyphs=UNICODE).plain
+    assert text.startswith("waiting 38 % of time ")
+    assert "32 ms/step" in text
+    assert "moved 3.0 GiB (1.6 GB/s), 1.0 MiB from disk" in text
+    narrow = wait_line(SNAPSHOT, history, width=79, glyphs=UNICODE)
+    assert "moved 3.0 GiB, 1.0 MiB from disk" in narrow.plain
+    unknown = wait_line(EngineSnapshot(), History(), width=79, glyphs=UNICODE)
+    assert unknown.plain.startswith("waiting – of time")
+
+
+def test_loading_lines__steps__glyph_bar_numbers_seconds() -> None:
+    steps = (
+        LoadStep("Pack the model", done=72, total=288, unit="rows"),
+        LoadStep("Read the index", seconds=0.3, finished=True),
+        LoadStep("Experts to RAM", done=5 * 2**20, total=10 * 2**20, seconds=2.0),
+        LoadStep("Self-test"),
+    )
+    lines = [
+        line.plain
+        for line in loading_lines(steps, width=80, glyphs=UNICODE, pack_rate=(7_000_000, 4e6))
+    ]
+    assert lines[0].startswith(" ▸ Pack the model  ▇")
+    assert "72 of 288 rows  7.0 MB  4.0 MB/s" in lines[0]
+    assert lines[1].startswith(" ✓ Read the index")
+    assert lines[1].rstrip().endswith("0.3 s")
+    assert "5.0 of 10.0 MiB  2.5 MiB/s" in lines[2]
+    assert lines[3].startswith(" · Self-test")
+    assert all(cell_len(line) <= 80 for line in lines)
