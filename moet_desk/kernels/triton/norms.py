@@ -1,0 +1,72 @@
+"""RMS norm of rows, alone or behind the addition of a block's result to the residual.
+
+Twin: `reference.rms_norm`. One program per row, so a row's bits depend on that row alone. Launchers
+allocate nothing. Called on the engine thread.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x,
+    x_stride,
+    y,
+    y_stride,
+    weight,
+    eps,
+    out,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < H
+    row = tl.load(x + t * x_stride + column, mask=inside, other=0.0)
+    if y is not None:
+        row += tl.load(y + t * y_stride + column, mask=inside, other=0.0)
+        tl.store(x + t * x_stride + column, row, mask=inside)
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        w += 1.0
+    mean = tl.sum(row * row, 0) / H
+    tl.store(out + t * H + column, row * tl.rsqrt(mean + eps) * w, mask=inside)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, out: Tensor, plus_one: bool = False
+) -> None:
+    """Scale rows to RMS 1, as `reference.rms_norm`.
+
+    Shapes:
+        x [T, H] float32 (rows may lie apart), weight [H] bfloat16 or float32, out [T, H] float32
+    """
+    _launch(x, None, weight, eps, out=out, plus_one=plus_one)
+
+
+def add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, *, out: Tensor, plus_one: bool = False
+) -> None:
+    """Add y to x in place, then norm the sum: a block's end and the next one's beginning.
+
+    Shapes:
+        x, y [T, H] float32 (rows may lie apart), weight [H] bfloat16 or float32, out [T, H] float32
+    """
+    _launch(x, y, weight, eps, out=out, plus_one=plus_one)
+
+
+def _launch(
+    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, out: Tensor, plus_one: bool
+) -> None:
+    hidden = x.shape[1]
+    block = triton.next_power_of_2(hidden)
+    _rms_norm_kernel[(x.shape[0],)](
+        x, x.stride(0), y, 0 if y is None else y.stride(0), weight, eps, out,
+        H=hidden, BLOCK=block, PLUS_ONE=plus_one,
+        num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
+    )  # fmt: skip
