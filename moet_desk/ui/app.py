@@ -232,13 +232,21 @@ class MoetDeskApp(App[int]):
         if isinstance(self.screen, HelpPanel):
             self.pop_screen()
             return
-        seen: dict[str, tuple[str, str, str]] = {}
+        self.push_screen(HelpPanel(self._keys_here(), self.glyphs))
+
+    def _keys_here(self) -> list[tuple[str, str, str]]:
+        """Keys, meaning and id of what works on the screen in front, most useful first."""
+        keys: dict[str, list[str]] = {}
+        words: dict[str, str] = {}
         for active in self.screen.active_bindings.values():
             binding = active.binding
-            if binding.id is not None and binding.id not in seen:
-                key = self.get_key_display(binding)
-                seen[binding.id] = (key, binding.description, binding.id)
-        self.push_screen(HelpPanel(list(seen.values()), self.glyphs))
+            if binding.id is not None:
+                keys.setdefault(binding.id, []).append(self.get_key_display(binding))
+                words[binding.id] = binding.description
+        order = list(binding_ids())
+        return [
+            (", ".join(keys[name][:2]), words[name], name) for name in sorted(keys, key=order.index)
+        ]
 
     def action_copy_or_stop(self) -> None:
         focused = self.screen.focused
@@ -345,19 +353,12 @@ def show_key(key: str) -> str:
     return "+".join([*(part.capitalize() for part in modifiers), last])
 
 
-def binding_ids() -> frozenset[str]:
-    """All action ids that `[keys]` may name; a public contract."""
+def binding_ids() -> tuple[str, ...]:
+    """All action ids that `[keys]` may name, in the order of the help; a public contract."""
     owners = (
-        MoetDeskApp,
-        ChatScreen,
-        CacheScreen,
-        Prompt,
-        Heatmap,
-        ChatList,
-        HelpPanel,
-        ConfirmDialog,
-    )
-    return frozenset(
+        Prompt, ChatScreen, CacheScreen, Heatmap, ChatList, ConfirmDialog, HelpPanel, MoetDeskApp,
+    )  # fmt: skip
+    return tuple(
         binding.id
         for owner in owners
         for binding in owner.BINDINGS

@@ -47,6 +47,7 @@ class Glyphs:
     up: str
     states: Mapping[EngineState, str]
     name: str
+    stacks: bool  # whether `spark` glyphs of two lines join to one bar
 
     def tier(self, tier: int) -> str:
         """Glyph of a `Tier` value."""
@@ -61,7 +62,7 @@ UNICODE = Glyphs(
         EngineState.NO_MODEL: "○", EngineState.LOADING: "◌", EngineState.READY: "●",
         EngineState.READING: "◐", EngineState.WRITING: "●", EngineState.FAULT: "✗",
     },
-    name="unicode",
+    name="unicode", stacks=True,
 )  # fmt: skip
 
 ASCII = Glyphs(
@@ -72,7 +73,7 @@ ASCII = Glyphs(
         EngineState.NO_MODEL: "o", EngineState.LOADING: "~", EngineState.READY: "*",
         EngineState.READING: "<", EngineState.WRITING: ">", EngineState.FAULT: "x",
     },
-    name="ascii",
+    name="ascii", stacks=False,
 )  # fmt: skip
 
 
@@ -100,13 +101,19 @@ _TIERS_LIGHT = {"q": "#000000", "g": "#04266c", "r": "#475d85", "n": "#5f7398"}
 
 
 def _variables(
-    ramp: tuple[str, ...], tiers: Mapping[str, str], status: Mapping[str, str], dim: str
+    ramp: tuple[str, ...],
+    tiers: Mapping[str, str],
+    status: Mapping[str, str],
+    *,
+    dim: str,
+    line: str,
 ) -> dict[str, str]:
     return {
         **{f"ramp-{step}": colour for step, colour in enumerate(ramp)},
         **{f"tier-{letter}": colour for letter, colour in tiers.items()},
         **{f"status-{word}": colour for word, colour in status.items()},
         "dim": dim,
+        "line": line,
         "footer-key-foreground": tiers["g"],
         "markdown-h1-color": tiers["q"],
         "markdown-h2-color": tiers["q"],
@@ -120,21 +127,23 @@ MOET_DARK = Theme(
     name="moet-dark", primary="#56b4e9", secondary="#9aa9c9", accent="#f8e77e",
     warning="#f0c040", error="#d55e00", success="#56b4e9", foreground="#e4e4e4",
     background="#121212", surface="#191919", panel="#222226", dark=True,
-    variables=_variables(RAMP_DARK, _TIERS_DARK, _STATUS_DARK, "#9a9a9a"),
+    variables=_variables(RAMP_DARK, _TIERS_DARK, _STATUS_DARK, dim="#9a9a9a", line="#44444c"),
 )  # fmt: skip
 
 MOET_LIGHT = Theme(
     name="moet-light", primary="#00567f", secondary="#475d85", accent="#04266c",
     warning="#8a6a00", error="#8f1d00", success="#00567f", foreground="#1c1c1c",
     background="#fbfbf8", surface="#f2f2ee", panel="#e6e6e0", dark=False,
-    variables=_variables(RAMP_LIGHT, _TIERS_LIGHT, _STATUS_LIGHT, "#5c5c5c"),
+    variables=_variables(RAMP_LIGHT, _TIERS_LIGHT, _STATUS_LIGHT, dim="#5c5c5c", line="#b8b8b0"),
 )  # fmt: skip
 
 MOET_CONTRAST = Theme(
     name="moet-contrast", primary="#7cc8f2", secondary="#c8d4ee", accent="#ffee88",
     warning="#ffd75f", error="#ff9a4d", success="#7cc8f2", foreground="#ffffff",
     background="#000000", surface="#000000", panel="#101010", dark=True,
-    variables=_variables(RAMP_DARK, {**_TIERS_DARK, "n": "#8fa4d4"}, _STATUS_CONTRAST, "#c4c4c4"),
+    variables=_variables(
+        RAMP_DARK, {**_TIERS_DARK, "n": "#8fa4d4"}, _STATUS_CONTRAST, dim="#c4c4c4", line="#9a9a9a"
+    ),
 )  # fmt: skip
 
 THEMES = (MOET_DARK, MOET_LIGHT, MOET_CONTRAST)

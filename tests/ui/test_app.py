@@ -44,7 +44,8 @@ IDS = {
 
 
 def test_binding_ids__public_contract() -> None:
-    assert binding_ids() == IDS
+    assert set(binding_ids()) == IDS
+    assert len(binding_ids()) == len(IDS)
     for owner in (MoetDeskApp, ChatScreen, CacheScreen, Prompt):
         assert all(isinstance(b, Binding) and b.id for b in owner.BINDINGS)
 

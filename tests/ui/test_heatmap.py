@@ -191,3 +191,17 @@ async def test_heatmap__room_for_more__taller_cells_and_still_only_changed_rows(
         app.heatmap.lines.clear()
         await shown(pilot, app.heatmap, replace(view, generations=(1, 2, 1, 1, 1, 1, 1, 1)))
         assert set(app.heatmap.lines) == {2, 3}
+
+
+@pytest.mark.asyncio
+async def test_heatmap__tall_cells_heat__one_bar_over_both_lines() -> None:
+    app = GridApp()
+    async with app.run_test(size=(80, 24)) as pilot:
+        view = view_of([[1] * 4], [[1, 3, 5, 7]])
+        app.heatmap.measure = Measure.HEAT
+        app.heatmap.show(view)
+        app.heatmap.fit(4)
+        await pilot.pause()
+        top, bottom = text_of(app.heatmap)[:2]
+        assert top[LEFT : LEFT + 12] == "      ▃▃▃███"
+        assert bottom[LEFT : LEFT + 12] == "▂▂▂▇▇▇██████"

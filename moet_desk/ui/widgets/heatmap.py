@@ -221,7 +221,7 @@ class Heatmap(ScrollView, can_focus=True):
         segments = [Segment(label.ljust(LEFT), styles.label)]
         for cell in range(self._grid.n_cells):
             value = cell_value(view, row, self._grid.experts(cell), self.measure)
-            glyph, style = self._cell_look(value, styles)
+            glyph, style = self._cell_look(value, part, styles)
             if on_row and cell == self._cell:
                 style = style + styles.cursor
             segments.append(Segment(glyph * self._grid.cell_width, style))
@@ -230,12 +230,18 @@ class Heatmap(ScrollView, can_focus=True):
         strip = Strip(segments).simplify()
         return strip.adjust_cell_length(self.size.width, styles.ground)
 
-    def _cell_look(self, value: int | None, styles: _Styles) -> tuple[str, Style]:
+    def _cell_look(self, value: int | None, part: int, styles: _Styles) -> tuple[str, Style]:
+        """Glyph and style of a cell's line `part`; heat is one bar over all of its lines."""
+        glyphs = self._glyphs
         if value is None:
-            return self._glyphs.unused, styles.unused
-        if self.measure is Measure.HEAT:
-            return self._glyphs.ramp[value], styles.ramp[value]
-        return self._glyphs.tiers[value], styles.tiers[value]
+            return glyphs.unused, styles.unused
+        if self.measure is Measure.TIER:
+            return glyphs.tiers[value], styles.tiers[value]
+        if self._row_height == 1 or not glyphs.stacks:
+            return glyphs.ramp[value], styles.ramp[value]
+        eighths = round(value * 8 * self._row_height / (RAMP_STEPS - 1))
+        here = min(8, eighths - 8 * (self._row_height - 1 - part))
+        return (glyphs.spark[here - 1] if here > 0 else " "), styles.ramp[value]
 
     # -- cursor --------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class ProblemPanel(Vertical):
     """An error with its buttons. `actions` maps an action's id to its label."""
 
     DEFAULT_CSS = """
-    ProblemPanel { height: auto; padding: 0 0 1 2; }
+    ProblemPanel { height: auto; padding: 1 0 1 2; }
     ProblemPanel > Static { width: 1fr; height: auto; }
     ProblemPanel > Horizontal { height: auto; padding-top: 1; }
     ProblemPanel Button { margin-right: 2; }
@@ -111,8 +111,8 @@ class ConfirmDialog(ModalScreen[bool]):
 
     def compose(self) -> ComposeResult:
         with Vertical():
-            yield Static(Content.styled(self._title, "bold"))
-            yield Static(Content(self._body))
+            yield Static(Content.styled(f"{self._title}\n", "bold"), markup=False)
+            yield Static(Content(self._body), markup=False)
             with Horizontal():
                 yield Button(Content(f"[ {self._keep} ]"), id="keep", compact=True)
                 yield Button(Content(f"[ {self._act} ]"), id="act", compact=True)
