@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+
+# Test processes run side by side: more threads each would only wait for one another, spinning.
+torch.set_num_threads(1)
 
 DEMO = Path(__file__).resolve().parent.parent / "assets" / "demo"
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moet_desk.engine.transfer import Transfer
 from moet_desk.kernels.reference import CacheTables, claim, lookup, release
+from moet_desk.kernels.reference.cache import HALF_LIFE
 from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import CacheView, Tier, TierCounters, TierSizes
 
@@ -182,11 +183,17 @@ class Residency:
         return [(int(row), round(float(flat[row]), 3)) for row in order if flat[row] > 0.01]
 
     def restore_heat(self, heat: Iterable[tuple[int, float]]) -> None:
-        """Take over a saved heat table; rows that do not exist here are skipped."""
+        """Take over a saved heat table; rows that do not exist here are skipped.
+
+        The pools' own count of uses fades faster than heat does; a row used steadily has both in
+        the ratio of the half-lives, so that is how its saved heat is handed on.
+        """
         flat = self._heat.ravel()
         for row, value in heat:
-            if 0 <= row < flat.size:
+            if 0 <= row < flat.size and value > 0:
                 flat[row] = value
+                for pool in self._pools.values():
+                    pool.tables.warmth[row] = np.log2(value * HALF_LIFE / HEAT_HALF_LIFE)
 
     # -- what the screens see ----------------------------------------------------------------
 
