@@ -191,8 +191,8 @@ def wait_line(snapshot: EngineSnapshot, history: History, *, width: int, glyphs:
     rate = f" ({show_rate(history.bytes_per_s or 0.0)})" if wide else ""
     return Content.assemble(
         (f"waiting {show_percent(snapshot.wait_share, 0)} of time ", "bold"),
-        (sparkline(history.wait_share, 12, glyphs), "$status-ok"),
-        f"  {show_number(snapshot.step_ms, 'ms/step', 0)}   moved {moved}{rate}, {disk} from disk",
+        (sparkline(history.wait_share, 12 if width >= 100 else 8, glyphs), "$status-ok"),
+        f"  {show_number(snapshot.step_ms, 'ms/step', 0)}   moved {moved}{rate}, disk {disk}",
     ).truncate(width, ellipsis=True)
 
 
