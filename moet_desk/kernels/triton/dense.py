@@ -125,7 +125,7 @@ class _Rows:
 
 
 @triton.jit
-def _weight_tile(pointers, mask, KIND: tl.constexpr, HARDWARE: tl.constexpr):
+def weight_tile(pointers, mask, KIND: tl.constexpr, HARDWARE: tl.constexpr):
     """A tile of weights as float32; the weights are read once, so they leave the caches first."""
     raw = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
     if KIND == "fp8":
@@ -167,7 +167,7 @@ def _gemv_sums(
         else:
             seen = k < K
             mask = live[:, None] & seen[None, :]
-        tile = lanes_of(_weight_tile(line[:, None] + k[None, :], mask, KIND, HARDWARE), ROWS, RUN)
+        tile = lanes_of(weight_tile(line[:, None] + k[None, :], mask, KIND, HARDWARE), ROWS, RUN)
         if KIND == "fp8":
             block = (k0 + lane * RUN) // 128
             scale = tl.load(

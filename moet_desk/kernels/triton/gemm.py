@@ -2,9 +2,9 @@
 
 Owns the prompt's dense products; the step's are in `dense`. A float32 activation becomes two
 bfloat16 parts whose sum has 16 bits of it, so two tensor-core products with a weight that bfloat16
-holds exactly (bfloat16, or e4m3 before its block scale) come within a few 1e-6 of float64. A float32
-weight is cut the same way and takes three products. Launchers allocate nothing. Called on the
-engine thread.
+holds exactly (bfloat16, or e4m3 before its block scale) come within a few 1e-6 of float64. A
+float32 weight is cut the same way and takes three products. Launchers allocate nothing. Called on
+the engine thread.
 """
 
 from __future__ import annotations

@@ -105,6 +105,26 @@ def halving_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def halving_rows(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Sum [ROWS, WIDTH] over its first dim by halves: x[:h] + x[h:] until one is left."""
+    if ROWS == 1:
+        return tl.reshape(x, (WIDTH,))
+    else:
+        halves = tl.permute(tl.reshape(x, (2, ROWS // 2, WIDTH)), (1, 2, 0))
+        low, high = tl.split(halves)
+        return halving_rows(low + high, ROWS // 2, WIDTH)
+
+
+@triton.jit
 def bf16_part(x):
     """float32 nearest x that bfloat16 can hold (the interpreter cuts instead of rounding)."""
     return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def loop_bound(x, COMPILED: tl.constexpr):
+    """A run-time scalar as a bound of `range`; the interpreter wants a number of Python's."""
+    if COMPILED:
+        return x
+    else:
+        return int(x.handle.data.item())

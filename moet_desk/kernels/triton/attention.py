@@ -1,0 +1,512 @@
+"""Attention of a decode step: split over the cached entries, then joined in order.
+
+Owns MLA in the latent space and grouped queries, over pages in any format of
+`reference.kv_formats`. Twins: `reference.mla_absorbed` (as three launches: absorb, decode, out) and
+`reference.gqa`. The prompt's attention is in `prefill_attention`. Launchers allocate nothing; the
+partial results of splits live in a `DecodeScratch`. Called on the engine thread.
+
+A row's entries are cut into at most `SPLITS` parts of 64 * 2**k entries, k as small as that row's
+own visible length allows; each part is one program's, and parts are joined in order. So a row's
+bits depend on its own entries alone, whatever other rows and whatever lengths are in the step.
+
+Cached values are exact in bfloat16 (FP8: up to a scale that is applied to sums), queries are cut
+into three bfloat16 parts, probabilities into two: tensor cores then come as close as float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
+from moet_desk.kernels.triton.dense import DenseWeight, head_gemv, weight_tile
+from moet_desk.kernels.triton.kv_entries import (
+    KvPages,
+    check_entries,
+    entry_of,
+    load_rope,
+    load_scale,
+    load_vectors,
+    vector_bytes,
+)
+from moet_desk.kernels.triton.numbers import bf16_part, halving_rows, has_e4m3, loop_bound
+from moet_desk.kernels.triton.portable import INTERPRETED
+
+SPLITS = 64
+"""Most parts of a row's entries."""
+
+_TILE = 64
+"""Entries that a program works on at a time, and the shortest part."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeScratch:
+    """Partial results of splits, made once for the widest layer of a step.
+
+    Attributes:
+        sums: float32 [T * SPLITS * N * width], weighted sums of values.
+        stats: float32 [T * SPLITS * N * 2], largest score and sum of weights.
+    """
+
+    sums: Tensor
+    stats: Tensor
+
+    @classmethod
+    def make(cls, rows: int, heads: int, width: int, *, device: torch.device) -> DecodeScratch:
+        """Room for `rows` rows of `heads` heads whose values have `width` numbers."""
+        size = rows * SPLITS * heads
+        return cls(
+            torch.empty(size * width, dtype=torch.float32, device=device),
+            torch.empty(size * 2, dtype=torch.float32, device=device),
+        )
+
+    def check(self, rows: int, heads: int, width: int) -> None:
+        """Refuse work that does not fit.
+
+        Raises:
+            ValueError: there is too little room.
+        """
+        size = rows * SPLITS * heads
+        if self.sums.numel() < size * width or self.stats.numel() < size * 2:
+            raise ValueError(f"no room for {rows} rows of {heads} heads of {width}")
+
+
+@triton.jit
+def _part_length(span, SPLITS: tl.constexpr, TILE: tl.constexpr):
+    """Entries of each part of `span` entries: TILE * 2**k."""
+    length = span * 0 + TILE
+    for _ in tl.static_range(24):
+        length = tl.where(length * SPLITS < span, length * 2, length)
+    return length
+
+
+@triton.jit
+def query_scores(q, keys, FORM: tl.constexpr, MMA: tl.constexpr):
+    """[H, C] x [S, C] -> [H, S], as close as float32."""
+    if MMA and FORM == "f32":
+        return tl.dot(q, tl.trans(keys), input_precision="tf32x3")
+    elif MMA:
+        high = bf16_part(q)
+        middle = bf16_part(q - high)
+        low = (q - high - middle).to(tl.bfloat16)
+        k = tl.trans(keys.to(tl.bfloat16))
+        scores = tl.dot(middle.to(tl.bfloat16), k, tl.dot(low, k))
+        return tl.dot(high.to(tl.bfloat16), k, scores)
+    else:
+        return tl.dot(q, tl.trans(keys), input_precision="ieee")
+
+
+@triton.jit
+def mix_values(p, values, acc, FORM: tl.constexpr, MMA: tl.constexpr):
+    """acc + [H, S] x [S, C], as close as float32."""
+    if MMA and FORM == "f32":
+        return tl.dot(p, values, acc, input_precision="tf32x3")
+    elif MMA:
+        high = bf16_part(p)
+        v = values.to(tl.bfloat16)
+        acc = tl.dot((p - high).to(tl.bfloat16), v, acc)
+        return tl.dot(high.to(tl.bfloat16), v, acc)
+    else:
+        return tl.dot(p, values, acc, input_precision="ieee")
+
+
+@triton.jit
+def _weights(scores, largest, total):
+    """One step of a running softmax: weights of a tile, the old sums' factor, and the new state."""
+    new = tl.maximum(largest, tl.max(scores, 1))
+    p = tl.exp(scores - new[:, None])
+    factor = tl.exp(largest - new)
+    return p, factor, new, total * factor + tl.sum(p, 1)
+
+
+@triton.jit
+def _absorb_kernel(
+    q,
+    q_stride,
+    q_pitch,
+    weight,
+    scales,
+    out,
+    PITCH: tl.constexpr,
+    DN: tl.constexpr,
+    R: tl.constexpr,
+    T: tl.constexpr,
+    BD: tl.constexpr,
+    BR: tl.constexpr,
+    KIND: tl.constexpr,
+    STAGES: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    head = tl.program_id(1)
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    row = tl.arange(0, BD)
+    sums = ()
+    for _ in tl.static_range(T):
+        sums = sums + (tl.zeros([BD, BR], tl.float32),)
+    for d0 in tl.range(0, DN, BD, num_stages=STAGES):
+        live = d0 + row < DN
+        line = head * PITCH + d0 + row
+        at = (line.to(tl.int64) * R)[:, None] + r[None, :]
+        tile = weight_tile(weight + at, live[:, None] & (r < R)[None, :], KIND, HARDWARE)
+        if KIND == "fp8":
+            block = line // 128 * ((R + 127) // 128) + tl.program_id(0) * BR // 128
+            scale = tl.load(scales + block, mask=live, other=0.0)
+        moved = ()
+        for t in tl.static_range(T):
+            x = tl.load(q + t * q_stride + head * q_pitch + d0 + row, mask=live, other=0.0)
+            if KIND == "fp8":
+                x *= scale
+            moved = moved + (tl.fma(tile, tl.broadcast_to(x[:, None], (BD, BR)), sums[t]),)
+        sums = moved
+    heads = tl.num_programs(1)
+    for t in tl.static_range(T):
+        y = halving_rows(sums[t], BD, BR)
+        tl.store(out + (t * heads + head) * R + r, y, mask=r < R)
+
+
+@triton.jit
+def _mla_decode_kernel(
+    q_latent,
+    q_rope,
+    pages,
+    table,
+    table_stride,
+    lengths,
+    sums,
+    stats,
+    scale,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    DR: tl.constexpr,
+    PAGE: tl.constexpr,
+    ENTRY: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    BH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BR: tl.constexpr,
+    FORM: tl.constexpr,
+    MMA: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    split = tl.program_id(0)
+    t = tl.program_id(2)
+    length = tl.load(lengths + t)
+    part = _part_length(length, SPLITS, TILE)
+    first = split * part
+    if first < length:
+        last = tl.minimum(first + part, length)
+        head = tl.program_id(1) * BH + tl.arange(0, BH)
+        live_head = (head < N)[:, None]
+        q = q_latent + ((t * N + head) * R)[:, None]
+        j = tl.arange(0, BR)
+        turned = q_rope + ((t * N + head) * DR)[:, None] + j[None, :]
+        turned = tl.load(turned, mask=live_head & (j < DR)[None, :], other=0.0)
+        largest = tl.full([BH], float("-inf"), tl.float32)
+        total = tl.zeros([BH], tl.float32)
+        acc = ()
+        for _ in tl.static_range(R // CHUNK):
+            acc = acc + (tl.zeros([BH, CHUNK], tl.float32),)
+        for start in range(loop_bound(first, MMA), loop_bound(last, MMA), TILE):
+            at = start + tl.arange(0, TILE)
+            live = at < last
+            entry = entry_of(table + t * table_stride, tl.where(live, at, first), PAGE)
+            keys = load_rope(pages, entry, live, ENTRY, R, DR, BR, FORM, HARDWARE)
+            scores = query_scores(turned, keys, "f32" if FORM == "f32" else "bf16", MMA)
+            latent = ()
+            for c in tl.static_range(R // CHUNK):
+                values = load_vectors(
+                    pages, entry, live, ENTRY, 0, R, c * CHUNK, CHUNK, FORM, HARDWARE
+                )
+                column = c * CHUNK + tl.arange(0, CHUNK)
+                part_q = tl.load(q + column[None, :], mask=live_head, other=0.0)
+                more = query_scores(part_q, values, FORM, MMA)
+                if FORM == "fp8":
+                    more *= load_scale(pages, entry, live, ENTRY, 0, R, c * CHUNK)[None, :]
+                scores += more
+                latent = latent + (values,)
+            scores = tl.where(live[None, :], scores * scale, float("-inf"))
+            p, factor, largest, total = _weights(scores, largest, total)
+            moved = ()
+            for c in tl.static_range(R // CHUNK):
+                weights = p
+                if FORM == "fp8":
+                    weights *= load_scale(pages, entry, live, ENTRY, 0, R, c * CHUNK)[None, :]
+                moved = moved + (
+                    mix_values(weights, latent[c], acc[c] * factor[:, None], FORM, MMA),
+                )
+            acc = moved
+        row = (t * SPLITS + split) * N + head
+        tl.store(stats + row * 2, largest, mask=head < N)
+        tl.store(stats + row * 2 + 1, total, mask=head < N)
+        for c in tl.static_range(R // CHUNK):
+            column = c * CHUNK + tl.arange(0, CHUNK)
+            to = sums + (row.to(tl.int64) * R)[:, None] + column[None, :]
+            tl.store(to, acc[c], mask=live_head)
+
+
+@triton.jit
+def _gqa_decode_kernel(
+    q,
+    pages,
+    table,
+    table_stride,
+    lengths,
+    sums,
+    stats,
+    scale,
+    window,
+    N: tl.constexpr,
+    KEYS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    PAGE: tl.constexpr,
+    ENTRY: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    BH: tl.constexpr,
+    CD: tl.constexpr,
+    CV: tl.constexpr,
+    FORM: tl.constexpr,
+    MMA: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    SHARE: tl.constexpr = N // KEYS
+    HEAD_TILES: tl.constexpr = (SHARE + BH - 1) // BH
+    KEY_BYTES: tl.constexpr = vector_bytes(D, FORM)
+    VALUE_BYTES: tl.constexpr = vector_bytes(DV, FORM)
+    split = tl.program_id(0)
+    key = tl.program_id(1) // HEAD_TILES
+    t = tl.program_id(2)
+    length = tl.load(lengths + t)
+    oldest = tl.maximum(length - window, 0)
+    part = _part_length(length - oldest, SPLITS, TILE)
+    first = oldest + split * part
+    if first < length:
+        last = tl.minimum(first + part, length)
+        inner = tl.program_id(1) % HEAD_TILES * BH + tl.arange(0, BH)
+        head = key * SHARE + inner
+        live_head = inner < SHARE
+        line = q + ((t * N + head) * D)[:, None]
+        largest = tl.full([BH], float("-inf"), tl.float32)
+        total = tl.zeros([BH], tl.float32)
+        acc = ()
+        for _ in tl.static_range((DV + CV - 1) // CV):
+            acc = acc + (tl.zeros([BH, CV], tl.float32),)
+        for start in range(loop_bound(first, MMA), loop_bound(last, MMA), TILE):
+            at = start + tl.arange(0, TILE)
+            live = at < last
+            entry = entry_of(table + t * table_stride, tl.where(live, at, first), PAGE)
+            scores = tl.zeros([BH, TILE], tl.float32)
+            # A head's vectors begin at a byte known at run time only, so it moves the base.
+            base = pages + key * KEY_BYTES
+            for c in tl.static_range((D + CD - 1) // CD):
+                keys = load_vectors(base, entry, live, ENTRY, 0, D, c * CD, CD, FORM, HARDWARE)
+                column = c * CD + tl.arange(0, CD)
+                seen = live_head[:, None] & (column < D)[None, :]
+                more = query_scores(
+                    tl.load(line + column[None, :], mask=seen, other=0.0), keys, FORM, MMA
+                )
+                if FORM == "fp8":
+                    more *= load_scale(base, entry, live, ENTRY, 0, D, c * CD)[None, :]
+                scores += more
+            scores = tl.where(live[None, :], scores * scale, float("-inf"))
+            p, factor, largest, total = _weights(scores, largest, total)
+            base = pages + KEYS * KEY_BYTES + key * VALUE_BYTES
+            moved = ()
+            for c in tl.static_range((DV + CV - 1) // CV):
+                values = load_vectors(base, entry, live, ENTRY, 0, DV, c * CV, CV, FORM, HARDWARE)
+                weights = p
+                if FORM == "fp8":
+                    weights *= load_scale(base, entry, live, ENTRY, 0, DV, c * CV)[None, :]
+                moved = moved + (mix_values(weights, values, acc[c] * factor[:, None], FORM, MMA),)
+            acc = moved
+        row = (t * SPLITS + split) * N + head
+        tl.store(stats + row * 2, largest, mask=live_head)
+        tl.store(stats + row * 2 + 1, total, mask=live_head)
+        for c in tl.static_range((DV + CV - 1) // CV):
+            column = c * CV + tl.arange(0, CV)
+            to = sums + (row.to(tl.int64) * DV)[:, None] + column[None, :]
+            tl.store(to, acc[c], mask=live_head[:, None] & (column < DV)[None, :])
+
+
+@triton.jit
+def _join_kernel(
+    sums,
+    stats,
+    lengths,
+    window,
+    sink,
+    out,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    BW: tl.constexpr,
+):
+    head = tl.program_id(1)
+    n = tl.num_programs(1)
+    t = tl.program_id(2)
+    column = tl.program_id(0) * BW + tl.arange(0, BW)
+    span = tl.minimum(tl.load(lengths + t), window)
+    split = tl.arange(0, SPLITS)
+    live = split * _part_length(span, SPLITS, TILE) < span
+    row = (t * SPLITS + split) * n + head
+    largest = tl.load(stats + row * 2, mask=live, other=float("-inf"))
+    total = tl.load(stats + row * 2 + 1, mask=live, other=0.0)
+    top = tl.max(largest, 0)
+    if sink is not None:
+        logit = tl.load(sink + head).to(tl.float32)
+        top = tl.maximum(top, logit)
+    factor = tl.exp(largest - top)
+    at = (row.to(tl.int64) * WIDTH)[:, None] + column[None, :]
+    part = tl.load(sums + at, mask=live[:, None] & (column < WIDTH)[None, :], other=0.0)
+    mixed = halving_rows(tl.where(live[:, None], part * factor[:, None], 0.0), SPLITS, BW)
+    total = tl.sum(halving_rows((total * factor)[:, None], SPLITS, 1), 0)
+    if sink is not None:
+        total += tl.exp(logit - top)
+    tl.store(out + (t * n + head) * WIDTH + column, mixed / total, mask=column < WIDTH)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeight:
+    """MLA's kv_b projection as shipped: for each head dn rows of U_K, then dv rows of U_V, of r.
+
+    Raises:
+        ValueError: the matrix has other rows.
+    """
+
+    weight: DenseWeight
+    heads: int
+    dn: int
+    dv: int
+
+    def __post_init__(self) -> None:
+        if self.weight.n != self.heads * (self.dn + self.dv):
+            raise ValueError(f"{self.weight.n} rows are not {self.heads} heads of latent weights")
+
+
+def mla_absorb(q_nope: Tensor, up: LatentWeight, out: Tensor) -> None:
+    """Move queries into the latent space: U_K^T q for each head; bits as in `dense`.
+
+    Shapes:
+        q_nope [T, N, dn] float32 (rows and heads may lie apart), T = 1..8; out [T, N, r] float32
+    """
+    r = up.weight.k
+    width = min(128, triton.next_power_of_2(r))
+    _absorb_kernel[(triton.cdiv(r, width), up.heads)](
+        q_nope, q_nope.stride(0), q_nope.stride(1), up.weight.raw, up.weight.scales, out,
+        PITCH=up.dn + up.dv, DN=up.dn, R=r, T=q_nope.shape[0], BD=16, BR=width,
+        KIND=up.weight.kind.value, STAGES=4, HARDWARE=has_e4m3(q_nope.device),
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def mla_out(mixed: Tensor, up: LatentWeight, out: Tensor) -> None:
+    """Bring mixed latents out: U_V x for each head.
+
+    Shapes:
+        mixed [T, N, r] float32, T = 1..8; out [T, N * dv] float32
+    """
+    head_gemv(mixed, up.weight, out, first=up.dn, count=up.dv, pitch=up.dn + up.dv)
+
+
+def mla_decode(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    kv: KvPages,
+    lengths: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    scratch: DecodeScratch,
+) -> None:
+    """Mix the latents that each row sees: softmax((q_latent . c + q_rope . k) * scale) c.
+
+    Shapes:
+        q_latent [T, N, r], q_rope [T, N, dr] float32; lengths [T] int32, own entry included
+        out [T, N, r] float32
+    Raises:
+        ValueError: pages or scratch do not fit, or r is neither a power of two nor 128 * n.
+    """
+    rows, n, r = q_latent.shape
+    dr = q_rope.shape[2]
+    chunk = _chunk(r)
+    if r % chunk:
+        raise ValueError(f"latents of {r} values are not made of blocks of {chunk}")
+    check_entries(kv, mla_entry_bytes(kv.form, r, dr))
+    scratch.check(rows, n, r)
+    heads = 16
+    _mla_decode_kernel[(SPLITS, triton.cdiv(n, heads), rows)](
+        q_latent, q_rope, kv.pages, kv.table, kv.table.stride(0), lengths,
+        scratch.sums, scratch.stats, scale,
+        N=n, R=r, DR=dr, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=SPLITS, TILE=_TILE,
+        BH=heads, CHUNK=chunk, BR=max(16, triton.next_power_of_2(dr)), FORM=kv.form.value,
+        MMA=not INTERPRETED, HARDWARE=has_e4m3(q_latent.device), num_warps=8, num_stages=1,
+    )  # fmt: skip
+    _join(scratch, lengths, out, width=r)
+
+
+def gqa_decode(
+    q: Tensor,
+    kv: KvPages,
+    lengths: Tensor,
+    out: Tensor,
+    *,
+    n_keys: int,
+    scale: float,
+    scratch: DecodeScratch,
+    window: int | None = None,
+    sink: Tensor | None = None,
+) -> None:
+    """Grouped-query attention of each row to the entries it sees, as `reference.gqa`.
+
+    Shapes:
+        q [T, N, D] float32; lengths [T] int32, own entry included; sink [N] bfloat16 or float32
+        out [T, N, Dv] float32
+    Raises:
+        ValueError: pages or scratch do not fit.
+    """
+    rows, n, d = q.shape
+    dv = out.shape[2]
+    check_entries(kv, gqa_entry_bytes(kv.form, n_keys, d, dv))
+    scratch.check(rows, n, dv)
+    share = n // n_keys
+    heads = min(64, max(16, triton.next_power_of_2(share)))
+    seen = _NO_WINDOW if window is None else window
+    _gqa_decode_kernel[(SPLITS, n_keys * triton.cdiv(share, heads), rows)](
+        q, kv.pages, kv.table, kv.table.stride(0), lengths,
+        scratch.sums, scratch.stats, scale, seen,
+        N=n, KEYS=n_keys, D=d, DV=dv, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=SPLITS,
+        TILE=_TILE, BH=heads, CD=_chunk(d), CV=_chunk(dv), FORM=kv.form.value,
+        MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), num_warps=4, num_stages=1,
+    )  # fmt: skip
+    _join(scratch, lengths, out, width=dv, window=seen, sink=sink)
+
+
+_NO_WINDOW = 1 << 30
+
+
+def _join(
+    scratch: DecodeScratch,
+    lengths: Tensor,
+    out: Tensor,
+    *,
+    width: int,
+    window: int = _NO_WINDOW,
+    sink: Tensor | None = None,
+) -> None:
+    rows, n = out.shape[:2]
+    block = min(64, triton.next_power_of_2(width))
+    _join_kernel[(triton.cdiv(width, block), n, rows)](
+        scratch.sums, scratch.stats, lengths, window, sink, out,
+        WIDTH=width, SPLITS=SPLITS, TILE=_TILE, BW=block, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _chunk(d: int) -> int:
+    """Values of a vector that a program multiplies at a time: at most one FP8 block."""
+    return min(128, max(16, triton.next_power_of_2(d)))
