@@ -244,9 +244,7 @@ class MoetDeskApp(App[int]):
                 keys.setdefault(binding.id, []).append(self.get_key_display(binding))
                 words[binding.id] = binding.description
         order = list(binding_ids())
-        return [
-            (", ".join(keys[name][:2]), words[name], name) for name in sorted(keys, key=order.index)
-        ]
+        return [(keys[name][0], words[name], name) for name in sorted(keys, key=order.index)]
 
     def action_copy_or_stop(self) -> None:
         focused = self.screen.focused

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from textual.binding import Binding
 
 from moet_desk.engine.handle import Quality
-from moet_desk.engine.scripted import Script
+from moet_desk.engine.scripted import Script, ScriptedEngine
 from moet_desk.errors import ExitCode, fail
 from moet_desk.locations import TerminalFacts
 from moet_desk.settings import Answers, Settings, Ui
@@ -26,6 +27,7 @@ from moet_desk.ui.app import (
 )
 from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen
+from moet_desk.ui.screenshot import save_screenshots
 from moet_desk.ui.widgets.frame import SmallWindow
 from moet_desk.ui.widgets.prompt import Prompt
 from tests.ui.support import Stage, dump
@@ -294,3 +296,14 @@ def test_failure_words__are_never_markup() -> None:
 
     assert "[bold]x[/bold]." in problem_content(error, UNICODE).plain
     assert "\x1b" not in problem_content(error, UNICODE).plain
+
+
+def test_save_screenshots__running_engine__four_pictures(tmp_path: Path) -> None:
+    engine = ScriptedEngine(Script(tokens_per_s=400, prompt_tok_per_s=4000)).start()
+    saved = save_screenshots(tmp_path / "pictures", engine)
+    assert [path.name for path in saved] == [
+        "chat-80x24.svg", "cache-80x24.svg", "chat-120x40.svg", "cache-120x40.svg",
+    ]  # fmt: skip
+    chat, cache = saved[0].read_text("utf-8"), saved[1].read_text("utf-8")
+    assert "tokens&#160;·" in chat
+    assert "L08" in cache

@@ -95,9 +95,9 @@ def test_wait_line__first_words_are_waiting() -> None:
     text = wait_line(SNAPSHOT, history, width=120, glyphs=UNICODE).plain
     assert text.startswith("waiting 38 % of time ")
     assert "32 ms/step" in text
-    assert "moved 3.0 GiB (1.6 GB/s), 1.0 MiB from disk" in text
+    assert "moved 3.0 GiB (1.6 GB/s), disk 1.0 MiB" in text
     narrow = wait_line(SNAPSHOT, history, width=79, glyphs=UNICODE)
-    assert "moved 3.0 GiB, 1.0 MiB from disk" in narrow.plain
+    assert "moved 3.0 GiB, disk 1.0 MiB" in narrow.plain
     unknown = wait_line(EngineSnapshot(), History(), width=79, glyphs=UNICODE)
     assert unknown.plain.startswith("waiting – of time")
 

@@ -2,7 +2,7 @@
 
 Device code only; `triton.experts` launches it. Twin: `reference.experts`, whose canonical order this
 follows number by number: lane c adds blocks c, c + 32, ... in order, then halves are added (16, 8,
-4, 2, 1). Compile with `enable_fp_fusion=False`: a fused multiply-add rounds differently.
+4, 2, 1). Launch with `enable_fp_fusion=False`: a fused multiply-add rounds differently.
 
 A block's 32 weights are small integers (levels -4 -1 1 4, or twice an FP4 value), made four at a
 time by byte permutes whose selectors lie ready in the row (`kernels.layouts`); eight dp4a then give
@@ -14,23 +14,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moet_desk.kernels.triton.portable import product
+
 
 def _base_dot_ptx() -> str:
-    """$0 = dot of the block in $1 $2 (base words) with $3..$10 (activations)."""
-    lines = ["{", ".reg .b32 a, b, t, l;", "mov.b32 l, 0x0401FFFC;"]  # bytes: levels of codes 0..3
+    """$0 = dot of the block in $1 $2 (base words) with $3..$10 (activations).
+
+    Selectors get bit 2 set, because an immediate operand can only be a permute's second one.
+    """
+    lines = ["{", ".reg .b32 a, b, t;"]
     for half in (0, 1):
         lines += [
-            f"and.b32 a, ${1 + half}, 0x33333333;",
+            f"lop3.b32 a, ${1 + half}, 0x33333333, 0x44444444, 0xEA;",
             f"shr.u32 b, ${1 + half}, 2;",
-            "and.b32 b, b, 0x33333333;",
+            "lop3.b32 b, b, 0x33333333, 0x44444444, 0xEA;",  # (b & 3..3) | 4..4
         ]
         for quad in range(4):
             source = "a" if quad < 2 else "b"
             if quad % 2:
                 lines.append(f"shr.u32 {source}, {source}, 16;")
-            total = "$0" if half or quad else "0"
-            x = 3 + 4 * half + quad
-            lines += [f"prmt.b32 t, l, 0, {source};", f"dp4a.s32.s32 $0, t, ${x}, {total};"]
+            lines += [
+                f"prmt.b32 t, 0, 0x0401FFFC, {source};",  # bytes: the levels of codes 0..3
+                f"dp4a.s32.s32 $0, t, ${3 + 4 * half + quad}, {'$0' if half or quad else '0'};",
+            ]
     return "\n".join([*lines, "}"])
 
 
@@ -67,7 +73,7 @@ def _fine_dot_ptx() -> str:
         for pair in (0, 1):  # eight weights: two digit words
             lines.append(f"shr.u32 c, ${1 + half}, 2;" if pair else f"mov.b32 c, ${1 + half};")
             lines += [
-                "and.b32 c, c, 0x33333333;",
+                "lop3.b32 c, c, 0x33333333, 0x44444444, 0xEA;",
                 "shr.u32 g, c, 1;",
                 "lop3.b32 g, c, g, 0x11111111, 0x82;",  # big: both bits of the code are equal
                 "mul.lo.u32 g, g, 5;",
@@ -80,14 +86,11 @@ def _fine_dot_ptx() -> str:
                 first_dot = not (half or pair or quad)
                 total = "0" if first_dot else "$0"
                 lines += [
-                    "mov.b32 t, 0x0000FFFF;",
-                    "prmt.b32 s, t, 0, c;",  # all ones where the code is negative
-                    "mov.b32 m, 0x03020100;",
-                    "mov.b32 t, 0x0C080604;",
-                    "prmt.b32 m, m, t, g;",
-                    "mov.b32 n, 0xFDFEFF00;",
-                    "mov.b32 t, 0xF4F8FAFC;",
-                    "prmt.b32 n, n, t, g;",
+                    "prmt.b32 s, 0, 0x0000FFFF, c;",  # all ones where the code is negative
+                    "mov.b32 t, 0x03020100;",
+                    "prmt.b32 m, t, 0x0C080604, g;",
+                    "mov.b32 t, 0xFDFEFF00;",
+                    "prmt.b32 n, t, 0xF4F8FAFC, g;",
                     "lop3.b32 m, s, n, m, 0xCA;",  # s ? n : m
                     f"dp4a.s32.s32 $0, m, ${6 + 4 * half + 2 * pair + quad}, {total};",
                 ]
@@ -107,6 +110,12 @@ def _element(word, b: tl.constexpr):
 
 
 @triton.jit
+def _code(w, n: tl.constexpr):
+    """Base code of weight n of each block."""
+    return (w[n // 16] >> (4 * (n % 8) + 2 * (n % 16 // 8))) & 3
+
+
+@triton.jit
 def base_dot(w, x, PTX: tl.constexpr):
     """Exact dot products of blocks of base weights with int8 activations.
 
@@ -121,7 +130,7 @@ def base_dot(w, x, PTX: tl.constexpr):
     else:
         dot = w[0] * 0
         for n in tl.static_range(32):
-            code = (w[n // 16] >> (4 * (n % 8) + 2 * (n % 16 // 8))) & 3
+            code = _code(w, n)
             level = tl.where(code == 1, -1, tl.where(code == 2, 1, 4 * code - 4 - (code // 3) * 4))
             dot += level * _element(x[n // 4], n % 4)
     return dot
@@ -146,8 +155,7 @@ def fine_dot(w, x, PTX: tl.constexpr):
         for j in tl.static_range(8):
             rest = _digit_word(w, j)
             for b in tl.static_range(4):
-                n: tl.constexpr = 4 * j + b
-                code = (w[n // 16] >> (4 * (n % 8) + 2 * (n % 16 // 8))) & 3
+                code = _code(w, 4 * j + b)
                 next_rest = (rest * 0x334) >> 12
                 digit = rest - 5 * next_rest
                 rest = next_rest
@@ -186,34 +194,36 @@ def load_tile(
     for first in tl.static_range(0, G, C):
         c = first + tl.arange(0, C)[None, :]
         at = rows[:, None] * G + c
-        inside = _inside(c, first, G, C)
-        tile = tile + (_load(words + at, inside), _load(words + N * G + at, inside))
+        tile = tile + (
+            _load(words + at, c, G, first + C),
+            _load(words + N * G + at, c, G, first + C),
+        )
         if FINE:
             tile = tile + (
-                _load(fine_words + at, inside),
-                _load(fine_words + N * G + at, inside),
-                _load(fine_tops + at, inside).to(tl.int32),
+                _load(fine_words + at, c, G, first + C),
+                _load(fine_words + N * G + at, c, G, first + C),
+                _load(fine_tops + at, c, G, first + C).to(tl.int32),
             )
-        tile = tile + (_load(scale_bytes + at, inside),)
+        tile = tile + (_load(scale_bytes + at, c, G, first + C),)
     return tile
 
 
 @triton.jit
-def _inside(c, first: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
-    """Mask of the blocks that exist; None, which costs nothing, if all do."""
-    if first + C > G:
-        return c < G
+def _load(pointers, c, G: tl.constexpr, END: tl.constexpr):
+    """Weights of the blocks c < END, zeros for blocks from G on."""
+    # Weights are read once per step; what stays in L2 should be activations.
+    if END <= G:
+        return tl.load(pointers, eviction_policy="evict_first")
     else:
-        return None
+        return tl.load(pointers, mask=c < G, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _load(pointers, inside):
-    # Weights are read once per step; what stays in L2 should be activations.
-    if inside is None:
-        return tl.load(pointers, eviction_policy="evict_first")
+def _load_activation(pointers, c, G: tl.constexpr, END: tl.constexpr):
+    if END <= G:
+        return tl.load(pointers)
     else:
-        return tl.load(pointers, mask=inside, other=0, eviction_policy="evict_first")
+        return tl.load(pointers, mask=c < G, other=0)
 
 
 @triton.jit
@@ -232,17 +242,13 @@ def tile_products(
     every_row = tl.zeros([B, 1], tl.int32)
     for first in tl.static_range(0, G, C):
         c = first + tl.arange(0, C)[None, :] + every_row  # [B, C]: loaded where it is used
-        inside = _inside(c, first, G, C)
         x = ()
         for o in tl.static_range(8):
-            x = x + (_load_activation(codes + o * G + c, inside),)
-        i: tl.constexpr = first // C * PARTS
-        if FINE:
-            dot = fine_dot((tile[i], tile[i + 1], tile[i + 2], tile[i + 3], tile[i + 4]), x, PTX)
-        else:
-            dot = base_dot((tile[i], tile[i + 1]), x, PTX)
-        s = _load_activation(scales + c, inside)
-        lanes += dot.to(tl.float32) * power_of_two(tile[i + PARTS - 1]) * s
+            x = x + (_load_activation(codes + o * G + c, c, G, first + C),)
+        w = _part(tile, first // C * PARTS, PARTS)
+        dot = fine_dot(w, x, PTX) if FINE else base_dot(w, x, PTX)
+        s = _load_activation(scales + c, c, G, first + C)
+        lanes += product(dot.to(tl.float32) * power_of_two(w[PARTS - 1]), s, PTX)
     total = halving_sum(lanes, B, C)
     if FINE:
         total *= 0.5  # weights were doubled
@@ -250,11 +256,12 @@ def tile_products(
 
 
 @triton.jit
-def _load_activation(pointers, inside):
-    if inside is None:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=inside, other=0)
+def _part(tile, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Entries FIRST .. FIRST + COUNT - 1 of a tuple."""
+    part = ()
+    for i in tl.static_range(FIRST, FIRST + COUNT):
+        part = part + (tile[i],)
+    return part
 
 
 @triton.jit

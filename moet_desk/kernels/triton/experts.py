@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.expert_math import load_tile, tile_products
-from moet_desk.kernels.triton.portable import PTX
+from moet_desk.kernels.triton.portable import PTX, product
 from moet_desk.kernels.triton.quant import block_codes, packed_words, quantize_rows
 
 _LANES = 32  # of the canonical order
@@ -98,7 +98,7 @@ def _gate_up_kernel(
                 u = tile_products(up, x, s, B, G, C, FINE, PTX)
                 h = swiglu(g, u, limit, LIMITED)
                 if QUANTIZE:
-                    q, amax = block_codes(tl.reshape(h, [B // 32, 32]))
+                    q, amax = block_codes(tl.reshape(h, [B // 32, 32]), PTX)
                     block = first // 32 + tl.arange(0, B // 32)
                     at = tl.arange(0, 8)[None, :] * (I // 32) + block[:, None]
                     tl.store(out_codes + pair * (I // 4) + at, packed_words(q, B // 32))
@@ -135,15 +135,16 @@ def _down_kernel(
 @triton.jit
 def _combine_kernel(
     part, weights, base, residual, out,
-    H: tl.constexpr, K: tl.constexpr, B: tl.constexpr, SHARED: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
+    SHARED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1)
     c = tl.program_id(0) * B + tl.arange(0, B)
     inside = c < H
-    total = tl.load(part + t * K * H + c, mask=inside) * tl.load(weights + t * K)
+    total = product(tl.load(part + t * K * H + c, mask=inside), tl.load(weights + t * K), PTX)
     for k in tl.static_range(1, K):
         more = tl.load(part + (t * K + k) * H + c, mask=inside)
-        total += more * tl.load(weights + t * K + k)
+        total += product(more, tl.load(weights + t * K + k), PTX)
     if SHARED:
         total += tl.load(base + t * H + c, mask=inside)
     total = tl.load(residual + t * H + c, mask=inside) + total
@@ -238,7 +239,7 @@ def combine(
     hidden = part.shape[1]
     _combine_kernel[(triton.cdiv(hidden, _COMBINE_FLOATS), n_tokens)](
         part, weights, residual if base is None else base, residual, out,
-        hidden, top_k, _COMBINE_FLOATS, base is not None,
+        hidden, top_k, _COMBINE_FLOATS, base is not None, PTX,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -203,9 +203,7 @@ def load_rope(
         mask = live[:, None] & (column < DR)[None, :]
         return e4m3_value(tl.load(at, mask=mask, other=0), HARDWARE)
     elif FORM == "f32":
-        return load_vectors(
-            pages, entry, live, ENTRY, 4 * R, DR, 0, COUNT, "f32", HARDWARE
-        )
+        return load_vectors(pages, entry, live, ENTRY, 4 * R, DR, 0, COUNT, "f32", HARDWARE)
     else:
         return load_vectors(
             pages, entry, live, ENTRY, vector_bytes(R, FORM), DR, 0, COUNT, "bf16", HARDWARE

@@ -38,9 +38,7 @@ def _rms_norm_kernel(
     tl.store(out + t * H + column, row * tl.rsqrt(mean + eps) * w, mask=inside)
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, out: Tensor, plus_one: bool = False
-) -> None:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor, plus_one: bool = False) -> None:
     """Scale rows to RMS 1, as `reference.rms_norm`.
 
     Shapes:

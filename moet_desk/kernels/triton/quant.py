@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.layouts import GROUP
+from moet_desk.kernels.triton.portable import PTX, product
 
 _WEAKEST_BLOCK = tl.constexpr(2.0**-100)  # as in reference.quant: weaker blocks become zeros
 
@@ -21,7 +22,7 @@ _BLOCKS_PER_PROGRAM = 16
 
 
 @triton.jit
-def block_codes(blocks):
+def block_codes(blocks, PTX: tl.constexpr):
     """Round blocks to int8: integers -127..127 and the scale of each block.
 
     A NaN or infinity makes the scale NaN or infinite, which every product with it then shows.
@@ -34,7 +35,7 @@ def block_codes(blocks):
     amax = tl.max(bits, 1).to(tl.float32, bitcast=True)
     # 1/amax first: that is what torch makes of 127 / amax, and the last bit decides some codes.
     inverse = tl.where(amax < _WEAKEST_BLOCK, 0.0, tl.div_rn(1.0, amax) * 127.0)
-    rounded = tl.floor(blocks * inverse[:, None] + 0.5)
+    rounded = tl.floor(product(blocks, inverse[:, None], PTX) + 0.5)
     codes = tl.where(rounded == rounded, rounded, 0.0).to(tl.int32)
     return codes, tl.div_rn(amax, 127.0)
 
@@ -48,9 +49,10 @@ def packed_words(codes, B: tl.constexpr):
 
 @triton.jit
 def _store_codes(
-    blocks, b, codes, scales, t, G: tl.constexpr, B: tl.constexpr, PLAIN: tl.constexpr
-):
-    q, s = block_codes(blocks)
+    blocks, b, codes, scales, t,
+    G: tl.constexpr, B: tl.constexpr, PLAIN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    q, s = block_codes(blocks, PTX)
     if PLAIN:
         at = b[:, None] * 32 + tl.arange(0, 32)[None, :]
         tl.store(codes + t * (32 * G) + at, q.to(tl.int8), mask=b[:, None] < G)
@@ -61,18 +63,21 @@ def _store_codes(
 
 
 @triton.jit
-def _quantize_kernel(x, codes, scales, G: tl.constexpr, B: tl.constexpr, PLAIN: tl.constexpr):
+def _quantize_kernel(
+    x, codes, scales, G: tl.constexpr, B: tl.constexpr, PLAIN: tl.constexpr, PTX: tl.constexpr
+):
     t = tl.program_id(1).to(tl.int64)
     b = tl.program_id(0) * B + tl.arange(0, B)
     at = b[:, None] * 32 + tl.arange(0, 32)[None, :]
     blocks = tl.load(x + t * (32 * G) + at, mask=b[:, None] < G, other=0.0)
-    _store_codes(blocks, b, codes, scales, t, G, B, PLAIN)
+    _store_codes(blocks, b, codes, scales, t, G, B, PLAIN, PTX)
 
 
 @triton.jit
 def _norm_kernel(
     x, weight, eps, out, codes, scales,
     G: tl.constexpr, B: tl.constexpr, PLUS_ONE: tl.constexpr, PLAIN: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, B)
@@ -85,7 +90,7 @@ def _norm_kernel(
     mean = tl.sum(tl.sum(row * row, 1), 0) / (32 * G)
     normed = row * tl.rsqrt(mean + eps) * w
     tl.store(out + t * (32 * G) + at, normed, mask=inside)
-    _store_codes(normed, b, codes, scales, t, G, B, PLAIN)
+    _store_codes(normed, b, codes, scales, t, G, B, PLAIN, PTX)
 
 
 def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
@@ -98,7 +103,7 @@ def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
     groups = x.shape[1] // GROUP
     grid = (triton.cdiv(groups, _BLOCKS_PER_PROGRAM), x.shape[0])
     _quantize_kernel[grid](
-        x, codes, scales, groups, _BLOCKS_PER_PROGRAM, codes.dtype == torch.int8,
+        x, codes, scales, groups, _BLOCKS_PER_PROGRAM, codes.dtype == torch.int8, PTX,
         num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -121,6 +126,6 @@ def rms_norm_quantize(
     groups = x.shape[1] // GROUP
     padded = triton.next_power_of_2(groups)
     _norm_kernel[(x.shape[0],)](
-        x, weight, eps, out, codes, scales, groups, padded, plus_one, codes.dtype == torch.int8,
+        x, weight, eps, out, codes, scales, groups, padded, plus_one, codes.dtype == torch.int8, PTX,
         num_warps=max(1, min(16, padded // 16)), enable_fp_fusion=False,
     )  # fmt: skip
