@@ -17,6 +17,7 @@ from moet_desk.engine.handle import EngineHandle
 from moet_desk.store.chats import ChatStore
 from moet_desk.ui.app import Look, MoetDeskApp
 from moet_desk.ui.bridge import Phase
+from moet_desk.ui.conversation import ChatStoreLike
 
 SIZES = ((80, 24), (120, 40))
 QUESTION = "Tell me a short story about a fox."
@@ -29,28 +30,29 @@ def save_screenshots(
     out_dir: Path,
     handle: EngineHandle,
     *,
+    chats: ChatStoreLike | None = None,
     questions: Sequence[str] = (QUESTION,),
     theme: str = "moet-dark",
 ) -> list[Path]:
     """Ask the questions and write chat-80x24.svg, cache-80x24.svg and so on.
 
-    The chat goes into a store that is thrown away; the engine is closed at the end, as when the
-    app is closed.
+    Without `chats` the chat goes into a store that is thrown away. Engine and store are closed at
+    the end, as when the app is closed.
 
     Raises:
         TimeoutError: the model did not load or answer in time.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        chats = ChatStore.open(Path(folder) / "chats.sqlite3")
-        return asyncio.run(_take(out_dir, handle, chats=chats, questions=questions, theme=theme))
+        store = chats or ChatStore.open(Path(folder) / "chats.sqlite3")
+        return asyncio.run(_take(out_dir, handle, chats=store, questions=questions, theme=theme))
 
 
 async def _take(
     out_dir: Path,
     handle: EngineHandle,
     *,
-    chats: ChatStore,
+    chats: ChatStoreLike,
     questions: Sequence[str],
     theme: str,
 ) -> list[Path]:
