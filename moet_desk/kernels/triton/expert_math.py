@@ -1,7 +1,7 @@
-"""What every expert kernel of decode is made of: weight tiles, exact block dots, the summing order.
+"""The parts of decode's expert kernels: weight tiles, exact block dots, the summing order.
 
-Device code only; `triton.experts` launches it. Twin: `reference.experts`, whose canonical order this
-follows number by number: lane c adds blocks c, c + 32, ... in order, then halves are added (16, 8,
+Device code only; `triton.experts` launches it. Twin: `reference.experts`, whose canonical order is
+followed number by number: lane c adds blocks c, c + 32, ... in order, then halves are added (16, 8,
 4, 2, 1). Launch with `enable_fp_fusion=False`: a fused multiply-add rounds differently.
 
 A block's 32 weights are small integers (levels -4 -1 1 4, or twice an FP4 value), made four at a

@@ -126,6 +126,7 @@ def rms_norm_quantize(
     groups = x.shape[1] // GROUP
     padded = triton.next_power_of_2(groups)
     _norm_kernel[(x.shape[0],)](
-        x, weight, eps, out, codes, scales, groups, padded, plus_one, codes.dtype == torch.int8, PTX,
+        x, weight, eps, out, codes, scales,
+        groups, padded, plus_one, codes.dtype == torch.int8, PTX,
         num_warps=max(1, min(16, padded // 16)), enable_fp_fusion=False,
     )  # fmt: skip
