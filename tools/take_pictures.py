@@ -12,7 +12,6 @@ from pathlib import Path
 
 from moet_desk.cli.context import Invocation
 from moet_desk.engine.handle import EngineOptions, start_engine
-from moet_desk.store.chats import ChatStore
 from moet_desk.ui.screenshot import save_screenshots
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
@@ -29,8 +28,7 @@ def main() -> None:
         invocation.data_dir = Path(folder)
         pack = invocation.model_path("demo")
         handle = start_engine(pack, EngineOptions(pool_slots=96, save_heat=False))
-        chats = ChatStore.open(Path(folder) / "chats.sqlite3")
-        for path in save_screenshots(PICTURES, handle, chats=chats, questions=QUESTIONS):
+        for path in save_screenshots(PICTURES, handle, questions=QUESTIONS):
             print(path)
 
 
