@@ -179,6 +179,14 @@ _ROWS: tuple[ErrorSpec, ...] = (
         http=503,
     ),
     ErrorSpec(
+        "MD-RAM-02",
+        "Locking memory was refused",
+        "The driver would not pin {want} for experts (error {status}); about {got} are pinned.",
+        "Raise the limit for locked memory (ulimit -l), or lower memory.ram.",
+        exit=ExitCode.NO_ROOM,
+        http=503,
+    ),
+    ErrorSpec(
         "MD-NVME-04",
         "A read failed",
         "Reading row (layer {layer}, expert {expert}) of {path} failed: {reason}.",
@@ -384,7 +392,7 @@ _ROWS: tuple[ErrorSpec, ...] = (
     ErrorSpec(
         "MD-TERM-01",
         "The window is too small",
-        "moet-desk needs {want_columns} x {want_rows}; this window is {columns} x {rows}.",
+        "moet-desk needs {want_columns} x {want_rows}, this is {columns} x {rows}.",
         'Make it larger, or use: moet-desk run "..." or moet-desk serve',
         safe="Answers go on; nothing is lost.",
         severity=Severity.LOWER,

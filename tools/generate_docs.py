@@ -282,8 +282,9 @@ def _keys() -> Lines:
         yield f"## {screen}"
         yield ""
         yield from _table(("Key", "What it does", "Id"), map(_binding, bindings))
-    if listed != binding_ids():
-        raise LookupError(f"no screen here for {sorted(binding_ids() ^ listed)}")
+    missing = set(binding_ids()) ^ listed
+    if missing:
+        raise LookupError(f"no screen here for {sorted(missing)}")
     yield "## Commands in the prompt"
     yield ""
     rows = [

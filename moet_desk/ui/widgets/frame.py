@@ -10,6 +10,7 @@ from textual.content import Content
 from textual.message import Message
 from textual.widget import Widget
 
+from moet_desk.errors import fail
 from moet_desk.ui.theme import Glyphs
 
 MIN_COLUMNS, MIN_ROWS = 80, 24
@@ -71,15 +72,15 @@ class SmallWindow(Widget):
 
     def render(self) -> Content:
         columns, rows = self.app.size
-        return Content(
-            f"moet-desk needs {MIN_COLUMNS} x {MIN_ROWS}.\n"
-            f"This window is {columns} x {rows}.\n\n"
-            "Make it larger, or use:\n"
-            '  moet-desk run "..."\n'
-            "  moet-desk serve\n\n"
-            "Answers go on in the meantime.\n\n"
-            "Ctrl+Q Quit"
+        notice = fail(
+            "MD-TERM-01",
+            want_columns=MIN_COLUMNS,
+            want_rows=MIN_ROWS,
+            columns=columns,
+            rows=rows,
         )
+        words = (f"{notice.title}  {notice.code}", notice.cause, notice.do, notice.safe)
+        return Content("\n\n".join([*words, "Ctrl+Q Quit"]))
 
     def on_resize(self) -> None:
         self.refresh()
