@@ -39,8 +39,11 @@ from moet_desk.kernels.triton.portable import INTERPRETED
 SPLITS = 64
 """Most parts of a row's entries."""
 
-_TILE = 64
-"""Entries that a program works on at a time, and the shortest part."""
+_SHORTEST_PART = 64
+"""Entries of a part while 64 of them are enough: 256 programs for 64 heads at 4k entries."""
+
+_TILE = 32
+"""Entries that a program works on at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,9 @@ class DecodeScratch:
 
 
 @triton.jit
-def _part_length(span, SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """Entries of each part of `span` entries: TILE * 2**k."""
-    length = span * 0 + TILE
+def _part_length(span, SPLITS: tl.constexpr, SHORTEST: tl.constexpr):
+    """Entries of each part of `span` entries: SHORTEST * 2**k."""
+    length = span * 0 + SHORTEST
     for _ in tl.static_range(24):
         length = tl.where(length * SPLITS < span, length * 2, length)
     return length
@@ -185,6 +188,7 @@ def _mla_decode_kernel(
     PAGE: tl.constexpr,
     ENTRY: tl.constexpr,
     SPLITS: tl.constexpr,
+    SHORTEST: tl.constexpr,
     TILE: tl.constexpr,
     BH: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -196,7 +200,7 @@ def _mla_decode_kernel(
     split = tl.program_id(0)
     t = tl.program_id(2)
     length = tl.load(lengths + t)
-    part = _part_length(length, SPLITS, TILE)
+    part = _part_length(length, SPLITS, SHORTEST)
     first = split * part
     if first < length:
         last = tl.minimum(first + part, length)
@@ -211,7 +215,9 @@ def _mla_decode_kernel(
         acc = ()
         for _ in tl.static_range(R // CHUNK):
             acc = acc + (tl.zeros([BH, CHUNK], tl.float32),)
-        for start in range(loop_bound(first, MMA), loop_bound(last, MMA), TILE):
+        # Queries stay in shared memory: kept in registers over the loop they would spill.
+        low, high = loop_bound(first, MMA), loop_bound(last, MMA)
+        for start in tl.range(low, high, TILE, disable_licm=True):
             at = start + tl.arange(0, TILE)
             live = at < last
             entry = entry_of(table + t * table_stride, tl.where(live, at, first), PAGE)
@@ -267,6 +273,7 @@ def _gqa_decode_kernel(
     PAGE: tl.constexpr,
     ENTRY: tl.constexpr,
     SPLITS: tl.constexpr,
+    SHORTEST: tl.constexpr,
     TILE: tl.constexpr,
     BH: tl.constexpr,
     CD: tl.constexpr,
@@ -284,7 +291,7 @@ def _gqa_decode_kernel(
     t = tl.program_id(2)
     length = tl.load(lengths + t)
     oldest = tl.maximum(length - window, 0)
-    part = _part_length(length - oldest, SPLITS, TILE)
+    part = _part_length(length - oldest, SPLITS, SHORTEST)
     first = oldest + split * part
     if first < length:
         last = tl.minimum(first + part, length)
@@ -297,7 +304,9 @@ def _gqa_decode_kernel(
         acc = ()
         for _ in tl.static_range((DV + CV - 1) // CV):
             acc = acc + (tl.zeros([BH, CV], tl.float32),)
-        for start in range(loop_bound(first, MMA), loop_bound(last, MMA), TILE):
+        # Queries stay in shared memory: kept in registers over the loop they would spill.
+        low, high = loop_bound(first, MMA), loop_bound(last, MMA)
+        for start in tl.range(low, high, TILE, disable_licm=True):
             at = start + tl.arange(0, TILE)
             live = at < last
             entry = entry_of(table + t * table_stride, tl.where(live, at, first), PAGE)
@@ -344,7 +353,7 @@ def _join_kernel(
     out,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
+    SHORTEST: tl.constexpr,
     BW: tl.constexpr,
 ):
     head = tl.program_id(1)
@@ -353,7 +362,7 @@ def _join_kernel(
     column = tl.program_id(0) * BW + tl.arange(0, BW)
     span = tl.minimum(tl.load(lengths + t), window)
     split = tl.arange(0, SPLITS)
-    live = split * _part_length(span, SPLITS, TILE) < span
+    live = split * _part_length(span, SPLITS, SHORTEST) < span
     row = (t * SPLITS + split) * n + head
     largest = tl.load(stats + row * 2, mask=live, other=float("-inf"))
     total = tl.load(stats + row * 2 + 1, mask=live, other=0.0)
@@ -443,9 +452,10 @@ def mla_decode(
     _mla_decode_kernel[(SPLITS, triton.cdiv(n, heads), rows)](
         q_latent, q_rope, kv.pages, kv.table, kv.table.stride(0), lengths,
         scratch.sums, scratch.stats, scale,
-        N=n, R=r, DR=dr, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=SPLITS, TILE=_TILE,
-        BH=heads, CHUNK=chunk, BR=max(16, triton.next_power_of_2(dr)), FORM=kv.form.value,
-        MMA=not INTERPRETED, HARDWARE=has_e4m3(q_latent.device), num_warps=8, num_stages=1,
+        N=n, R=r, DR=dr, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=SPLITS,
+        SHORTEST=_SHORTEST_PART, TILE=_TILE, BH=heads, CHUNK=chunk,
+        BR=max(16, triton.next_power_of_2(dr)), FORM=kv.form.value, MMA=not INTERPRETED,
+        HARDWARE=has_e4m3(q_latent.device), num_warps=8, num_stages=1,
     )  # fmt: skip
     _join(scratch, lengths, out, width=r)
 
@@ -481,8 +491,8 @@ def gqa_decode(
         q, kv.pages, kv.table, kv.table.stride(0), lengths,
         scratch.sums, scratch.stats, scale, seen,
         N=n, KEYS=n_keys, D=d, DV=dv, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=SPLITS,
-        TILE=_TILE, BH=heads, CD=_chunk(d), CV=_chunk(dv), FORM=kv.form.value,
-        MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), num_warps=4, num_stages=1,
+        SHORTEST=_SHORTEST_PART, TILE=_TILE, BH=heads, CD=_chunk(d), CV=_chunk(dv),
+        FORM=kv.form.value, MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), num_warps=4, num_stages=1,
     )  # fmt: skip
     _join(scratch, lengths, out, width=dv, window=seen, sink=sink)
 
@@ -503,7 +513,8 @@ def _join(
     block = min(64, triton.next_power_of_2(width))
     _join_kernel[(triton.cdiv(width, block), n, rows)](
         scratch.sums, scratch.stats, lengths, window, sink, out,
-        WIDTH=width, SPLITS=SPLITS, TILE=_TILE, BW=block, num_warps=4, enable_fp_fusion=False,
+        WIDTH=width, SPLITS=SPLITS, SHORTEST=_SHORTEST_PART, BW=block,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
