@@ -492,7 +492,8 @@ def gqa_decode(
         scratch.sums, scratch.stats, scale, seen,
         N=n, KEYS=n_keys, D=d, DV=dv, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=SPLITS,
         SHORTEST=_SHORTEST_PART, TILE=_TILE, BH=heads, CD=_chunk(d), CV=_chunk(dv),
-        FORM=kv.form.value, MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), num_warps=4, num_stages=1,
+        FORM=kv.form.value, MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device),
+        num_warps=4, num_stages=1,
     )  # fmt: skip
     _join(scratch, lengths, out, width=dv, window=seen, sink=sink)
 
@@ -520,4 +521,4 @@ def _join(
 
 def _chunk(d: int) -> int:
     """Values of a vector that a program multiplies at a time: at most one FP8 block."""
-    return min(128, max(16, triton.next_power_of_2(d)))
+    return min(128, max(16, 1 << (d - 1).bit_length()))

@@ -38,7 +38,7 @@ class GemmTile:
 
 
 @triton.jit
-def _store_parts(parts, at, size, value, mask):
+def store_parts(parts, at, size, value, mask):
     high = bf16_part(value)
     tl.store(parts + at, high.to(tl.bfloat16), mask=mask)
     tl.store(parts + size + at, (value - high).to(tl.bfloat16), mask=mask)
@@ -49,7 +49,7 @@ def _split_kernel(x, x_stride, parts, size, K: tl.constexpr, BLOCK: tl.constexpr
     m = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + m * x_stride + k, mask=k < K, other=0.0)
-    _store_parts(parts, m * K + k, size, value, k < K)
+    store_parts(parts, m * K + k, size, value, k < K)
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _swiglu_split_kernel(gate_up, parts, size, limit, INTER: tl.constexpr, BLOCK
     if limit is not None:
         g = tl.where(g > limit, limit, g)
         u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
-    _store_parts(parts, m * INTER + k, size, tl.div_rn(g, tl.exp(-g) + 1.0) * u, k < INTER)
+    store_parts(parts, m * INTER + k, size, tl.div_rn(g, tl.exp(-g) + 1.0) * u, k < INTER)
 
 
 @triton.jit

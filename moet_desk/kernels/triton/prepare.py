@@ -366,4 +366,4 @@ def gqa_prepare(
 
 def _heads_each(n: int) -> int:
     """Heads that one program rotates: enough work for four warps, few enough to spread."""
-    return min(16, triton.next_power_of_2(n))
+    return min(16, 1 << (n - 1).bit_length())
