@@ -1,0 +1,156 @@
+"""The look-up kernel against its twin, table by table, and the twin against `reference.cache`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moet_desk.kernels.reference import CacheTables
+from moet_desk.kernels.triton.cache import (
+    GpuTables,
+    LookupOutput,
+    claim,
+    lookup,
+    rebase,
+    release,
+)
+from tests.kernels.triton import twin_cache
+
+
+def copy_of(tables: GpuTables) -> GpuTables:
+    values = {f.name: getattr(tables, f.name) for f in fields(GpuTables)}
+    return GpuTables(**{k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()})
+
+
+def assert_same(got: GpuTables, want: GpuTables) -> None:
+    for field in fields(GpuTables):
+        a, b = getattr(got, field.name), getattr(want, field.name)
+        if isinstance(a, Tensor):
+            if field.name == "free":  # what lies above the top means nothing
+                a, b = a[: int(got.n_free)], b[: int(want.n_free)]
+            assert torch.equal(a, b), field.name
+
+
+def skewed_ids(n_tokens: int, top_k: int, n_experts: int) -> Tensor:
+    """Distinct experts per token; low ids are frequent, so tokens share some."""
+    scores = torch.rand(n_tokens, n_experts) - torch.arange(n_experts) * (1.5 / n_experts)
+    return scores.topk(top_k, dim=1).indices.int().contiguous()
+
+
+def check_lookup(ids: Tensor, tables: GpuTables, layer: int, *, ends_step: bool) -> None:
+    want_tables = copy_of(tables)
+    want = twin_cache.lookup(ids, want_tables, layer, ends_step=ends_step)
+    out = LookupOutput.empty(*ids.shape, device="cpu")
+    lookup(ids, tables, layer=layer, out=out, ends_step=ends_step)
+    assert_same(tables, want_tables)
+    assert torch.equal(out.uniq_slot, want.uniq_slot)
+    assert torch.equal(out.uniq_pair, want.uniq_pair)
+    assert int(out.n_uniq) == int((want.uniq_slot >= 0).sum())
+    n_missed = int(out.miss_n)
+    got = list(
+        zip(out.miss_row[:n_missed].tolist(), out.miss_slot[:n_missed].tolist(), strict=True)
+    )
+    assert got == want.misses
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "top_k", "n_experts", "n_slots"),
+    [(1, 4, 8, 4), (1, 6, 16, 9), (3, 4, 12, 14), (8, 8, 32, 64), (2, 3, 200, 300)],
+)
+def test_lookup__many_steps__every_table_as_the_twin(
+    n_tokens: int, top_k: int, n_experts: int, n_slots: int
+) -> None:
+    tables = GpuTables.empty(3, n_experts, n_slots, device="cpu")
+    for _ in range(12):
+        for layer in range(3):
+            ids = skewed_ids(n_tokens, top_k, n_experts)
+            check_lookup(ids, tables, layer, ends_step=layer == 2)
+    assert int(tables.clock) == 12
+    assert tables.counters[:, 2].sum() > 0
+
+
+def test_lookup__more_slots_than_a_window__hand_moves_and_stops_at_the_end() -> None:
+    tables = GpuTables.empty(4, 256, 600, device="cpu")
+    claim(tables, range(600))
+    hands = set()
+    for step in range(6):
+        ids = torch.arange(step * 8, step * 8 + 8, dtype=torch.int32)[None] + 100
+        check_lookup(ids, tables, 3, ends_step=True)
+        hands.add(int(tables.hand))
+    assert hands >= {0, 256, 512}
+
+
+def test_lookup__a_whole_window_in_use__looks_further() -> None:
+    tables = GpuTables.empty(2, 512, 260, device="cpu")
+    claim(tables, range(260))
+    tables.clock.fill_(5)
+    tables.last_used[:256] = 5 * 2 + 1 + 1  # the `now` of layer 1
+    check_lookup(torch.tensor([[3, 4]], dtype=torch.int32), tables, 1, ends_step=False)
+    assert int(tables.slot_of[512 + 3]) >= 256
+
+
+def test_lookup__pairs_that_do_not_count__left_out() -> None:
+    tables = GpuTables.empty(1, 8, 8, device="cpu")
+    ids = torch.tensor([[1, 2], [-1, -1], [2, 3]], dtype=torch.int32)
+    check_lookup(ids, tables, 0, ends_step=True)
+    assert tables.counters.tolist() == [[4, 1, 3, 0]]
+
+
+def test_lookup__too_many_pairs__refused() -> None:
+    tables = GpuTables.empty(1, 8, 3, device="cpu")
+    out = LookupOutput.empty(2, 2, device="cpu")
+    with pytest.raises(ValueError, match="4 pairs at once do not fit 3 slots"):
+        lookup(torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), tables, layer=0, out=out)
+
+
+def test_twin__many_steps__evicts_what_the_reference_calls_coldest() -> None:
+    """float32 and its polynomials against float64, in 600 look-ups: near ties may differ."""
+    tables, exact = GpuTables.empty(3, 24, 20, device="cpu"), CacheTables(3, 24, 20)
+    n_evicted = 0
+    for step in range(200):
+        for layer in range(3):
+            ids = skewed_ids(1, 4, 24)
+            rows = [layer * 24 + int(expert) for expert in ids[0]]
+            for row in rows:
+                exact.note_use(row, step * 3 + layer + 1)
+            held = set(tables.owner.tolist()) - {-1, *rows}
+            for row in twin_cache.lookup(ids, tables, layer, ends_step=layer == 2).evicted:
+                assert exact.warmth[row] <= min(exact.warmth[other] for other in held) + 2e-3
+                held.remove(row)
+                n_evicted += 1
+    assert n_evicted > 300
+
+
+def test_added_use__against_float64__within_a_thousandth() -> None:
+    for old, at in [(-np.inf, 0.5), (3.0, 3.0), (1.0, 9.5), (70.25, 60.0), (5.0, 5.7)]:
+        want = np.logaddexp2(old, at)
+        assert abs(float(twin_cache.added_use(np.float32(old), np.float32(at))) - want) < 1e-3
+
+
+def test_claim_and_release__between_steps__tables_agree() -> None:
+    tables = GpuTables.empty(2, 8, 4, device="cpu")
+    assert claim(tables, [3, 9]) == [0, 1]
+    check_lookup(torch.tensor([[3, 4]], dtype=torch.int32), tables, 0, ends_step=False)
+    assert int(tables.slot_of[3]) == 0
+    release(tables, [0, 3])  # 3 holds nothing
+    assert int(tables.n_free) == 2
+    assert int(tables.slot_of[3]) == -1
+    assert claim(tables, [1, 2, 5]) == [0, 3]
+
+
+def test_rebase__later_choices__unchanged() -> None:
+    tables = GpuTables.empty(2, 16, 6, device="cpu")
+    for _ in range(20):
+        for layer in range(2):
+            twin_cache.lookup(skewed_ids(1, 3, 16), tables, layer, ends_step=layer == 1)
+    moved = copy_of(tables)
+    rebase(moved)
+    assert int(moved.clock) == 0
+    for layer in (0, 1):
+        ids = skewed_ids(1, 3, 16)
+        a, b = (twin_cache.lookup(ids, t, layer) for t in (tables, moved))
+        assert a.evicted == b.evicted
