@@ -176,7 +176,8 @@ def _mla_prefill_kernel(
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BV], tl.float32)
     end = start + tl.minimum((tl.num_programs(0) - tl.program_id(0)) * BM, M)
-    for first in tl.range(0, loop_bound(end, MMA), TILE):
+    # Queries stay in shared memory: kept in registers over the loop they would spill.
+    for first in tl.range(0, loop_bound(end, MMA), TILE, disable_licm=True):
         at = first + tl.arange(0, TILE)
         seen = at < end
         entry = tl.where(seen, at, 0).to(tl.int64)
@@ -263,7 +264,8 @@ def _gqa_prefill_kernel(
         acc = acc + (tl.zeros([BM, CV], tl.float32),)
     oldest = tl.maximum(start + tile * BM // SHARE + 1 - window, 0) // TILE * TILE
     end = start + tl.minimum(((tile + 1) * BM + SHARE - 1) // SHARE, M)
-    for first in tl.range(loop_bound(oldest, MMA), loop_bound(end, MMA), TILE):
+    low, high = loop_bound(oldest, MMA), loop_bound(end, MMA)
+    for first in tl.range(low, high, TILE, disable_licm=True):
         at = first + tl.arange(0, TILE)
         seen = at < end
         entry = entry_of(table, tl.where(seen, at, 0), PAGE)
@@ -412,4 +414,4 @@ def _shape(device: torch.device) -> tuple[int, int, int, int]:
 
 
 HOPPER_SHAPE = (128, 64, 8, 1)
-CARD_SHAPE = (64, 32, 4, 1)
+CARD_SHAPE = (64, 32, 8, 1)
