@@ -1,7 +1,7 @@
 """Attention of a decode step: split over the cached entries, then joined in order.
 
 Owns MLA in the latent space and grouped queries, over pages in any format of
-`reference.kv_formats`. Twins: `reference.mla_absorbed` (as three launches: absorb, decode, out) and
+`reference.kv_formats`. Twins: `reference.mla_absorbed` (its middle; the ends are in `latent`) and
 `reference.gqa`. The prompt's attention is in `prefill_attention`. Launchers allocate nothing; the
 partial results of splits live in a `DecodeScratch`. Called on the engine thread.
 
@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
-from moet_desk.kernels.triton.dense import DenseWeight, head_gemv, weight_tile
 from moet_desk.kernels.triton.kv_entries import (
     KvPages,
     check_entries,
@@ -124,51 +123,6 @@ def _weights(scores, largest, total):
     p = tl.exp(scores - new[:, None])
     factor = tl.exp(largest - new)
     return p, factor, new, total * factor + tl.sum(p, 1)
-
-
-@triton.jit
-def _absorb_kernel(
-    q,
-    q_stride,
-    q_pitch,
-    weight,
-    scales,
-    out,
-    PITCH: tl.constexpr,
-    DN: tl.constexpr,
-    R: tl.constexpr,
-    T: tl.constexpr,
-    BD: tl.constexpr,
-    BR: tl.constexpr,
-    KIND: tl.constexpr,
-    STAGES: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    head = tl.program_id(1)
-    r = tl.program_id(0) * BR + tl.arange(0, BR)
-    row = tl.arange(0, BD)
-    sums = ()
-    for _ in tl.static_range(T):
-        sums = sums + (tl.zeros([BD, BR], tl.float32),)
-    for d0 in tl.range(0, DN, BD, num_stages=STAGES):
-        live = d0 + row < DN
-        line = head * PITCH + d0 + row
-        at = (line.to(tl.int64) * R)[:, None] + r[None, :]
-        tile = weight_tile(weight + at, live[:, None] & (r < R)[None, :], KIND, HARDWARE)
-        if KIND == "fp8":
-            block = line // 128 * ((R + 127) // 128) + tl.program_id(0) * BR // 128
-            scale = tl.load(scales + block, mask=live, other=0.0)
-        moved = ()
-        for t in tl.static_range(T):
-            x = tl.load(q + t * q_stride + head * q_pitch + d0 + row, mask=live, other=0.0)
-            if KIND == "fp8":
-                x *= scale
-            moved = moved + (tl.fma(tile, tl.broadcast_to(x[:, None], (BD, BR)), sums[t]),)
-        sums = moved
-    heads = tl.num_programs(1)
-    for t in tl.static_range(T):
-        y = halving_rows(sums[t], BD, BR)
-        tl.store(out + (t * heads + head) * R + r, y, mask=r < R)
 
 
 @triton.jit
@@ -380,49 +334,6 @@ def _join_kernel(
     tl.store(out + (t * n + head) * WIDTH + column, mixed / total, mask=column < WIDTH)
 
 
-@dataclass(frozen=True, slots=True)
-class LatentWeight:
-    """MLA's kv_b projection as shipped: for each head dn rows of U_K, then dv rows of U_V, of r.
-
-    Raises:
-        ValueError: the matrix has other rows.
-    """
-
-    weight: DenseWeight
-    heads: int
-    dn: int
-    dv: int
-
-    def __post_init__(self) -> None:
-        if self.weight.n != self.heads * (self.dn + self.dv):
-            raise ValueError(f"{self.weight.n} rows are not {self.heads} heads of latent weights")
-
-
-def mla_absorb(q_nope: Tensor, up: LatentWeight, out: Tensor) -> None:
-    """Move queries into the latent space: U_K^T q for each head; bits as in `dense`.
-
-    Shapes:
-        q_nope [T, N, dn] float32 (rows and heads may lie apart), T = 1..8; out [T, N, r] float32
-    """
-    r = up.weight.k
-    width = min(128, triton.next_power_of_2(r))
-    _absorb_kernel[(triton.cdiv(r, width), up.heads)](
-        q_nope, q_nope.stride(0), q_nope.stride(1), up.weight.raw, up.weight.scales, out,
-        PITCH=up.dn + up.dv, DN=up.dn, R=r, T=q_nope.shape[0], BD=16, BR=width,
-        KIND=up.weight.kind.value, STAGES=4, HARDWARE=has_e4m3(q_nope.device),
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def mla_out(mixed: Tensor, up: LatentWeight, out: Tensor) -> None:
-    """Bring mixed latents out: U_V x for each head.
-
-    Shapes:
-        mixed [T, N, r] float32, T = 1..8; out [T, N * dv] float32
-    """
-    head_gemv(mixed, up.weight, out, first=up.dn, count=up.dv, pitch=up.dn + up.dv)
-
-
 def mla_decode(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -449,7 +360,7 @@ def mla_decode(
     check_entries(kv, mla_entry_bytes(kv.form, r, dr))
     scratch.check(rows, n, r)
     heads = 16
-    _mla_decode_kernel[(SPLITS, triton.cdiv(n, heads), rows)](
+    _mla_decode_kernel[(_parts(kv), triton.cdiv(n, heads), rows)](
         q_latent, q_rope, kv.pages, kv.table, kv.table.stride(0), lengths,
         scratch.sums, scratch.stats, scale,
         N=n, R=r, DR=dr, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=SPLITS,
@@ -487,7 +398,7 @@ def gqa_decode(
     share = n // n_keys
     heads = min(64, max(16, triton.next_power_of_2(share)))
     seen = _NO_WINDOW if window is None else window
-    _gqa_decode_kernel[(SPLITS, n_keys * triton.cdiv(share, heads), rows)](
+    _gqa_decode_kernel[(_parts(kv), n_keys * triton.cdiv(share, heads), rows)](
         q, kv.pages, kv.table, kv.table.stride(0), lengths,
         scratch.sums, scratch.stats, scale, seen,
         N=n, KEYS=n_keys, D=d, DV=dv, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=SPLITS,
@@ -517,6 +428,12 @@ def _join(
         WIDTH=width, SPLITS=SPLITS, SHORTEST=_SHORTEST_PART, BW=block,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _parts(kv: KvPages) -> int:
+    """Parts that the longest row with these page tables can have."""
+    most = kv.table.shape[1] * kv.page_tokens
+    return min(SPLITS, -(-most // _SHORTEST_PART))
 
 
 def _chunk(d: int) -> int:

@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
-from moet_desk.kernels.triton.attention import LatentWeight
 from moet_desk.kernels.triton.dense import SCALE_BLOCK, DenseWeight
 from moet_desk.kernels.triton.gemm import gemm, store_parts
 from moet_desk.kernels.triton.kv_entries import (
@@ -32,6 +31,7 @@ from moet_desk.kernels.triton.kv_entries import (
     load_vectors,
     vector_bytes,
 )
+from moet_desk.kernels.triton.latent import LatentWeight
 from moet_desk.kernels.triton.numbers import bf16_part, has_e4m3, loop_bound
 from moet_desk.kernels.triton.portable import INTERPRETED
 

@@ -1,0 +1,137 @@
+"""Dense products against float64, and rows that do not see each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moet_desk.kernels.reference import swiglu
+from moet_desk.kernels.triton.dense import (
+    DenseWeight,
+    GemvTile,
+    WeightKind,
+    embed,
+    gemv,
+    head_gemv,
+    swiglu_gemv,
+)
+from moet_desk.kernels.triton.gemm import gemm, split, swiglu_split
+from tests.kernels.triton.makers import dense_weight, real_values, relative_error
+
+KINDS = list(WeightKind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(7, 96), (5, 520)])
+def test_gemv__odd_sizes__near_float64_and_each_row_alone(kind: WeightKind, n: int, k: int) -> None:
+    weight = dense_weight(n, k, kind)
+    x, bias, residual = torch.randn(8, k), torch.randn(n), torch.randn(8, n)
+    whole = torch.empty(8, n)
+    gemv(x, weight, whole, bias=bias, residual=residual)
+    assert relative_error(whole, x.double() @ real_values(weight).T + bias + residual) < 5e-7
+    for first, count in ((0, 1), (5, 1), (2, 3), (1, 6)):
+        rows = slice(first, first + count)
+        some = torch.empty(count, n)
+        gemv(x[rows], weight, some, bias=bias, residual=residual[rows])
+        assert torch.equal(some, whole[rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gemv__another_tile__same_bits(kind: WeightKind) -> None:
+    weight, x = dense_weight(9, 200, kind), torch.randn(2, 200)
+    outs = [torch.empty(2, 9) for _ in range(3)]
+    for out, rows in zip(outs, (1, 4, 16), strict=True):
+        gemv(x, weight, out, tile=GemvTile(rows=rows, warps=1, stages=1))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_gemv__partial_blocks_of_scales__each_its_own() -> None:
+    weight = dense_weight(131, 257, WeightKind.FP8)
+    assert weight.scales is not None
+    assert weight.scales.shape == (2, 3)
+    x, out = torch.randn(1, 257), torch.empty(1, 131)
+    gemv(x, weight, out, tile=GemvTile(rows=64, warps=4, stages=1))
+    assert relative_error(out, x.double() @ real_values(weight).T) < 5e-7
+
+
+def test_gemv__residual_is_the_result__added_in_place() -> None:
+    weight, x, out = dense_weight(4, 64, WeightKind.BF16), torch.randn(2, 64), torch.randn(2, 4)
+    want = out.double() + x.double() @ real_values(weight).T
+    gemv(x, weight, out, residual=out)
+    assert relative_error(out, want) < 5e-7
+
+
+def test_gemv__nan_in_a_row__that_row_only() -> None:
+    weight, x, out = dense_weight(4, 64, WeightKind.FP8), torch.randn(3, 64), torch.empty(3, 4)
+    x[1, 5] = torch.nan
+    gemv(x, weight, out)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("limit", [None, 0.7])
+def test_swiglu_gemv__against_float64(kind: WeightKind, limit: float | None) -> None:
+    weight, x, out = dense_weight(256, 64, kind), torch.randn(2, 64), torch.empty(2, 128)
+    swiglu_gemv(x, weight, out, limit=limit, tile=GemvTile(rows=64, warps=4, stages=1))
+    both = x.double() @ real_values(weight).T
+    assert relative_error(out, swiglu(both[:, :128], both[:, 128:], limit)) < 1e-6
+    alone = torch.empty(1, 128)
+    swiglu_gemv(x[1:], weight, alone, limit=limit, tile=GemvTile(rows=32, warps=4, stages=1))
+    assert torch.equal(alone[0], out[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_head_gemv__rows_of_each_head__with_its_part_of_x(kind: WeightKind) -> None:
+    weight, x = dense_weight(3 * 72, 64, kind), torch.randn(2, 3, 64)
+    out = torch.empty(2, 3 * 24)
+    head_gemv(x, weight, out, first=48, count=24, pitch=72)
+    wanted = real_values(weight).view(3, 72, 64)[:, 48:]
+    assert relative_error(out, torch.einsum("thk,hnk->thn", x.double(), wanted).flatten(1)) < 5e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_embed__ids__their_rows(dtype: torch.dtype) -> None:
+    table, out = torch.randn(7, 70).to(dtype), torch.empty(3, 70)
+    embed(torch.tensor([3, 0, 6], dtype=torch.int32), table, out)
+    assert torch.equal(out, table[[3, 0, 6]].float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 13, 96), (33, 140, 200)])
+def test_gemm__odd_sizes__within_2e_5(kind: WeightKind, m: int, n: int, k: int) -> None:
+    weight, x = dense_weight(n, k, kind), torch.randn(m, k)
+    bias, residual = torch.randn(n), torch.randn(m, n)
+    parts, out = torch.empty(2, m, k, dtype=torch.bfloat16), torch.empty(m, n)
+    split(x, parts)
+    gemm(parts, weight, out, bias=bias, residual=residual)
+    assert relative_error(out, x.double() @ real_values(weight).T + bias + residual) < 2e-5
+
+
+def test_split__two_parts__16_bits_of_x() -> None:
+    x, parts = torch.randn(3, 70), torch.empty(2, 3, 70, dtype=torch.bfloat16)
+    split(x, parts)
+    assert ((parts.double().sum(0) - x).abs() <= x.abs() * 2.0**-15).all()
+
+
+def test_swiglu_split__halves_of_rows__parts_of_the_twins_result() -> None:
+    both, parts = torch.randn(3, 80), torch.empty(2, 3, 40, dtype=torch.bfloat16)
+    swiglu_split(both, parts, limit=0.5)
+    assert relative_error(parts.double().sum(0), swiglu(both[:, :40], both[:, 40:], 0.5)) < 2e-5
+
+
+def test_dense_weight__scales_of_another_grid__refused() -> None:
+    values = torch.zeros(130, 64, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="do not fit"):
+        DenseWeight(values, torch.zeros(1, 1))
+    with pytest.raises(ValueError, match="do not fit"):
+        DenseWeight(values)
+    with pytest.raises(ValueError, match="cannot be"):
+        DenseWeight(torch.zeros(2, 2, dtype=torch.int32))
+
+
+def test_gemv__nine_rows__refused() -> None:
+    weight = dense_weight(4, 32, WeightKind.F32)
+    with pytest.raises(ValueError, match=r"not 1\.\.8 rows"):
+        gemv(torch.zeros(9, 32), weight, torch.empty(9, 4))
