@@ -179,6 +179,14 @@ _ROWS: tuple[ErrorSpec, ...] = (
         http=503,
     ),
     ErrorSpec(
+        "MD-GPU-05",
+        "Not enough memory on the graphics card",
+        "The plan needs {need} of VRAM and may use {have}.",
+        "Lower the context or the slots, or close other programs that use the card.",
+        exit=ExitCode.NO_ROOM,
+        http=503,
+    ),
+    ErrorSpec(
         "MD-RAM-02",
         "Locking memory was refused",
         "The driver would not pin {want} for experts (error {status}); about {got} are pinned.",

@@ -134,3 +134,64 @@ def plan_tiers(shape: ModelShape, ram_bytes: int, wishes: Wishes) -> TierPlan:
     return TierPlan(
         context, pages, base_slots, fine_slots, arena_base, arena_fine, chunk, bytes_total=used
     )
+
+
+STEP_ROWS = 8
+"""Rows of the widest step on a device: its experts of one layer must all have slots at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """Bytes the tiers may take on a device and in pinned RAM."""
+
+    vram: int
+    ram: int
+
+
+def plan_device_tiers(shape: ModelShape, budget: DeviceBudget, wishes: Wishes) -> TierPlan:
+    """Size the tiers of a CUDA device: slots hold rows as they lie on disk, the arena is pinned.
+
+    VRAM: dense stack, KV and work first, then 2-bit slots up to all rows, then fine slots. RAM:
+    base rows up to all of them, then fine rows. `shape.dense_bytes` is the stack as shipped;
+    `shape.slot_bytes` is not used.
+
+    Raises:
+        MoetError: as `plan_tiers`.
+    """
+    least = min(STEP_ROWS * shape.top_k, shape.n_rows)
+    _least(wishes.base_slots, least)
+    _least(wishes.fine_slots, least)
+    context = _context(shape, wishes)
+    pages = kv_tokens(wishes, shape.model_context) // KV_PAGE_TOKENS
+    used = shape.dense_bytes + WORK_BYTES + pages * KV_PAGE_TOKENS * shape.kv_token_bytes
+    used += least * (shape.base_stride + shape.fine_stride)
+    if used > budget.vram:
+        raise fail("MD-GPU-05", need=show_memory(used), have=show_memory(budget.vram))
+    spare = budget.vram - used
+    base_slots = wishes.base_slots
+    if base_slots is None:
+        base_slots = least + min(shape.n_rows - least, spare // shape.base_stride)
+    spare = max(0, spare - (base_slots - least) * shape.base_stride)
+    fine_slots = wishes.fine_slots
+    if fine_slots is None:
+        fine_slots = least + min(shape.n_rows - least, spare // shape.fine_stride)
+    base_rows = min(shape.n_rows, budget.ram // shape.base_stride)
+    fine_room = budget.ram - base_rows * shape.base_stride
+    fine_rows = min(shape.n_rows, fine_room // shape.fine_stride)
+    if wishes.arena_rows is not None:
+        base_rows = fine_rows = min(wishes.arena_rows, shape.n_rows)
+    least_rows = min(2 * least, shape.n_rows)  # a layer's rows while its hits are being copied
+    base_rows, fine_rows = max(base_rows, least_rows), max(fine_rows, least_rows)
+    arena_bytes = base_rows * shape.base_stride + fine_rows * shape.fine_stride
+    if arena_bytes > budget.ram:
+        raise fail("MD-RAM-01", need=show_memory(arena_bytes), have=show_memory(budget.ram))
+    slots = base_slots * shape.base_stride + fine_slots * shape.fine_stride
+    fixed = used - least * (shape.base_stride + shape.fine_stride)
+    if fixed + slots > budget.vram:
+        need, have = show_memory(fixed + slots), show_memory(budget.vram)
+        raise fail("MD-GPU-05", need=need, have=have)
+    chunk = wishes.prefill_chunk or PREFILL_CHUNK
+    return TierPlan(
+        context, pages, base_slots, fine_slots, base_rows, fine_rows, chunk,
+        bytes_total=fixed + slots + arena_bytes,
+    )  # fmt: skip

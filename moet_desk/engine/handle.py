@@ -204,7 +204,9 @@ class EngineOptions:
     fine_slots: int | None = None
     arena_rows: int | None = None
     prefill_chunk: int | None = None
-    ram_bytes: int | None = None  # what all tiers together may take
+    ram_bytes: int | None = None  # what all tiers together may take, on a GPU: the pinned ones
+    vram_bytes: int | None = None  # what the engine may take of the card
+    device: str = "cpu"  # or "cuda"
     kv_format: str = "auto"  # auto | nvfp4 | fp8 | bf16 | f32
     threads: int | None = None
     quality: Quality = Quality.FAST  # for requests that do not say

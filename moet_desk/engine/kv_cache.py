@@ -34,23 +34,35 @@ class KvCache:
         n_layers: layers that store.
         n_pages, page_tokens: pool size.
         form: storage format of an entry.
+        device: where the pages are.
     """
 
     def __init__(
-        self, mixer: Mla, *, n_layers: int, n_pages: int, page_tokens: int, form: KvFormat
+        self,
+        mixer: Mla,
+        *,
+        n_layers: int,
+        n_pages: int,
+        page_tokens: int,
+        form: KvFormat,
+        device: torch.device | None = None,
     ) -> None:
         self.form = form
         self.page_tokens = page_tokens
         self.entry_bytes = mla_entry_bytes(form, mixer.kv_rank, mixer.rope_dim)
         self._rank, self._rope_dim = mixer.kv_rank, mixer.rope_dim
         shape = (n_layers, n_pages, page_tokens, self.entry_bytes)
-        self._pages = torch.zeros(shape, dtype=torch.uint8)
+        self._pages = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._free = list(range(n_pages))
 
     @property
     def free_tokens(self) -> int:
         """Tokens that could still be reserved."""
         return len(self._free) * self.page_tokens
+
+    def pages(self, layer: int) -> Tensor:
+        """All pages of one layer, uint8 [n_pages, page_tokens, entry_bytes], for device kernels."""
+        return self._pages[layer]
 
     def reserve(self, n_tokens: int) -> KvSequence | None:
         """Pages for a new sequence of up to `n_tokens`; None if too few are free."""

@@ -6,9 +6,8 @@ order is: index, dense layers, rows to RAM, hot rows to slots. Called in the eng
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from moet_desk.engine.decode import DecodeExperts, Decoder
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
+from moet_desk.engine.load_report import LoadReport
 from moet_desk.engine.model import Model
 from moet_desk.engine.prefill import Prefiller, PrefillExperts
 from moet_desk.engine.residency import Residency
@@ -59,36 +59,12 @@ class Core:
     residency: Residency
     decoder: Decoder
     prefiller: Prefiller
+    device: str = "cpu"
 
     def close(self) -> None:
         """Release files and memory."""
         self.arena.close()
         self.reader.close()
-
-
-class LoadReport:
-    """The growing list of loading steps; each change goes to `show`."""
-
-    def __init__(self, show: Callable[[tuple[LoadStep, ...]], None]) -> None:
-        self._show = show
-        self._steps: list[LoadStep] = []
-        self._began = 0.0
-
-    def begin(self, name: str, *, total: int = 0, unit: str = "bytes") -> None:
-        self._began = time.monotonic()
-        self._steps.append(LoadStep(name, total=total, unit=unit))
-        self._show(tuple(self._steps))
-
-    def advance(self, amount: int) -> None:
-        step = self._steps[-1]
-        seconds = time.monotonic() - self._began
-        self._steps[-1] = replace(step, done=step.done + amount, seconds=seconds)
-        self._show(tuple(self._steps))
-
-    def end(self) -> None:
-        seconds = time.monotonic() - self._began
-        self._steps[-1] = replace(self._steps[-1], seconds=seconds, finished=True)
-        self._show(tuple(self._steps))
 
 
 def load(

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +18,7 @@ from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.checks import check_stops
 from moet_desk.engine.handle import EngineOptions, GenerateRequest, ModelInfo, RequestStream
-from moet_desk.engine.loader import load
+from moet_desk.engine.loader import Core, load
 from moet_desk.engine.meter import Meter
 from moet_desk.engine.request import ActiveRequest
 from moet_desk.engine.sampling import Sampler
@@ -26,10 +27,23 @@ from moet_desk.engine.text import Text
 from moet_desk.errors import MoetError, fail
 from moet_desk.telemetry import EngineSnapshot, EngineState, LoadStep
 
+if TYPE_CHECKING:
+    from moet_desk.engine.cuda.loader import CudaCore
+
 log = logging.getLogger("moet_desk.engine")
 
 SHOW_EVERY_S = 0.1
 SAVE_HEAT_EVERY_S = 60.0
+
+
+def _load(
+    pack: Path, options: EngineOptions, show: Callable[[tuple[LoadStep, ...]], None]
+) -> Core | CudaCore:
+    if options.device == "cpu":
+        return load(pack, options, show)
+    from moet_desk.engine.cuda.loader import load as load_cuda  # brings in triton
+
+    return load_cuda(pack, options, show, device=torch.device(options.device))
 
 
 class Serving:
@@ -50,7 +64,7 @@ class Serving:
         self._pack = pack
         self._options = options
         self._text = Text.load(pack)
-        self.core = load(pack, options, show)
+        self.core = _load(pack, options, show)
         self._scheduler = Scheduler(options.max_running)
         self._meter = Meter()
         self._generation = 0
@@ -216,7 +230,7 @@ class Serving:
             state=state,
             model=self.info.name,
             family=self.info.family,
-            device="cpu",
+            device=self.core.device,
             context=self.info.context,
             context_used=max((request.kv.length for request in running), default=0),
             requests_running=len(running),

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,6 +135,60 @@ class Arena:
             if row not in region.place_of_row:
                 self._read(region, plane, row, scan=True)
                 progress(region.stride)
+
+    def bring(
+        self, plane: Plane, rows: Sequence[int], *, keep: Collection[int], run: Executor
+    ) -> list[tuple[int, int]]:
+        """Read rows that are not in RAM into places of their own, side by side.
+
+        Args:
+            plane: whose rows.
+            rows: what to read; none of them may be in RAM.
+            keep: rows whose places must not be taken for this.
+            run: reads run here.
+
+        Returns:
+            for each row its place, and the row that lost it or ABSENT.
+
+        Raises:
+            MoetError: a read failed (MD-NVME-04, MD-PACK-04); rows read meanwhile are kept.
+            ValueError: the arena is too small for `rows` beside `keep`.
+        """
+        region = self._regions[plane]
+        kept = sum(row in region.place_of_row for row in keep)
+        if region.places - kept < len(rows):
+            raise ValueError("the arena is too small for the rows of one layer")
+        taken = [self._free_place(region, keep) for _ in rows]
+        reads = [
+            run.submit(self._reader.read_row, plane, row, region.slice(place))
+            for row, (place, _) in zip(rows, taken, strict=True)
+        ]
+        problem: BaseException | None = None
+        for row, (place, _), read in zip(rows, taken, reads, strict=True):
+            failed = read.exception()
+            if failed is None:
+                region.place_of_row[row] = place
+                region.table[row] = place
+                self.counters.from_nvme += 1
+                self.counters.bytes_read += region.stride
+            else:
+                self.counters.read_errors += 1
+                region.free.append(place)
+                problem = failed
+        if problem is not None:
+            raise problem
+        return taken
+
+    def _free_place(self, region: _Region, keep: Collection[int]) -> tuple[int, int]:
+        """A place to read into and the row that lost it: the oldest that is not kept."""
+        if region.free:
+            return region.free.pop(), ABSENT
+        for row in region.place_of_row:
+            if row not in keep:
+                place = region.place_of_row.pop(row)
+                region.table[row] = ABSENT
+                return place, row
+        raise ValueError("every row is kept")
 
     def n_used(self, plane: Plane) -> int:
         return len(self._regions[plane].place_of_row)

@@ -230,6 +230,11 @@ def test_unknown_model__exit_3(moet: Command, monkeypatch: pytest.MonkeyPatch) -
 # -- with a real terminal, pipe and signals --------------------------------------------------
 
 
+def hear_sigint() -> None:
+    """Background jobs of a shell ignore SIGINT, and so do their children; a command hears it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def open_terminal(data_dir: Path, *arguments: str, speed: float) -> pexpect.spawn[str]:
     return pexpect.spawn(
         sys.executable,
@@ -238,6 +243,7 @@ def open_terminal(data_dir: Path, *arguments: str, speed: float) -> pexpect.spaw
         encoding="utf-8",
         timeout=20,
         echo=False,
+        preexec_fn=hear_sigint,
     )
 
 
@@ -292,6 +298,7 @@ def test_killed_by_sigint_in_a_script__exit_130(data_dir: Path) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env=environment(data_dir),
+        preexec_fn=hear_sigint,
     ) as child:
         assert child.stdout is not None
         child.stdout.read(5)

@@ -1,0 +1,233 @@
+"""The decode step on a GPU: agreement with the CPU on the demo model, then times of its kernels.
+
+    python bench/gpu_step.py agree     demo model: logits against the CPU path, tiers, rows per step
+    python bench/gpu_step.py kernels   one JSON line per kernel at DeepSeek-V4-Flash's expert shape
+
+Prints JSON lines. Needs a CUDA device; writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from moet_desk.engine.cuda.loader import CudaCore
+from moet_desk.engine.cuda.loader import load as load_cuda
+from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.handle import EngineOptions
+from moet_desk.store.pack_format import Plane
+from tests.conftest import DEMO, pack_source
+from tests.engine.oracle import loaded, logits_of
+
+DEVICE = torch.device("cuda")
+
+
+def say(what: str, **figures: Any) -> None:
+    print(json.dumps({"what": what, **figures}), flush=True)
+
+
+def texts(pack: Path, *, per_file: int, length: int) -> list[list[int]]:
+    from tests.engine.test_parity_demo import some_texts
+
+    return some_texts(pack, per_file=per_file, length=length)
+
+
+def forced(core: CudaCore, ids: list[int], plane: Plane, rows: int) -> torch.Tensor:
+    """Teacher-forced logits [T, V], `rows` tokens per step."""
+    sequence = core.kv.reserve(len(ids))
+    assert sequence is not None
+    got = []
+    for at in range(0, len(ids), rows):
+        part = ids[at : at + rows]
+        steps = [StepRow(token, sequence, i) for i, token in enumerate(part)]
+        got.append(core.model.run(steps, plane).clone())
+        sequence.length += len(part)
+    core.kv.release(sequence)
+    return torch.cat(got)
+
+
+def agree() -> None:
+    folder = Path(tempfile.mkdtemp())
+    pack = pack_source(DEMO, folder / "demo")
+    options = EngineOptions(save_heat=False, kv_format="f32")
+    began = time.perf_counter()
+    core = load_cuda(pack, options, device=DEVICE)
+    say("loaded", seconds=round(time.perf_counter() - began, 1), device=core.device)
+    some = texts(pack, per_file=3, length=256)
+    with loaded(pack, kv_format="f32") as cpu:
+        for plane in Plane:
+            squares, spread, same, total, worst = [], [], 0, 0, 0.0
+            for ids in some:
+                want = logits_of(cpu, ids, plane=plane)
+                got = forced(core, ids, plane, 4)
+                squares.append((got - want).square().mean())
+                spread.append(want.std())
+                best, ours = want.argmax(-1), got.argmax(-1)
+                same += int((best == ours).sum())
+                total += len(ids)
+                margin = want.gather(1, best[:, None]) - want.gather(1, ours[:, None])
+                worst = max(worst, float(margin.max()))
+            rms = float(torch.stack(squares).mean().sqrt() / torch.stack(spread).mean())
+            say("against cpu", plane=plane.value, rms=rms, same=same, total=total, margin=worst)
+    for plane in Plane:
+        ids = some[0][:96]
+        one = forced(core, ids, plane, 1)
+        for rows in (2, 3, 4, 8):
+            say("rows per step", plane=plane.value, rows=rows,
+                equal=bool(torch.equal(forced(core, ids, plane, rows), one)))
+        small = {"pool_slots": 32, "fine_slots": 32}
+        for name, sizes in {
+            "pool least": small,
+            "arena limited": {**small, "arena_rows": 100},
+        }.items():
+            other = load_cuda(
+                pack, EngineOptions(save_heat=False, kv_format="f32", **sizes), device=DEVICE,
+                widths=(1, 4),
+            )  # fmt: skip
+            got = forced(other, ids, plane, 1)
+            counters = other.residency.counters(step_s=0.0)
+            say("tiers", plane=plane.value, sizes=name, equal=bool(torch.equal(got, one)),
+                equal4=bool(torch.equal(forced(other, ids, plane, 4), one)),
+                evictions=counters.evictions, from_nvme=counters.from_nvme)
+            other.close()
+    sequence = core.kv.reserve(600)
+    assert sequence is not None
+    sequence.length = 64
+    for plane in Plane:
+        for rows in (1, 4):
+            times = []
+            for _ in range(60):
+                began = time.perf_counter()
+                core.model.run([StepRow(7, sequence, i) for i in range(rows)], plane)
+                times.append(time.perf_counter() - began)
+            say("demo step", plane=plane.value, rows=rows, ms=round(1e3 * median(times), 3))
+    core.close()
+
+
+def timed(work: Callable[[], None], *, repeat: int = 20, inner: int = 1) -> float:
+    """Median seconds of one call of `work`, from graph replays."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inner):
+            work()
+    found = []
+    for _ in range(repeat):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) * 1e-3 / inner)
+    return median(found)
+
+
+def kernels() -> None:
+    from moet_desk.engine.cuda.pinned import PinnedMemory
+    from moet_desk.kernels.layouts import ExpertLayout
+    from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, lookup
+    from moet_desk.kernels.triton.dense import DenseWeight, gemv
+    from moet_desk.kernels.triton.experts import ExpertPool, Tile, experts_down, experts_hidden
+    from moet_desk.kernels.triton.fetch import Arena, fetch
+
+    hidden, inter, top_k, slots = 4096, 2048, 6, 512
+    layout = ExpertLayout(hidden, inter)
+    base = torch.randint(0, 256, (slots, layout.base_stride), dtype=torch.uint8, device=DEVICE)
+    at = layout.gate_up.base_bytes
+    base[:, 8 * layout.gate_up.n * layout.gate_up.groups : at] = 120
+    base[:, at + 8 * layout.down.n * layout.down.groups :] = 120
+    fine = torch.zeros((slots, layout.fine_stride), dtype=torch.uint8, device=DEVICE)
+    for rows in (1, 3):
+        pairs = rows * top_k
+        found = [LookupOutput.empty(rows, top_k, device=DEVICE) for _ in range(24)]
+        order = torch.randperm(slots, device=DEVICE).int()
+        for i, out in enumerate(found):
+            out.uniq_slot.copy_(order[torch.arange(pairs, device=DEVICE) + i * pairs % (slots - pairs)])
+            out.uniq_pair.fill_(-1)
+            for p in range(pairs):
+                out.uniq_pair[p, p // top_k] = p
+        codes = torch.randint(-2**31, 2**31 - 1, (rows, 8, hidden // 32), dtype=torch.int32, device=DEVICE)
+        scales = torch.rand((rows, hidden // 32), device=DEVICE)
+        scratch = torch.empty((pairs, inter), device=DEVICE)
+        hcodes = torch.empty((pairs, 8, inter // 32), dtype=torch.int32, device=DEVICE)
+        hscales = torch.empty((pairs, inter // 32), device=DEVICE)
+        part = torch.empty((pairs, hidden), device=DEVICE)
+        for plane in ("base", "fine"):
+            n_bytes = pairs * (layout.base_bytes + (layout.fine_bytes if plane == "fine" else 0))
+
+            def pool(out: LookupOutput) -> ExpertPool:
+                if plane == "base":
+                    return ExpertPool(layout, base, out.uniq_slot, out.uniq_pair)
+                return ExpertPool(layout, base, out.uniq_slot, out.uniq_pair, fine, out.uniq_slot)
+
+            best: tuple[float, Any] | None = None
+            for tile in [Tile(r, w) for r in (4, 8, 16, 32) for w in (1, 2, 4, 8)]:
+                def hidden_all(tile: Tile = tile) -> None:
+                    for out in found:
+                        experts_hidden(pool(out), codes, scales, scratch=scratch, out_codes=hcodes,
+                                       out_scales=hscales, tile=tile)
+                try:
+                    us = timed(hidden_all) / len(found) * 1e6
+                except Exception as error:
+                    say("hidden failed", tile=str(tile), error=str(error)[:80])
+                    continue
+                if best is None or us < best[0]:
+                    best = (us, tile)
+            best2: tuple[float, Any] | None = None
+            for tile in [Tile(r, w) for r in (4, 8, 16, 32) for w in (1, 2, 4, 8)]:
+                def down_all(tile: Tile = tile) -> None:
+                    for out in found:
+                        experts_down(pool(out), hcodes, hscales, part=part, tile=tile)
+                try:
+                    us = timed(down_all) / len(found) * 1e6
+                except Exception as error:
+                    say("down failed", tile=str(tile), error=str(error)[:80])
+                    continue
+                if best2 is None or us < best2[0]:
+                    best2 = (us, tile)
+            assert best is not None
+            assert best2 is not None
+            total = best[0] + best2[0]
+            say("experts", rows=rows, plane=plane, hidden_us=round(best[0], 2), hidden_tile=str(best[1]),
+                down_us=round(best2[0], 2), down_tile=str(best2[1]), layer_us=round(total, 2),
+                gb_per_s=round(n_bytes / total / 1e3))
+    tables = GpuTables.empty(43, 256, 2000, device=DEVICE)
+    ids = torch.randperm(256, device=DEVICE)[:top_k].int().view(1, top_k)
+    out = LookupOutput.empty(1, top_k, device=DEVICE)
+    lookup(ids, tables, layer=0, out=out)
+    say("lookup, all hits", us=round(timed(lambda: lookup(ids, tables, layer=0, out=out), inner=50) * 1e6, 2))
+    pinned = PinnedMemory()
+    memory = torch.frombuffer(pinned.allocate(64 * layout.base_stride), dtype=torch.uint8)
+    place = torch.arange(64, dtype=torch.int32, device=DEVICE)
+    arena = Arena(memory.data_ptr(), place, layout.base_stride)
+    for n in (0, 1, 4):
+        miss_n = torch.tensor([n], dtype=torch.int32, device=DEVICE)
+        row = torch.arange(8, dtype=torch.int32, device=DEVICE)
+        us = timed(lambda m=miss_n: fetch(base, arena, m, miss_row=row, miss_slot=row), inner=10) * 1e6
+        say("fetch", rows=n, us=round(us, 2), gb_per_s=round(n * layout.base_stride / us / 1e3, 1))
+    for n, k in ((4096, 4096), (16384, 4096), (2048, 4096)):
+        values = torch.randn(n, k, device=DEVICE).to(torch.float8_e4m3fn)
+        weights = [DenseWeight(values.clone(), torch.rand(-(-n // 128), -(-k // 128), device=DEVICE)) for _ in range(8)]
+        for rows in (1, 4):
+            x = torch.randn(rows, k, device=DEVICE)
+            y = torch.empty(rows, n, device=DEVICE)
+            def dense_all() -> None:
+                for weight in weights:
+                    gemv(x, weight, y)
+            us = timed(dense_all) / len(weights) * 1e6
+            say("gemv fp8", n=n, k=k, rows=rows, us=round(us, 2), gb_per_s=round(n * k / us / 1e3))
+    del memory
+    pinned.release()
+
+
+if __name__ == "__main__":
+    {"agree": agree, "kernels": kernels}[sys.argv[1]]()

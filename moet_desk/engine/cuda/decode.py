@@ -1,0 +1,86 @@
+"""Decode and prompt reading on a device, over the captured step. The twins are engine/decode,
+prefill.
+
+Prompts go through the step eight tokens at a time until the grouped path reads them in chunks; both
+give a row the same bits, because every kernel of the step is batch-invariant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from moet_desk.engine.cuda.buffers import MAX_ROWS
+from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.request import ActiveRequest
+from moet_desk.errors import MoetError
+from moet_desk.store.pack_format import Plane
+
+
+class CudaDecoder:
+    """Makes tokens for the running requests, several rows per launch."""
+
+    def __init__(self, model: StepModel) -> None:
+        self._model = model
+
+    def step(self, requests: Sequence[ActiveRequest]) -> None:
+        """One token for each request. Rows that share a launch share its failure."""
+        for plane in Plane:
+            for group in _groups([r for r in requests if r.plane is plane]):
+                self._step(group, plane)
+
+    def _step(self, requests: Sequence[ActiveRequest], plane: Plane) -> None:
+        rows = [StepRow(request.out_ids[-1], request.kv) for request in requests]
+        for request in requests:
+            request.steps += 1
+        try:
+            logits = self._model.run(rows, plane)
+        except MoetError as error:
+            for request in requests:
+                request.fail(error)
+            return
+        for request, scores in zip(requests, logits, strict=True):
+            request.kv.length += 1
+            accept(request, scores)
+
+
+class CudaPrefiller:
+    """Reads prompts into the KV cache."""
+
+    def __init__(self, model: StepModel, *, chunk: int) -> None:
+        self._model = model
+        self.chunk = chunk
+
+    def step(self, request: ActiveRequest) -> int:
+        """Read the next chunk; after the last one the answer gets its first token."""
+        start = request.kv.length
+        end = min(start - start % self.chunk + self.chunk, len(request.prompt_ids))
+        logits: Tensor | None = None
+        try:
+            for at in range(start, end, MAX_ROWS):
+                tokens = request.prompt_ids[at : min(at + MAX_ROWS, end)]
+                rows = [StepRow(token, request.kv, i) for i, token in enumerate(tokens)]
+                logits = self._model.run(rows, request.plane)[len(tokens) - 1]
+                request.kv.length += len(tokens)
+        except MoetError as error:
+            request.fail(error)
+            return end - start
+        request.note_read()
+        if end == len(request.prompt_ids) and logits is not None:
+            accept(request, logits)
+        return end - start
+
+
+def accept(request: ActiveRequest, logits: Tensor) -> None:
+    """Choose and take the next token; invalid numbers fail the request."""
+    try:
+        with torch.inference_mode():
+            request.accept(request.sampler.choose(logits))
+    except MoetError as error:
+        request.fail(error)
+
+
+def _groups(requests: Sequence[ActiveRequest]) -> Iterable[Sequence[ActiveRequest]]:
+    return (requests[i : i + MAX_ROWS] for i in range(0, len(requests), MAX_ROWS))

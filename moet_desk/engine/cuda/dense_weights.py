@@ -1,0 +1,68 @@
+"""Dense weights on the device, as shipped: FP8 stays FP8, bfloat16 stays bfloat16.
+
+Matrices that read the same input are joined into one, so that one launch does their product. FP8
+matrices can only be joined where their 128-row blocks of scales meet; if they do not, the joined
+matrix is decoded to float32 instead, which changes no value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moet_desk.kernels.triton.dense import DenseWeight
+from moet_desk.store.pack_reader import PackReader
+from moet_desk.store.sources import Format, TensorInfo
+
+SCALE_BLOCK = 128
+
+
+class DenseLoader:
+    """Reads a pack's dense tensors onto `device`."""
+
+    def __init__(self, reader: PackReader, device: torch.device) -> None:
+        self._reader = reader
+        self._device = device
+
+    def vector(self, name: str) -> Tensor:
+        """A norm, a bias or a small table as float32."""
+        return self._reader.dense_tensor(name).to(self._device)
+
+    def matrix(self, *names: str) -> DenseWeight:
+        """One matrix, or several below each other, in the stored format.
+
+        Shapes:
+            each [N_i, K]; together [sum N_i, K]
+        """
+        infos = [self._reader.dense.info(name) for name in names]
+        formats = {info.format for info in infos}
+        if formats == {Format.BF16}:
+            parts = [info.weight.tensor() for info in infos]
+            return DenseWeight(self._put(torch.cat(parts)))
+        if formats == {Format.FP8} and _blocks_meet(infos):
+            values = torch.cat([info.weight.tensor().view(torch.uint8) for info in infos])
+            scales = torch.cat([_scale(info) for info in infos])
+            return DenseWeight(self._put(values).view(torch.float8_e4m3fn), self._put(scales))
+        decoded = torch.cat([self._reader.dense_tensor(name) for name in names])
+        return DenseWeight(self._put(decoded))
+
+    def table(self, name: str) -> Tensor:
+        """The embedding, bfloat16 or float32 [V, H]."""
+        info = self._reader.dense.info(name)
+        stored = info.weight.tensor() if info.format is Format.BF16 else None
+        return self._put(self._reader.dense_tensor(name) if stored is None else stored)
+
+    def _put(self, tensor: Tensor) -> Tensor:
+        return tensor.contiguous().to(self._device)
+
+
+def _blocks_meet(infos: list[TensorInfo]) -> bool:
+    """Whether every matrix but the last ends where a block of scales ends."""
+    plain = all(info.scale is not None and info.scale.dtype == "F32" for info in infos)
+    return plain and all(info.shape[0] % SCALE_BLOCK == 0 for info in infos[:-1])
+
+
+def _scale(info: TensorInfo) -> Tensor:
+    if info.scale is None:
+        raise ValueError(f"{info.name} has no scales")
+    return info.scale.tensor()

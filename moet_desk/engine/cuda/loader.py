@@ -1,0 +1,242 @@
+"""From a pack to everything the engine thread works with on a CUDA device. The twin is
+engine/loader.
+
+Order: index, dense stack to VRAM, rows into the pinned arena, hot rows into slots, one run and one
+capture of each step graph.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moet_desk import hardware
+from moet_desk.engine import heat
+from moet_desk.engine.cuda.decode import CudaDecoder, CudaPrefiller
+from moet_desk.engine.cuda.dense_weights import DenseLoader
+from moet_desk.engine.cuda.mailbox_server import MailboxServer
+from moet_desk.engine.cuda.pinned import PinnedMemory
+from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
+from moet_desk.engine.cuda.residency import CudaResidency
+from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.families import spec_for
+from moet_desk.engine.handle import EngineOptions
+from moet_desk.engine.kv_cache import KvCache
+from moet_desk.engine.load_report import LoadReport
+from moet_desk.engine.spec import Spec
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.mailbox import MAILBOX
+from moet_desk.kernels.reference import mla_entry_bytes
+from moet_desk.kernels.triton import fetch
+from moet_desk.plan import (
+    KV_PAGE_TOKENS,
+    DeviceBudget,
+    ModelShape,
+    TierPlan,
+    Wishes,
+    plan_device_tiers,
+)
+from moet_desk.store.arena import Arena, plain_memory
+from moet_desk.store.pack_format import Plane
+from moet_desk.store.pack_reader import PackReader
+from moet_desk.telemetry import LoadStep
+
+VRAM_SHARE = 0.9
+"""Part of the card's free memory the planner may use; the rest stays with the display."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaCore:
+    """A loaded model with its tiers on a device. Every field belongs to the engine thread."""
+
+    reader: PackReader
+    spec: Spec
+    plan: TierPlan
+    device: str
+    kv: KvCache
+    arena: Arena
+    residency: CudaResidency
+    decoder: CudaDecoder
+    prefiller: CudaPrefiller
+    model: StepModel
+    pinned: PinnedMemory
+    server: MailboxServer | None
+
+    def close(self) -> None:
+        """Release files, threads and memory."""
+        if self.server is not None:
+            self.server.close()
+        self.arena.close()
+        self.pinned.release()
+        self.reader.close()
+
+
+def load(
+    pack: Path,
+    options: EngineOptions,
+    show: Callable[[tuple[LoadStep, ...]], None] = lambda steps: None,
+    *,
+    device: torch.device,
+    widths: tuple[int, ...] = (1, 2, 3, 4, 8),
+) -> CudaCore:
+    """Load a pack onto `device`.
+
+    Args:
+        pack: the pack folder.
+        options: how to run it.
+        show: gets the loading steps.
+        device: a CUDA device; the interpreter's tests pass the CPU.
+        widths: numbers of rows whose step is captured; others run launch by launch.
+
+    Raises:
+        MoetError: as `engine.loader.load`, and MD-GPU-05, MD-RAM-02.
+    """
+    report = LoadReport(show)
+    report.begin("Read the pack index")
+    reader = PackReader.open(pack)
+    config = reader.config()
+    has_mtp = reader.meta.moe_layers[-1] >= int(config["num_hidden_layers"])
+    spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
+    form = KvFormat.BF16 if options.kv_format == "auto" else KvFormat(options.kv_format)
+    plan = _plan(reader, spec, form, options, device)
+    report.end()
+
+    pinned = PinnedMemory(progress=lambda _: None)
+    allocate = pinned.allocate if device.type == "cuda" else plain_memory
+    arena = Arena(
+        reader, base_rows=plan.arena_base_rows, fine_rows=plan.arena_fine_rows, allocate=allocate
+    )
+    order = _hot_first(pack, len(spec.main_moe_layers) * reader.meta.n_experts)
+    for plane, count in ((Plane.BASE, plan.arena_base_rows), (Plane.FINE, plan.arena_fine_rows)):
+        rows = order[: min(count, len(order))]
+        stride = arena.memory(plane).shape[1]
+        report.begin(f"{plane.value.title()} rows to RAM", total=len(rows) * stride)
+        arena.preload(plane, rows, progress=report.advance)
+        report.end()
+
+    report.begin("Dense layers")
+    pools = {plane: _pool(plane, arena, reader, spec, plan, device) for plane in Plane}
+    error = torch.zeros(1, dtype=torch.int32, device=device)
+    mailbox, server = _mailbox(arena, plan, len(order), allocate, error)
+    experts = {
+        Plane.BASE: PoolExperts(
+            pools[Plane.BASE], None, reader.layout,
+            n_layers=len(spec.main_moe_layers), mailbox=mailbox, host=arena,
+        ),
+        Plane.FINE: PoolExperts(
+            pools[Plane.BASE], pools[Plane.FINE], reader.layout,
+            n_layers=len(spec.main_moe_layers), mailbox=mailbox, host=arena,
+        ),
+    }  # fmt: skip
+    kv = KvCache(
+        spec.layers[0].mixer, n_layers=len(spec.layers), n_pages=plan.kv_pages,
+        page_tokens=KV_PAGE_TOKENS, form=form, device=device,
+    )  # fmt: skip
+    model = StepModel(
+        spec, DenseLoader(reader, device), kv, experts,
+        context=plan.context, device=device, error=error, server=server,
+    )  # fmt: skip
+    report.end()
+    residency = CudaResidency(
+        pools, arena, reader.layout, moe_layers=spec.main_moe_layers, server=server
+    )
+    residency.restore_heat(heat.read(pack))
+    _fill_slots(pools[Plane.BASE], arena, order[: plan.base_slots])
+    if device.type == "cuda":
+        _capture(model, kv, widths, report)
+    return CudaCore(
+        reader, spec, plan, _name(device), kv, arena, residency, CudaDecoder(model),
+        CudaPrefiller(model, chunk=plan.prefill_chunk), model, pinned, server,
+    )  # fmt: skip
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _plan(
+    reader: PackReader, spec: Spec, form: KvFormat, options: EngineOptions, device: torch.device
+) -> TierPlan:
+    meta, mixer = reader.meta, spec.layers[0].mixer
+    shape = ModelShape(
+        n_rows=len(spec.main_moe_layers) * meta.n_experts,
+        top_k=spec.moe_ffn.router.top_k,
+        base_stride=meta.base_stride,
+        fine_stride=meta.fine_stride,
+        slot_bytes=0,
+        dense_bytes=(reader.path / "dense.safetensors").stat().st_size,
+        kv_token_bytes=len(spec.layers) * mla_entry_bytes(form, mixer.kv_rank, mixer.rope_dim),
+        model_context=spec.context,
+    )
+    wishes = Wishes(
+        context=options.context, base_slots=options.pool_slots, fine_slots=options.fine_slots,
+        arena_rows=options.arena_rows, prefill_chunk=options.prefill_chunk,
+        max_running=options.max_running,
+    )  # fmt: skip
+    machine = hardware.probe()
+    free = machine.ram_available
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    vram = options.vram_bytes or int(VRAM_SHARE * free)
+    ram = options.ram_bytes or int(0.7 * machine.ram_available)
+    return plan_device_tiers(shape, DeviceBudget(vram, ram), wishes)
+
+
+def _hot_first(pack: Path, n_rows: int) -> list[int]:
+    hot = [row for row, _ in heat.read(pack) if 0 <= row < n_rows]
+    return hot + sorted(set(range(n_rows)) - set(hot))
+
+
+def _pool(
+    plane: Plane, arena: Arena, reader: PackReader, spec: Spec, plan: TierPlan, device: torch.device
+) -> DevicePool:
+    memory = arena.memory(plane)
+    table = torch.from_numpy(np.array(arena.table(plane))).to(device)
+    return DevicePool.make(
+        plane, fetch.Arena(memory.data_ptr(), table, memory.shape[1]),
+        n_layers=len(spec.main_moe_layers), n_experts=reader.meta.n_experts,
+        n_slots=plan.base_slots if plane is Plane.BASE else plan.fine_slots,
+        top_k=spec.moe_ffn.router.top_k, device=device,
+    )  # fmt: skip
+
+
+def _mailbox(
+    arena: Arena,
+    plan: TierPlan,
+    n_rows: int,
+    allocate: Callable[[int], mmap.mmap],
+    error: torch.Tensor,
+) -> tuple[fetch.Mailbox | None, MailboxServer | None]:
+    """A mailbox and its server, if some rows are not in RAM."""
+    if min(plan.arena_base_rows, plan.arena_fine_rows) >= n_rows:
+        return None, None
+    page = allocate(MAILBOX.n_bytes)
+    address = torch.frombuffer(page, dtype=torch.uint8).data_ptr()
+    return fetch.Mailbox.at(address, error=error), MailboxServer(page, arena)
+
+
+def _fill_slots(pool: DevicePool, arena: Arena, rows: list[int]) -> None:
+    """Hot rows that are in RAM into free slots, the coldest first."""
+    table = arena.table(Plane.BASE)
+    here = [row for row in reversed(rows) if table[row] >= 0]
+    pool.preload(here, [int(table[row]) for row in here], arena.memory(Plane.BASE))
+
+
+def _capture(model: StepModel, kv: KvCache, widths: tuple[int, ...], report: LoadReport) -> None:
+    """Run each step once, so that its kernels are compiled, then record it."""
+    report.begin("Capture decode graphs", total=2 * len(widths), unit="graphs")
+    sequence = kv.reserve(max(widths))
+    if sequence is None:
+        raise ValueError("no KV pages for a first step")
+    for plane in Plane:
+        for rows in widths:
+            model.run([StepRow(0, sequence, i) for i in range(rows)], plane)
+            model.capture(rows, plane)
+            report.advance(1)
+    kv.release(sequence)
+    report.end()

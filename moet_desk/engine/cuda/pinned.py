@@ -1,0 +1,89 @@
+"""Pinned memory: our own page-aligned mapping, registered with the driver in pieces of 1 GiB.
+
+torch's pinned allocator rounds up to powers of two and cannot hold an arena. Registering in pieces
+shows progress and finds a limit (RLIMIT_MEMLOCK, WSL) without touching the rest. If a piece is
+refused everything is undone and the caller gets a catalogue error: pageable memory is never used
+silently.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moet_desk.errors import fail
+from moet_desk.units import GIB, show_memory
+
+PIECE_BYTES = GIB
+_MAPPED = 2  # cudaHostRegisterMapped: kernels may read the memory at the same address
+
+Register = Callable[[int, int], int]
+Unregister = Callable[[int], int]
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def cuda_register(address: int, n_bytes: int) -> int:
+    """Register memory with the driver. Returns a cudaError_t, 0 for success."""
+    return int(_runtime().cudaHostRegister(address, n_bytes, _MAPPED))
+
+
+def cuda_unregister(address: int) -> int:
+    """Undo `cuda_register` for the piece that begins at `address`."""
+    return int(_runtime().cudaHostUnregister(address))
+
+
+@dataclass(slots=True)
+class PinnedMemory:
+    """Makes registered mappings and releases them all at the end.
+
+    `progress` is called with the bytes of each piece. Not thread-safe; the engine thread's.
+    """
+
+    register: Register = cuda_register
+    unregister: Unregister = cuda_unregister
+    progress: Callable[[int], None] = lambda _: None
+    _pieces: list[int] = field(default_factory=list)
+    _mappings: list[mmap.mmap] = field(default_factory=list)
+
+    def allocate(self, n_bytes: int) -> mmap.mmap:
+        """A zeroed mapping that the device can read and write in place.
+
+        Raises:
+            MoetError: MD-RAM-02, the driver refused; nothing of this mapping stays registered.
+        """
+        memory = mmap.mmap(-1, n_bytes)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        done: list[int] = []
+        for at in range(0, n_bytes, PIECE_BYTES):
+            size = min(PIECE_BYTES, n_bytes - at)
+            status = self.register(start + at, size)
+            if status != 0:
+                for address in reversed(done):
+                    self.unregister(address)
+                held = len(self._pieces) + len(done)
+                raise fail(
+                    "MD-RAM-02",
+                    want=show_memory(n_bytes),
+                    got=show_memory(held * PIECE_BYTES),
+                    status=status,
+                )
+            done.append(start + at)
+            self.progress(size)
+        self._pieces += done
+        self._mappings.append(memory)
+        return memory
+
+    def release(self) -> None:
+        """Unregister everything; the mappings go with their last view."""
+        for address in reversed(self._pieces):
+            self.unregister(address)
+        self._pieces.clear()
+        self._mappings.clear()

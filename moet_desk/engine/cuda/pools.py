@@ -1,0 +1,149 @@
+"""Slot pools in VRAM and the launches that fill and use them in a step: look up, fetch, compute.
+
+The twin is engine/residency with DecodeExperts. The device owns the tables during a step; between
+steps the engine thread reads them for the screens and preloads hot rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers
+from moet_desk.kernels.layouts import ExpertLayout
+from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup
+from moet_desk.kernels.triton.experts import ExpertPool, experts_down, experts_hidden
+from moet_desk.kernels.triton.fetch import Arena, Mailbox, fetch, post, wait
+from moet_desk.store.arena import Arena as HostArena
+from moet_desk.store.pack_format import Plane
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePool:
+    """Slots of one plane, their tables, and the pinned arena their rows come from.
+
+    Attributes:
+        slots: uint8 [S, stride], rows as they lie on disk.
+        tables: who is where.
+        arena: the plane's rows in pinned memory.
+        found: for each number of rows in a step, where look-ups write what they found.
+    """
+
+    plane: Plane
+    slots: Tensor
+    tables: GpuTables
+    arena: Arena
+    found: tuple[LookupOutput, ...]
+
+    @classmethod
+    def make(
+        cls,
+        plane: Plane,
+        arena: Arena,
+        *,
+        n_layers: int,
+        n_experts: int,
+        n_slots: int,
+        top_k: int,
+        device: torch.device,
+    ) -> DevicePool:
+        """An empty pool."""
+        return cls(
+            plane=plane,
+            slots=torch.zeros((n_slots, arena.stride), dtype=torch.uint8, device=device),
+            tables=GpuTables.empty(n_layers, n_experts, n_slots, device=device),
+            arena=arena,
+            found=tuple(
+                LookupOutput.empty(rows, top_k, device=device) for rows in range(1, MAX_ROWS + 1)
+            ),
+        )
+
+    def fill(
+        self, ids: Tensor, layer: int, mailbox: Mailbox | None, *, ends_step: bool
+    ) -> LookupOutput:
+        """Launch the look-up of a layer and the fetch of what is missing.
+
+        Shapes:
+            ids int32 [T, K]
+        """
+        found = self.found[ids.shape[0] - 1]
+        lookup(ids, self.tables, layer=layer, out=found, ends_step=ends_step)
+        if mailbox is not None:
+            post(mailbox, self.arena, found, layer=layer, fine=self.plane is Plane.FINE)
+        fetch(
+            self.slots, self.arena, found.miss_n,
+            miss_row=found.miss_row, miss_slot=found.miss_slot,
+        )  # fmt: skip
+        if mailbox is not None:
+            wait(mailbox, self.arena, self.tables)
+            fetch(
+                self.slots, self.arena, mailbox.late_n,
+                miss_row=mailbox.late_row, miss_slot=mailbox.late_slot,
+            )  # fmt: skip
+        return found
+
+    def preload(self, rows: Sequence[int], places: Sequence[int], memory: Tensor) -> int:
+        """Copy rows that lie at `places` of the arena's memory into free slots, between steps.
+
+        The coldest is given first, as in the twin. Returns how many fitted.
+        """
+        slots = claim(self.tables, rows)
+        for slot, place in zip(slots, places, strict=False):
+            self.slots[slot].copy_(memory[place], non_blocking=True)
+        return len(slots)
+
+
+class PoolExperts:
+    """Routed experts of a step over 2-bit slots, or over 2-bit and fine slots together (exact).
+
+    Args:
+        base: the 2-bit pool; fine: the fine pool for exact answers, else None.
+        layout: sizes of an expert.
+        n_layers: MoE layers of a step; the last one ends the tables' step.
+        mailbox: how rows on disk are asked for; None if all rows are in the arena.
+        host: the arena as the host sees it.
+    """
+
+    def __init__(
+        self,
+        base: DevicePool,
+        fine: DevicePool | None,
+        layout: ExpertLayout,
+        *,
+        n_layers: int,
+        mailbox: Mailbox | None,
+        host: HostArena,
+    ) -> None:
+        self._base, self._fine, self._layout, self._host = base, fine, layout, host
+        self._n_layers, self._mailbox = n_layers, mailbox
+
+    def recover(self) -> None:
+        """See `Experts`."""
+        for pool in (self._base, self._fine):
+            if pool is not None:
+                table = torch.from_numpy(self._host.table(pool.plane).copy())
+                pool.arena.place_of.copy_(table)
+
+    def __call__(self, moe_layer: int, buffers: StepBuffers, rows: int) -> None:
+        """See `Experts`."""
+        b, t = buffers, slice(0, rows)
+        ids = b.ids[t]
+        ends = moe_layer == self._n_layers - 1
+        found = self._base.fill(ids, moe_layer, self._mailbox, ends_step=ends)
+        fine_slots, fine_slot = None, None
+        if self._fine is not None:
+            fine_found = self._fine.fill(ids, moe_layer, self._mailbox, ends_step=ends)
+            fine_slots, fine_slot = self._fine.slots, fine_found.uniq_slot
+        pool = ExpertPool(
+            self._layout, self._base.slots, found.uniq_slot, found.uniq_pair,
+            fine_slots, fine_slot,
+        )  # fmt: skip
+        pairs = slice(0, ids.numel())
+        experts_hidden(
+            pool, b.codes[t], b.scales[t], scratch=b.hidden[pairs],
+            out_codes=b.hidden_codes[pairs], out_scales=b.hidden_scales[pairs],
+        )  # fmt: skip
+        experts_down(pool, b.hidden_codes[pairs], b.hidden_scales[pairs], part=b.part[pairs])

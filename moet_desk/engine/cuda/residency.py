@@ -1,0 +1,144 @@
+"""What the screens see of the device's tiers, read between steps; heat across restarts.
+
+The device decides residency during a step (kernels/triton/cache). This copies its tables out now
+and then and puts them into the same records as the CPU's residency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moet_desk.engine.cuda.mailbox_server import MailboxServer
+from moet_desk.engine.cuda.pools import DevicePool
+from moet_desk.kernels.layouts import ExpertLayout
+from moet_desk.kernels.reference.cache import HALF_LIFE
+from moet_desk.store.arena import Arena
+from moet_desk.store.pack_format import Plane
+from moet_desk.telemetry import CacheView, Tier, TierCounters, TierSizes
+
+_LOOKUPS, _HITS, _MISSES, _EVICTIONS = range(4)
+
+
+class CudaResidency:
+    """Owned by the engine thread; reads device tables between steps only."""
+
+    def __init__(
+        self,
+        pools: Mapping[Plane, DevicePool],
+        arena: Arena,
+        layout: ExpertLayout,
+        *,
+        moe_layers: tuple[int, ...],
+        server: MailboxServer | None,
+    ) -> None:
+        self._pools, self._arena, self._layout = dict(pools), arena, layout
+        self._moe_layers = moe_layers
+        self._n_experts = pools[Plane.BASE].tables.n_experts
+        self._server = server
+        self._view: CacheView | None = None
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that steps spent waiting for rows from disk."""
+        return 0.0 if self._server is None else self._server.seconds
+
+    def hottest(self) -> list[tuple[int, float]]:
+        """(row, heat), hottest first, as the CPU's residency gives them."""
+        heat = self._heat()
+        order = np.argsort(-heat, kind="stable")
+        return [(int(row), round(float(heat[row]), 3)) for row in order if heat[row] > 0.01]
+
+    def restore_heat(self, heat: Iterable[tuple[int, float]]) -> None:
+        """Take over saved heat as the pools' warmth."""
+        for pool in self._pools.values():
+            warmth = pool.tables.warmth.cpu()
+            for row, value in heat:
+                if 0 <= row < warmth.numel() and value > 0:
+                    warmth[row] = float(np.log2(value))
+            pool.tables.warmth.copy_(warmth)
+
+    def view(self) -> CacheView:
+        """See `Residency.view`."""
+        n_layers, old = len(self._moe_layers), self._view
+        shape = (n_layers, self._n_experts)
+        present = self._arena.present(Plane.BASE)[: shape[0] * shape[1]]
+        tiers = np.where(present, np.uint8(Tier.RAM), np.uint8(Tier.NVME))
+        for plane, tier in ((Plane.BASE, Tier.BASE), (Plane.FINE, Tier.FINE)):
+            tiers[self._pools[plane].tables.slot_of.cpu().numpy() >= 0] = tier
+        with np.errstate(divide="ignore"):
+            steps = np.floor(np.log2(self._heat() * HALF_LIFE)) + 1
+        ramp = np.where(np.isfinite(steps), np.clip(steps, 1, 7), 0).astype(np.uint8)
+        tier_rows = tuple(row.tobytes() for row in tiers.reshape(shape))
+        heat_rows = tuple(row.tobytes() for row in ramp.reshape(shape))
+        if old is None:
+            generations = (0,) * n_layers
+        else:
+            generations = tuple(
+                old.generations[i] + (tier_rows[i] != old.tiers[i] or heat_rows[i] != old.heat[i])
+                for i in range(n_layers)
+            )
+        counts = self._counts(Plane.BASE)
+        shares = tuple(float(c[_HITS] / c[_LOOKUPS]) if c[_LOOKUPS] else None for c in counts)
+        self._view = CacheView(
+            self._moe_layers, self._n_experts, tier_rows, heat_rows, generations, shares
+        )
+        return self._view
+
+    def counters(self, *, step_s: float) -> TierCounters:
+        """See `Residency.counters`."""
+        base, fine = self._counts(Plane.BASE).sum(0), self._counts(Plane.FINE).sum(0)
+        arena = self._arena.counters
+        moved = base[_MISSES] * self._pools[Plane.BASE].arena.stride
+        moved += fine[_MISSES] * self._pools[Plane.FINE].arena.stride
+        return TierCounters(
+            lookups=int(base[_LOOKUPS]),
+            hits_base=int(base[_HITS]),
+            hits_fine=int(fine[_HITS]),
+            from_ram=int(base[_MISSES] + fine[_MISSES]) - arena.from_nvme,
+            from_nvme=arena.from_nvme,
+            evictions=int(base[_EVICTIONS] + fine[_EVICTIONS]),
+            bytes_ram_to_slot=int(moved),
+            bytes_nvme_to_ram=arena.bytes_read,
+            wait_s=self.wait_s,
+            step_s=step_s,
+            read_errors=arena.read_errors,
+        )
+
+    def sizes(self) -> TierSizes:
+        """See `Residency.sizes`."""
+        base, fine = self._pools[Plane.BASE].tables, self._pools[Plane.FINE].tables
+        return TierSizes(
+            base_slots=base.n_slots,
+            base_slots_used=base.n_slots - int(base.n_free),
+            fine_slots=fine.n_slots,
+            fine_slots_used=fine.n_slots - int(fine.n_free),
+            arena_rows=self._arena.n_places(Plane.BASE),
+            arena_rows_used=self._arena.n_used(Plane.BASE),
+            rows=len(self._moe_layers) * self._n_experts,
+            slot_bytes=self._layout.base_stride,
+            row_bytes=self._layout.base_stride,
+        )
+
+    def tier_share(self) -> tuple[float, float, float, float] | None:
+        """Share of all look-ups that each tier answered, in the order of `Tier`."""
+        counters = self.counters(step_s=0.0)
+        fine = counters.hits_fine
+        total = counters.lookups + fine
+        if not total:
+            return None
+        nvme, ram = counters.from_nvme, max(0, counters.from_ram)
+        parts = (nvme, ram, counters.hits_base, fine)
+        return tuple(part / max(1, sum(parts)) for part in parts)  # type: ignore[return-value]
+
+    def _counts(self, plane: Plane) -> NDArray[np.int64]:
+        return self._pools[plane].tables.counters.cpu().numpy().astype(np.int64)
+
+    def _heat(self) -> NDArray[np.float64]:
+        """Decayed uses of every row, the present counted as 1."""
+        tables = self._pools[Plane.BASE].tables
+        now = float(tables.clock) / HALF_LIFE
+        heat: NDArray[np.float64] = np.exp2(tables.warmth.cpu().numpy().astype(np.float64) - now)
+        return heat

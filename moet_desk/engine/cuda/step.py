@@ -1,0 +1,159 @@
+"""The decode step on a device: all layers as one captured graph per (rows, plane).
+
+The host fills the input lines, launches the graph, waits for one event and reads logits and the
+error word. No Python runs per layer. Without a CUDA device (tests in the interpreter) the same
+launches run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moet_desk.engine.cuda.blocks import Experts, LayerLaunches
+from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers, StepInputs
+from moet_desk.engine.cuda.dense_weights import DenseLoader
+from moet_desk.engine.cuda.mailbox_server import MailboxServer
+from moet_desk.engine.kv_cache import KvCache, KvSequence
+from moet_desk.engine.model import RopeTable
+from moet_desk.engine.spec import MoeFfn, Spec
+from moet_desk.errors import MoetError, fail
+from moet_desk.kernels.triton.dense import DenseWeight, embed, gemv
+from moet_desk.kernels.triton.kv_entries import KvPages
+from moet_desk.kernels.triton.norms import rms_norm
+from moet_desk.kernels.triton.prepare import Rotation
+from moet_desk.store.pack_format import Plane
+
+ERROR_TIMEOUT, ERROR_READ, ERROR_NAN = 1, 2, 4
+"""Bits of the error word that a step's kernels set."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One row of a step: a token of a sequence, at the end of what the sequence holds.
+
+    `ahead` counts rows of the same sequence before this one in the same step (draft verification).
+    """
+
+    token: int
+    sequence: KvSequence
+    ahead: int = 0
+
+
+class StepModel:
+    """Weights, buffers and graphs of the decode step.
+
+    Args:
+        spec: the model.
+        load: reads dense tensors onto the device.
+        kv: the page pool on the device.
+        experts: what computes routed experts, by plane.
+        context: longest sequence, for the rope table and the page tables.
+        error: int32 [1], the word in which a step's kernels report.
+        server: reads rows that are not in RAM, if there can be such.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        load: DenseLoader,
+        kv: KvCache,
+        experts: Mapping[Plane, Experts],
+        *,
+        context: int,
+        device: torch.device,
+        error: Tensor,
+        server: MailboxServer | None = None,
+    ) -> None:
+        self._spec, self._kv, self._experts, self._device = spec, kv, experts, device
+        self._embedding = load.table("model.embed_tokens")
+        if spec.tied_head:
+            self._head = DenseWeight(self._embedding)
+        else:
+            self._head = load.matrix("lm_head")
+        self._final_norm = load.vector("model.norm")
+        rope = RopeTable(spec.layers[0].mixer.rope, context)
+        self._cos, self._sin = rope.cos.to(device), rope.sin.to(device)
+        self._layers: list[LayerLaunches] = []
+        n_moe = 0
+        for layer in spec.layers:
+            self._layers.append(LayerLaunches(layer, load, moe_layer=n_moe))
+            n_moe += isinstance(layer.ffn, MoeFfn)
+        self.buffers = StepBuffers.make(spec, device)
+        self._inputs = StepInputs(-(-context // kv.page_tokens), device)
+        self.error, self._server = error, server
+        pinned = device.type == "cuda"
+        self._host_logits = torch.zeros((MAX_ROWS, spec.vocab), pin_memory=pinned)
+        self._host_error = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+        self._graphs: dict[tuple[int, Plane], torch.cuda.CUDAGraph] = {}
+
+    def run(self, rows: Sequence[StepRow], plane: Plane) -> Tensor:
+        """Compute a step and store its KV; the callers move the sequences' lengths on.
+
+        Returns:
+            float32 [T, V] logits on the host, valid until the next run.
+
+        Raises:
+            MoetError: MD-NVME-04 a row could not be read in time or at all; no token may be taken.
+        """
+        self._fill(rows)
+        self._inputs.send()
+        count = len(rows)
+        graph = self._graphs.get((count, plane))
+        if graph is not None:
+            graph.replay()
+        else:
+            self.launch(count, plane)
+        self._host_logits[:count].copy_(self.buffers.logits[:count], non_blocking=True)
+        self._host_error.copy_(self.error, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        if int(self._host_error[0]):
+            raise self._failed(int(self._host_error[0]))
+        return self._host_logits[:count]
+
+    def capture(self, rows: int, plane: Plane) -> None:
+        """Record the step of `rows` rows; its kernels must have run once before."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.launch(rows, plane)
+        self._graphs[rows, plane] = graph
+
+    def launch(self, rows: int, plane: Plane) -> None:
+        """All launches of a step, from the input lines to the logits."""
+        b, eps, t = self.buffers, self._spec.norm_eps, slice(0, rows)
+        ids, positions, lengths, table = self._inputs.unpack(rows)
+        interleaved = self._spec.layers[0].mixer.rope.interleaved
+        rotation = Rotation(positions, self._cos, self._sin, interleaved)
+        embed(ids, self._embedding, b.x[t])
+        for i, layer in enumerate(self._layers):
+            kv = KvPages(self._kv.pages(i), table, self._kv.form)
+            layer.launch(
+                b, rows, eps=eps, rotation=rotation, kv=kv, lengths=lengths,
+                experts=self._experts[plane],
+            )  # fmt: skip
+        rms_norm(b.x[t], self._final_norm, eps, out=b.normed[t])
+        gemv(b.normed[t], self._head, b.logits[t])
+
+    def _fill(self, rows: Sequence[StepRow]) -> None:
+        lines = self._inputs.host
+        for i, row in enumerate(rows):
+            position = row.sequence.length + row.ahead
+            pages = row.sequence.pages
+            lines[i, 0], lines[i, 1], lines[i, 2] = row.token, position, position + 1
+            lines[i, 3 : 3 + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
+    def _failed(self, error: int) -> MoetError:
+        self.error.zero_()
+        for experts in self._experts.values():
+            experts.recover()
+        known = None if self._server is None else self._server.take_error()
+        if known is not None:
+            return known
+        if error & ERROR_NAN:
+            return fail("MD-ENG-04", reason="the model gave invalid numbers", model="MODEL")
+        reason = "no answer in time" if error & ERROR_TIMEOUT else "read error"
+        return fail("MD-NVME-04", layer="?", expert="?", path="the pack", model="M", reason=reason)

@@ -1,0 +1,154 @@
+"""The router on the device: from logits to the chosen experts and their weights.
+
+Twin: `reference.route`, with the same ids (ties to the lowest) and weights that differ in the last
+bits. One program per token, so a token's choice does not depend on the others.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moet_desk.kernels.kinds import Score
+
+MOST_EXPERTS = 512
+MOST_CHOSEN = 16
+
+_SOFTMAX, _SIGMOID, _SQRT_SOFTPLUS, _TOPK_SOFTMAX = (tl.constexpr(i) for i in range(4))
+_KINDS = {
+    Score.SOFTMAX: 0,
+    Score.SIGMOID: 1,
+    Score.SQRT_SOFTPLUS: 2,
+    Score.TOPK_SOFTMAX: 3,
+}
+
+
+@triton.jit
+def _scores(x, SCORE: tl.constexpr):
+    """Scores of logits; padding is -inf on entry."""
+    if SCORE == _SOFTMAX:
+        e = tl.exp(x - tl.max(x, 0))
+        return e / tl.sum(e, 0)
+    elif SCORE == _SIGMOID:
+        return 1.0 / (tl.exp(-x) + 1.0)
+    elif SCORE == _SQRT_SOFTPLUS:
+        return tl.sqrt(tl.where(x > 0.0, x, 0.0) + _log_one_plus(tl.exp(-tl.abs(x))))
+    else:
+        return x
+
+
+@triton.jit
+def _log_one_plus(y):
+    """log(1 + y) for 0 <= y <= 1 with small y kept: log(u) * y / (u - 1) for u = 1 + y rounded."""
+    u = y + 1.0
+    exact = u - 1.0
+    return tl.where(exact == 0.0, y, tl.log(u) * (y / tl.where(exact == 0.0, 1.0, exact)))
+
+
+@triton.jit
+def _first_best(values, open_, i, E2: tl.constexpr):
+    """Index of the largest open value, the lowest of equals, though all of them be -inf."""
+    best = tl.max(tl.where(open_, values, -float("inf")), 0)
+    return tl.min(tl.where(open_ & (values >= best), i, E2 - 1), 0)
+
+
+@triton.jit
+def _in_best_groups(
+    choice, i, E: tl.constexpr, E2: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr,
+):  # fmt: skip
+    """Which experts lie in the KEPT groups whose two best values sum highest."""
+    WIDTH: tl.constexpr = E // GROUPS
+    group_of = i // WIDTH
+    g = tl.arange(0, GROUPS2)
+    sums = tl.full([GROUPS2], -float("inf"), tl.float32)
+    for n in tl.static_range(GROUPS):
+        mine = (group_of == n) & (i < E)
+        at = _first_best(choice, mine, i, E2)
+        best_two = tl.max(tl.where(mine, choice, -float("inf")), 0)
+        if WIDTH > 1:
+            best_two += tl.max(tl.where(mine & (i != at), choice, -float("inf")), 0)
+        sums = tl.where(g == n, best_two, sums)
+    kept = i < 0
+    left = g < GROUPS
+    for _ in tl.static_range(KEPT):
+        group = _first_best(sums, left, g, GROUPS2)
+        left = left & (g != group)
+        kept = kept | (group_of == group)
+    return kept
+
+
+@triton.jit
+def _route_kernel(
+    logits, bias, ids, weights, scale,
+    E: tl.constexpr, E2: tl.constexpr, K: tl.constexpr, K2: tl.constexpr,
+    SCORE: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    i = tl.arange(0, E2)
+    inside = i < E
+    x = tl.load(logits + t * E + i, mask=inside, other=-float("inf"))
+    spoiled = tl.sum(tl.where(inside, x * 0.0, 0.0), 0)  # NaN if any logit is NaN or infinite
+    scores = _scores(x, SCORE)
+    choice = scores
+    if BIASED:
+        choice = scores + tl.load(bias + i, mask=inside, other=0.0)
+    choice = tl.where(choice == choice, choice, -float("inf"))
+    if GROUPS > 1:
+        kept = _in_best_groups(choice, i, E, E2, GROUPS, KEPT, GROUPS2)
+        choice = tl.where(kept, choice, -float("inf"))
+
+    k = tl.arange(0, K2)
+    chosen_ids = tl.zeros([K2], tl.int32)
+    chosen = tl.full([K2], -float("inf"), tl.float32)
+    left = inside
+    for n in tl.static_range(K):
+        expert = _first_best(choice, left, i, E2)
+        value = tl.sum(tl.where(i == expert, scores, 0.0), 0)
+        left = left & (i != expert)
+        chosen_ids = tl.where(k == n, expert, chosen_ids)
+        chosen = tl.where(k == n, value, chosen)
+    if SCORE == _TOPK_SOFTMAX:
+        e = tl.exp(chosen - tl.max(chosen, 0))
+        chosen = e / tl.sum(e, 0)
+    chosen = tl.where(k < K, chosen, 0.0)
+    if RENORM:
+        chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
+    tl.store(ids + t * K + k, chosen_ids, mask=k < K)
+    tl.store(weights + t * K + k, chosen * scale + spoiled, mask=k < K)
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    *,
+    ids: Tensor,
+    weights: Tensor,
+    score: Score,
+    n_groups: int = 1,
+    kept_groups: int = 1,
+    renormalize: bool,
+    scale: float,
+) -> None:
+    """Choose the experts of each token and how much each counts; see `reference.route`.
+
+    A NaN or infinite logit gives distinct ids in range and NaN for every weight of its token.
+
+    Shapes:
+        logits [T, E] float32, bias [E] float32 or None; ids [T, K] int32, weights [T, K] float32
+
+    Raises:
+        ValueError: more than `MOST_EXPERTS` or `MOST_CHOSEN`, or K above E.
+    """
+    n_experts, top_k = logits.shape[1], ids.shape[1]
+    if n_experts > MOST_EXPERTS or top_k > min(MOST_CHOSEN, n_experts):
+        raise ValueError(f"cannot choose {top_k} of {n_experts} experts")
+    _route_kernel[(logits.shape[0],)](
+        logits, logits if bias is None else bias, ids, weights, scale,
+        n_experts, triton.next_power_of_2(n_experts), top_k, triton.next_power_of_2(top_k),
+        _KINDS[score], bias is not None,
+        n_groups, kept_groups, triton.next_power_of_2(n_groups), renormalize,
+        num_warps=1 if n_experts <= 256 else 2,
+    )  # fmt: skip

@@ -1,0 +1,42 @@
+"""The whole decode step on a device's launches, interpreted, against the CPU engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moet_desk.engine.cuda.loader import load as load_cuda
+from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.handle import EngineOptions
+from moet_desk.store.pack_format import Plane
+from tests.conftest import pack_source
+from tests.engine.oracle import loaded, logits_of
+from tests.engine.test_parity_tiny import CONFIGS, random_model, save_source
+
+IDS = [5, 9, 33]
+OPTIONS: dict[str, Any] = {"kv_format": "f32", "context": 64, "ram_bytes": 10**9}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["v3_groups_yarn", "plain_rope"])
+def test_step__tiny_model__equals_the_cpu_engine(config: str, tmp_path: Path) -> None:
+    save_source(random_model(CONFIGS[config], 0.25), tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    options = EngineOptions(save_heat=False, max_running=4, vram_bytes=10**9, **OPTIONS)
+    core = load_cuda(pack, options, device=torch.device("cpu"))
+    with loaded(pack, **OPTIONS) as cpu:
+        want = logits_of(cpu, IDS, plane=Plane.BASE, sizes=[1] * len(IDS))
+    sequence, other = core.kv.reserve(8), core.kv.reserve(8)
+    assert sequence is not None
+    assert other is not None
+    rows = [StepRow(token, sequence, i) for i, token in enumerate(IDS)]
+    together = core.model.run(rows, Plane.BASE).clone()
+    # one int8 activation that rounds the other way is worth about 0.4 % here
+    assert (together - want).abs().max() < 2e-2 * want.std()
+    alone = core.model.run([StepRow(IDS[0], other)], Plane.BASE)
+    assert torch.equal(alone[0], together[0])
+    assert core.residency.counters(step_s=0.0).lookups == 4 * 4 * 2
+    core.close()
