@@ -64,6 +64,7 @@ def _code(text: str) -> str:
 # -- errors ----------------------------------------------------------------------------------
 
 _AREAS: Mapping[str, str] = {
+    "GPU": "Graphics card",
     "RAM": "Memory",
     "NVME": "Reading the disk",
     "DISK": "Disk space and permissions",
