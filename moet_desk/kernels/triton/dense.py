@@ -42,7 +42,7 @@ class WeightKind(Enum):
     FP8 = "fp8"
 
 
-_RUN = {WeightKind.F32: 4, WeightKind.BF16: 8, WeightKind.FP8: 16}
+RUN = {WeightKind.F32: 4, WeightKind.BF16: 8, WeightKind.FP8: 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,11 +363,11 @@ def swiglu_gemv(
     inter = gate_up.n // 2
     if gate_up.kind is WeightKind.FP8 and inter % SCALE_BLOCK:
         raise ValueError(f"gate and up of {inter} rows share a block of scales")
-    tile = tile or _tile(gate_up.n, x.shape[0])
+    tile = tile or tile_for(gate_up.n, x.shape[0])
     rows = max(1, tile.rows // 2)
     _swiglu_gemv_kernel[(triton.cdiv(inter, rows),)](
         x, x.stride(0), gate_up.raw, gate_up.scales, out, out.stride(0), limit,
-        INTER=inter, K=gate_up.k, T=x.shape[0], ROWS=rows, RUN=_RUN[gate_up.kind],
+        INTER=inter, K=gate_up.k, T=x.shape[0], ROWS=rows, RUN=RUN[gate_up.kind],
         KIND=gate_up.kind.value, STAGES=tile.stages, HARDWARE=has_e4m3(x.device),
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
@@ -396,19 +396,19 @@ def _launch(
     residual: Tensor | None = None,
     tile: GemvTile | None = None,
 ) -> None:
-    tile = tile or _tile(rows.heads * rows.count, x.shape[0])
+    tile = tile or tile_for(rows.heads * rows.count, x.shape[0])
     grid = (triton.cdiv(rows.count, tile.rows), rows.heads)
     _gemv_kernel[grid](
         x, x.stride(0), weight.raw, weight.scales, bias, residual,
         0 if residual is None else residual.stride(0), out, out.stride(0),
         COUNT=rows.count, K=weight.k, FIRST=rows.first, PITCH=rows.pitch, HEAD_X=x_pitch,
-        T=x.shape[0], ROWS=tile.rows, RUN=_RUN[weight.kind], KIND=weight.kind.value,
+        T=x.shape[0], ROWS=tile.rows, RUN=RUN[weight.kind], KIND=weight.kind.value,
         STAGES=tile.stages, HARDWARE=has_e4m3(x.device),
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _tile(n: int, rows: int) -> GemvTile:
+def tile_for(n: int, rows: int) -> GemvTile:
     """Tile by the number of weight rows and of x rows.
 
     A warp owns whole weight rows; with more tokens more warps share what a program reads of x (and

@@ -325,7 +325,7 @@ def mla_prefill(
         _mla_prefill_kernel[(triton.cdiv(rows, tile_m), heads)](
             q_nope, q_nope.stride(0), q_nope.stride(1), q_rope, expanded, ropes, out,
             scale, start, rows, N=n, HEADS=heads, FIRST=first, DN=up.dn, DR=dr, DV=up.dv,
-            BM=tile_m, TILE=tile_s, CD=_chunk(up.dn), BR=max(16, triton.next_power_of_2(dr)),
+            BM=tile_m, TILE=tile_s, CD=chunk_of(up.dn), BR=max(16, triton.next_power_of_2(dr)),
             BV=max(16, triton.next_power_of_2(up.dv)), MMA=not INTERPRETED,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -357,7 +357,7 @@ def gqa_prefill(
     _gqa_prefill_kernel[(triton.cdiv(rows * (n // n_keys), tile_m), n_keys)](
         q, kv.pages, kv.table, sink, out, scale, _NO_WINDOW if window is None else window,
         start, rows, N=n, KEYS=n_keys, D=d, DV=dv, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes,
-        BM=tile_m, TILE=tile_s, CD=_chunk(d), CV=_chunk(dv), FORM=kv.form.value,
+        BM=tile_m, TILE=tile_s, CD=chunk_of(d), CV=chunk_of(dv), FORM=kv.form.value,
         MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -373,7 +373,7 @@ def _latents(
     tile = 32
     _latents_kernel[(triton.cdiv(entries, tile),)](
         kv.pages, kv.table, parts, ropes, entries,
-        R=r, DR=dr, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, TILE=tile, CHUNK=_chunk(r),
+        R=r, DR=dr, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, TILE=tile, CHUNK=chunk_of(r),
         BR=triton.next_power_of_2(dr), FORM=kv.form.value, HARDWARE=has_e4m3(parts.device),
         num_warps=4,
     )  # fmt: skip
@@ -401,7 +401,7 @@ def _heads_that_fit(up: LatentWeight, floats: int) -> int:
     return min(fit, up.heads)
 
 
-def _chunk(d: int) -> int:
+def chunk_of(d: int) -> int:
     """Dims multiplied at a time: 128, or what divides d if that is less than d."""
     return min(128, max(16, d & -d)) if d > 64 else max(16, 1 << (d - 1).bit_length())
 

@@ -1,0 +1,144 @@
+"""Dense products, norms and what leads to attention, at the shapes of the models we name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
+from moet_desk.kernels.triton import dense, gemm, latent, norms, prepare
+from moet_desk.kernels.triton.dense import WeightKind
+from tests.kernels.triton.gate import Case
+
+EXACT = {"enable_fp_fusion": False}
+POINTER = {WeightKind.F32: "*fp32", WeightKind.BF16: "*bf16", WeightKind.FP8: "*u8"}
+TILES = {90: gemm.HOPPER_TILE, 120: gemm.CONSUMER_TILE}
+
+
+def _weight(kind: WeightKind) -> tuple[dict[str, str], dict[str, Any]]:
+    """Signature and constexprs of a weight and its scales."""
+    if kind is WeightKind.FP8:
+        return {"weight": "*u8", "scales": "*fp32"}, {"KIND": "fp8", "HARDWARE": True}
+    return {"weight": POINTER[kind]}, {"scales": None, "KIND": kind.value, "HARDWARE": True}
+
+
+def _gemv(n: int, k: int, rows: int, kind: WeightKind, *, swiglu: bool = False) -> Case:
+    tile = dense.tile_for(n, rows)
+    types, values = _weight(kind)
+    types |= {"x": "*fp32", "x_stride": "i32", "out": "*fp32", "out_stride": "i32"}
+    values |= {"K": k, "T": rows, "RUN": dense.RUN[kind], "STAGES": tile.stages}
+    if swiglu:
+        values |= {"limit": None, "INTER": n // 2, "ROWS": tile.rows // 2}
+    else:
+        types |= {"residual": "*fp32", "residual_stride": "i32"}
+        values |= {"bias": None, "COUNT": n, "FIRST": 0, "PITCH": 0, "HEAD_X": 0}
+        values |= {"ROWS": tile.rows}
+    name = f"{'swiglu_gemv' if swiglu else 'gemv'} {kind.value} {n}x{k} T={rows}"
+    kernel = dense._swiglu_gemv_kernel if swiglu else dense._gemv_kernel
+    # 16-byte copies to shared memory, or the memory's speed is out of reach.
+    wants = ("LDGSTS.E.BYPASS.128", "FFMA") if k > 1024 else ("FFMA",)
+    return Case(name, kernel, types, values, tile.warps, EXACT, wants=wants)
+
+
+def _absorb(heads: int, dn: int, dv: int, r: int, rows: int, kind: WeightKind) -> Case:
+    types, values = _weight(kind)
+    types |= {"q": "*fp32", "q_stride": "i32", "q_pitch": "i32", "out": "*fp32"}
+    values |= {"PITCH": dn + dv, "DN": dn, "R": r, "T": rows, "BD": 16, "BR": min(128, r)}
+    values |= {"STAGES": 4}
+    name = f"mla_absorb {kind.value} N={heads} dn={dn} T={rows}"
+    return Case(name, latent._absorb_kernel, types, values, 4, EXACT)
+
+
+def _mla_prepare(form: KvFormat, n: int, nope: int, r: int, dr: int, *, rank: int | None) -> Case:
+    types = {
+        "joined": "*fp32", "stride": "i32", "weight": "*bf16", "eps": "fp32", "q_out": "*fp32",
+        "cos": "*fp32", "sin": "*fp32", "positions": "*i32", "pages": "*u8", "table": "*i32",
+        "table_stride": "i32",
+    }  # fmt: skip
+    q = n * (nope + dr) if rank is None else rank
+    width = 16 if form is KvFormat.NVFP4 else 128
+    values = {
+        "Q": q, "N": n, "NOPE": nope, "R": r, "DR": dr, "PAGE": 64,
+        "ENTRY": mla_entry_bytes(form, r, dr), "B": r // width, "W": width,
+        "BQ": 1 << (-(-q // 128) - 1).bit_length(), "BH": min(16, n), "BR": dr,
+        "INTERLEAVED": True, "FORM": form.value,
+    }  # fmt: skip
+    if rank is None:
+        values["q_weight"] = None
+    else:
+        types["q_weight"] = "*bf16"
+    name = f"mla_prepare {form.value} N={n} r={r} rank={rank}"
+    return Case(name, prepare._mla_prepare_kernel, types, values, 4, EXACT)
+
+
+def _gqa_prepare(form: KvFormat, n: int, keys: int, d: int) -> Case:
+    types = {
+        "joined": "*fp32", "stride": "i32", "q_weight": "*bf16", "k_weight": "*bf16",
+        "eps": "fp32", "q_out": "*fp32", "cos": "*fp32", "sin": "*fp32", "positions": "*i32",
+        "pages": "*u8", "table": "*i32", "table_stride": "i32",
+    }  # fmt: skip
+    width = 16 if form is KvFormat.NVFP4 else 128
+    values = {
+        "N": n, "KEYS": keys, "D": d, "DV": d, "DR": d, "PAGE": 64,
+        "ENTRY": gqa_entry_bytes(form, keys, d, d), "B": -(-d // width), "W": width, "BD": d,
+        "INTERLEAVED": False, "FORM": form.value,
+    }  # fmt: skip
+    name = f"gqa_prepare {form.value} N={n} D={d}"
+    return Case(name, prepare._gqa_prepare_kernel, types, values, 1, EXACT)
+
+
+def _norm(hidden: int) -> Case:
+    types = {
+        "x": "*fp32", "x_stride": "i32", "y": "*fp32", "y_stride": "i32", "weight": "*bf16",
+        "eps": "fp32", "out": "*fp32",
+    }  # fmt: skip
+    block = 1 << (hidden - 1).bit_length()
+    values = {"H": hidden, "BLOCK": block, "PLUS_ONE": False}
+    return Case(
+        f"add_rms_norm H={hidden}", norms._rms_norm_kernel, types, values,
+        max(1, min(16, block // 256)), EXACT,
+    )  # fmt: skip
+
+
+def _gemm(kind: WeightKind, capability: int) -> Case:
+    tile = TILES[capability]
+    types, values = _weight(kind)
+    types |= {"parts": "*bf16", "out": "*fp32", "out_stride": "i32", "M": "i32"}
+    values |= {
+        "bias": None, "residual": None, "N": 4096, "K": 4096, "BM": tile.m, "BN": tile.n,
+        "BK": tile.k, "GROUP": 8, "MMA": True,
+    }  # fmt: skip
+    return Case(
+        f"gemm {kind.value} for {capability}", gemm._gemm_kernel, types, values, tile.warps,
+        {"num_stages": tile.stages}, decode=False, only=capability,
+        wants=("HGMMA",) if capability == 90 else ("HMMA",),
+    )  # fmt: skip
+
+
+def _cases() -> Iterator[Case]:
+    for kind in (WeightKind.FP8, WeightKind.BF16):
+        for rows in (1, 2, 4, 8):
+            yield _gemv(4096, 4096, rows, kind)
+        for n, k in ((2112, 7168), (1536, 4096), (512, 512)):
+            yield _gemv(n, k, 1, kind)
+            yield _gemv(n, k, 8, kind)
+        for rows in (1, 3, 8):
+            yield _gemv(4096, 4096, rows, kind, swiglu=True)
+        for rows in (1, 8):
+            yield _absorb(64, 128, 128, 512, rows, kind)
+            yield _absorb(128, 192, 256, 512, rows, kind)
+    yield _gemv(256, 4096, 1, WeightKind.F32)
+    yield _gemv(512, 512, 8, WeightKind.F32)
+    for form in KvFormat:
+        yield _mla_prepare(form, 64, 128, 512, 64, rank=1536)
+        yield _mla_prepare(form, 8, 32, 128, 32, rank=None)
+        yield _gqa_prepare(form, 32, 4, 128)
+    for hidden in (512, 2048, 4096, 7168):
+        yield _norm(hidden)
+    for kind in (WeightKind.FP8, WeightKind.BF16):
+        for capability in TILES:
+            yield _gemm(kind, capability)
+
+
+CASES = list(_cases())
