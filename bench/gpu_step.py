@@ -28,6 +28,8 @@ from tests.conftest import DEMO, pack_source
 from tests.engine.oracle import loaded, logits_of
 
 DEVICE = torch.device("cuda")
+HIDDEN_TILES = ((4, 1), (4, 2), (8, 2), (8, 4), (16, 8))
+DOWN_TILES = ((16, 2), (16, 4), (32, 4), (32, 8))
 
 
 def say(what: str, **figures: Any) -> None:
@@ -146,7 +148,7 @@ def kernels() -> None:
     base[:, 8 * layout.gate_up.n * layout.gate_up.groups : at] = 120
     base[:, at + 8 * layout.down.n * layout.down.groups :] = 120
     fine = torch.zeros((slots, layout.fine_stride), dtype=torch.uint8, device=DEVICE)
-    for rows in (1, 3):
+    for rows in (3, 1):
         pairs = rows * top_k
         found = [LookupOutput.empty(rows, top_k, device=DEVICE) for _ in range(24)]
         order = torch.randperm(slots, device=DEVICE).int()
@@ -170,7 +172,7 @@ def kernels() -> None:
                 return ExpertPool(layout, base, out.uniq_slot, out.uniq_pair, fine, out.uniq_slot)
 
             best: tuple[float, Any] | None = None
-            for tile in [Tile(r, w) for r in (4, 8, 16, 32) for w in (1, 2, 4, 8)]:
+            for tile in [Tile(r, w) for r, w in HIDDEN_TILES]:
                 def hidden_all(tile: Tile = tile) -> None:
                     for out in found:
                         experts_hidden(pool(out), codes, scales, scratch=scratch, out_codes=hcodes,
@@ -183,7 +185,7 @@ def kernels() -> None:
                 if best is None or us < best[0]:
                     best = (us, tile)
             best2: tuple[float, Any] | None = None
-            for tile in [Tile(r, w) for r in (4, 8, 16, 32) for w in (1, 2, 4, 8)]:
+            for tile in [Tile(r, w) for r, w in DOWN_TILES]:
                 def down_all(tile: Tile = tile) -> None:
                     for out in found:
                         experts_down(pool(out), hcodes, hscales, part=part, tile=tile)

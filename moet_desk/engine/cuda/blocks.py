@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from moet_desk.engine.cuda.buffers import StepBuffers
-from moet_desk.engine.cuda.dense_weights import DenseLoader
+from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.spec import DenseFfn, Layer, Mla, MoeFfn, Router
 from moet_desk.kernels.triton.attention import mla_decode
 from moet_desk.kernels.triton.dense import gemv, swiglu_gemv
@@ -39,7 +39,7 @@ class Experts(Protocol):
 class MlaLaunches:
     """Attention of one layer: from `x` through `normed` to `x` with the attention added."""
 
-    def __init__(self, mixer: Mla, load: DenseLoader, name: str) -> None:
+    def __init__(self, mixer: Mla, load: DenseSource, name: str) -> None:
         self._mixer = mixer
         first = "q_proj" if mixer.q_rank is None else "q_a_proj"
         self._w_in = load.matrix(name + first, name + "kv_a_proj_with_mqa")
@@ -86,7 +86,7 @@ class MlaLaunches:
 class DenseLaunches:
     """A dense layer's feed-forward part: x += W_down(silu(W_gate n) * W_up n), n the normed x."""
 
-    def __init__(self, load: DenseLoader, name: str, inter: int) -> None:
+    def __init__(self, load: DenseSource, name: str, inter: int) -> None:
         self._w_in = load.matrix(name + "gate_proj", name + "up_proj")
         self._w_down = load.matrix(name + "down_proj")
         self._inter = inter
@@ -100,7 +100,7 @@ class DenseLaunches:
 class MoeLaunches:
     """Router, routed experts and shared expert: x += shared(n) + sum of weight * expert(n)."""
 
-    def __init__(self, ffn: MoeFfn, load: DenseLoader, name: str, *, moe_layer: int) -> None:
+    def __init__(self, ffn: MoeFfn, load: DenseSource, name: str, *, moe_layer: int) -> None:
         self._router: Router = ffn.router
         self._moe_layer = moe_layer
         self._w_router = load.matrix(name + "gate")
@@ -129,7 +129,7 @@ class MoeLaunches:
 class LayerLaunches:
     """One decoder layer."""
 
-    def __init__(self, layer: Layer, load: DenseLoader, *, moe_layer: int) -> None:
+    def __init__(self, layer: Layer, load: DenseSource, *, moe_layer: int) -> None:
         name = f"model.layers.{layer.index}."
         self._attention_norm = load.vector(name + "input_layernorm")
         self._ffn_norm = load.vector(name + "post_attention_layernorm")

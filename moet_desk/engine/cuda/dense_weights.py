@@ -7,6 +7,8 @@ matrix is decoded to float32 instead, which changes no value.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,16 @@ from moet_desk.store.pack_reader import PackReader
 from moet_desk.store.sources import Format, TensorInfo
 
 SCALE_BLOCK = 128
+
+
+class DenseSource(Protocol):
+    """Where a step's dense weights come from: a pack, or made-up ones for measuring."""
+
+    def vector(self, name: str) -> Tensor: ...
+
+    def matrix(self, *names: str) -> DenseWeight: ...
+
+    def table(self, name: str) -> Tensor: ...
 
 
 class DenseLoader:

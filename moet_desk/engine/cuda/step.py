@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.blocks import Experts, LayerLaunches
 from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers, StepInputs
-from moet_desk.engine.cuda.dense_weights import DenseLoader
+from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import RopeTable
@@ -59,7 +59,7 @@ class StepModel:
     def __init__(
         self,
         spec: Spec,
-        load: DenseLoader,
+        load: DenseSource,
         kv: KvCache,
         experts: Mapping[Plane, Experts],
         *,

@@ -160,12 +160,12 @@ def plan(spec: Spec) -> PackPlan:
         gate=expert + "gate_proj",
         up=expert + "up_proj",
         down=expert + "down_proj",
-        dense=dict(_dense(spec)),
+        dense=dict(dense_shapes(spec)),
         ignored=tuple(ignored),
     )
 
 
-def _dense(spec: Spec) -> Iterator[tuple[str, tuple[int, ...]]]:
+def dense_shapes(spec: Spec) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor that is not a routed expert, with its shape."""
     hidden = spec.hidden
     yield "model.embed_tokens", (spec.vocab, hidden)
