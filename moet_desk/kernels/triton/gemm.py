@@ -44,16 +44,17 @@ def store_parts(parts, at, size, value, mask):
     tl.store(parts + size + at, (value - high).to(tl.bfloat16), mask=mask)
 
 
-@triton.jit
-def _split_kernel(x, x_stride, parts, size, K: tl.constexpr, BLOCK: tl.constexpr):
+# The number of rows changes from chunk to chunk: it must not make new variants of a kernel.
+@triton.jit(do_not_specialize=["M"])
+def _split_kernel(x, x_stride, parts, M, K: tl.constexpr, BLOCK: tl.constexpr):
     m = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + m * x_stride + k, mask=k < K, other=0.0)
-    store_parts(parts, m * K + k, size, value, k < K)
+    store_parts(parts, m * K + k, M.to(tl.int64) * K, value, k < K)
 
 
-@triton.jit
-def _swiglu_split_kernel(gate_up, parts, size, limit, INTER: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["M"])
+def _swiglu_split_kernel(gate_up, parts, M, limit, INTER: tl.constexpr, BLOCK: tl.constexpr):
     m = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     line = gate_up + m * (2 * INTER)
@@ -62,7 +63,8 @@ def _swiglu_split_kernel(gate_up, parts, size, limit, INTER: tl.constexpr, BLOCK
     if limit is not None:
         g = tl.where(g > limit, limit, g)
         u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
-    store_parts(parts, m * INTER + k, size, tl.div_rn(g, tl.exp(-g) + 1.0) * u, k < INTER)
+    value = tl.div_rn(g, tl.exp(-g) + 1.0) * u
+    store_parts(parts, m * INTER + k, M.to(tl.int64) * INTER, value, k < INTER)
 
 
 @triton.jit
@@ -86,7 +88,7 @@ def _product(high, low, raw, acc, KIND: tl.constexpr, MMA: tl.constexpr, HARDWAR
         return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _gemm_kernel(
     parts,
     weight,
@@ -150,7 +152,7 @@ def split(x: Tensor, parts: Tensor) -> None:
     """
     rows, k = x.shape
     grid = (rows, triton.cdiv(k, _SPLIT_BLOCK))
-    _split_kernel[grid](x, x.stride(0), parts, rows * k, K=k, BLOCK=_SPLIT_BLOCK, num_warps=4)
+    _split_kernel[grid](x, x.stride(0), parts, rows, K=k, BLOCK=_SPLIT_BLOCK, num_warps=4)
 
 
 def swiglu_split(gate_up: Tensor, parts: Tensor, *, limit: float | None = None) -> None:
@@ -162,7 +164,7 @@ def swiglu_split(gate_up: Tensor, parts: Tensor, *, limit: float | None = None) 
     rows, inter = parts.shape[1:]
     grid = (rows, triton.cdiv(inter, _SPLIT_BLOCK))
     _swiglu_split_kernel[grid](
-        gate_up, parts, rows * inter, limit, INTER=inter, BLOCK=_SPLIT_BLOCK, num_warps=4
+        gate_up, parts, rows, limit, INTER=inter, BLOCK=_SPLIT_BLOCK, num_warps=4
     )
 
 

@@ -67,7 +67,9 @@ class PrefillScratch:
         )
 
 
-@triton.jit
+# Numbers that change from chunk to chunk must not make new variants of a kernel: a variant takes
+# seconds to compile.
+@triton.jit(do_not_specialize=["size"])
 def _latents_kernel(
     pages,
     table,
@@ -136,7 +138,7 @@ def _finish(acc, largest, total, sink, head):
         return acc / total[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "M", "heads", "head0"])
 def _mla_prefill_kernel(
     q_nope,
     q_stride,
@@ -148,9 +150,9 @@ def _mla_prefill_kernel(
     scale,
     start,
     M,
+    heads,
+    head0,
     N: tl.constexpr,
-    HEADS: tl.constexpr,
-    FIRST: tl.constexpr,
     DN: tl.constexpr,
     DR: tl.constexpr,
     DV: tl.constexpr,
@@ -164,7 +166,7 @@ def _mla_prefill_kernel(
     # The last rows see most: they begin first.
     m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM + tl.arange(0, BM)
     inner = tl.program_id(1)
-    head = FIRST + inner
+    head = head0 + inner
     live = (m < M)[:, None]
     row = tl.where(m < M, m, 0).to(tl.int64)
     line = (row * q_stride + head * q_pitch)[:, None]
@@ -184,7 +186,7 @@ def _mla_prefill_kernel(
         mask = seen[:, None] & (j < DR)[None, :]
         k = tl.load(ropes + (entry * DR)[:, None] + j[None, :], mask=mask, other=0.0)
         scores = _close_dot(turned, tl.trans(k), tl.zeros([BM, TILE], tl.float32), False, MMA)
-        base = expanded + ((entry * HEADS + inner) * (DN + DV))[:, None]
+        base = expanded + ((entry * heads + inner) * (DN + DV))[:, None]
         for c in tl.static_range((DN + CD - 1) // CD):
             d = c * CD + tl.arange(0, CD)
             q = tl.load(q_nope + line + d[None, :], mask=live & (d < DN)[None, :], other=0.0)
@@ -220,7 +222,7 @@ def _whole_vectors(
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "M", "window"])
 def _gqa_prefill_kernel(
     q,
     pages,
@@ -324,7 +326,7 @@ def mla_prefill(
         gemm(parts, _rows_of(up.weight, first * width, heads * width), expanded)
         _mla_prefill_kernel[(triton.cdiv(rows, tile_m), heads)](
             q_nope, q_nope.stride(0), q_nope.stride(1), q_rope, expanded, ropes, out,
-            scale, start, rows, N=n, HEADS=heads, FIRST=first, DN=up.dn, DR=dr, DV=up.dv,
+            scale, start, rows, heads, first, N=n, DN=up.dn, DR=dr, DV=up.dv,
             BM=tile_m, TILE=tile_s, CD=chunk_of(up.dn), BR=max(16, triton.next_power_of_2(dr)),
             BV=max(16, triton.next_power_of_2(up.dv)), MMA=not INTERPRETED,
             num_warps=warps, num_stages=stages,

@@ -59,10 +59,10 @@ def _mla_prefill(dn: int, dv: int, capability: int) -> Case:
     types = {
         "q_nope": "*fp32", "q_stride": "i32", "q_pitch": "i32", "q_rope": "*fp32",
         "expanded": "*fp32", "ropes": "*fp32", "out": "*fp32", "scale": "fp32", "start": "i32",
-        "M": "i32",
+        "M": "i32", "heads": "i32", "head0": "i32",
     }  # fmt: skip
     values = {
-        "N": 64, "HEADS": 16, "FIRST": 0, "DN": dn, "DR": 64, "DV": dv, "BM": m, "TILE": tile,
+        "N": 64, "DN": dn, "DR": 64, "DV": dv, "BM": m, "TILE": tile,
         "CD": prefill_attention.chunk_of(dn), "BR": 64, "BV": dv, "MMA": True,
     }  # fmt: skip
     return Case(
