@@ -190,7 +190,7 @@ def gemm(
         raise ValueError(f"{k} inputs do not fit a weight of {weight.k}")
     if residual is not None and residual.stride() != out.stride():
         raise ValueError("a residual must lie as the result does")
-    tile = tile or _tile(parts.device)
+    tile = tile or tile_for(parts.device)
     grid = (triton.cdiv(rows, tile.m) * triton.cdiv(weight.n, tile.n),)
     _gemm_kernel[grid](
         parts, weight.raw, weight.scales, bias, residual, out, out.stride(0), rows,
@@ -200,7 +200,7 @@ def gemm(
     )  # fmt: skip
 
 
-def _tile(device: torch.device) -> GemmTile:
+def tile_for(device: torch.device) -> GemmTile:
     """Hopper has 227 KiB of shared memory per multiprocessor, consumer cards 99."""
     if INTERPRETED:
         return GemmTile(m=16, n=32, k=64, warps=4, stages=1)

@@ -1,0 +1,185 @@
+"""Times of attention on a GPU, one JSON line each: a step's, and a prompt chunk's.
+
+    python -m bench.kernels_attention [mla|gqa|prepare|prompts ...] [--sweep]
+
+Without names all parts run; --sweep tries other tiles of the prompt's kernels on Hopper.
+
+Every figure is the median of CUDA-graph replays, per layer. Pages rotate through several layers'
+worth. Needs a CUDA device; writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+import torch
+
+from bench.timing import DEVICE, report
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
+from moet_desk.kernels.triton import prefill_attention
+from moet_desk.kernels.triton.attention import DecodeScratch, gqa_decode, mla_decode
+from moet_desk.kernels.triton.dense import DenseWeight
+from moet_desk.kernels.triton.kv_entries import KvPages, mla_write
+from moet_desk.kernels.triton.latent import LatentWeight
+from moet_desk.kernels.triton.prefill_attention import PrefillScratch, gqa_prefill, mla_prefill
+from moet_desk.kernels.triton.prepare import Rotation, mla_prepare, rotate_queries
+
+PAGE = 64
+SHAPES = [(128, 64, 8, 1), (128, 32, 8, 1), (128, 32, 8, 2), (64, 64, 4, 1), (64, 32, 4, 1)]
+
+
+def pages_of(form: KvFormat, entry_bytes: int, entries: int, rows: int) -> KvPages:
+    """Pages of zeros: times do not depend on values."""
+    each = -(-entries // PAGE)
+    shape = (each * rows, PAGE, entry_bytes)
+    table = torch.arange(each * rows, dtype=torch.int32, device=DEVICE).view(rows, each)
+    return KvPages(torch.zeros(shape, dtype=torch.uint8, device=DEVICE), table, form)
+
+
+def mla_steps() -> None:
+    for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
+        for heads in (64, 128):
+            for context in (1024, 4096, 32768):
+                for rows in (1, 3):
+                    size = mla_entry_bytes(form, 512, 64)
+                    layers = [pages_of(form, size, context, rows) for _ in range(4)]
+                    q = torch.randn(rows, heads, 512, device=DEVICE)
+                    rope = torch.randn(rows, heads, 64, device=DEVICE)
+                    seen = torch.full((rows,), context, dtype=torch.int32, device=DEVICE)
+                    out = torch.empty_like(q)
+                    scratch = DecodeScratch.make(rows, heads, 512, device=DEVICE)
+                    report(
+                        "mla_decode",
+                        [
+                            partial(mla_decode, q, rope, kv, seen, out, scale=0.05, scratch=scratch)
+                            for kv in layers
+                        ],
+                        moved=rows * context * size,
+                        form=form.value,
+                        heads=heads,
+                        context=context,
+                        rows=rows,
+                    )
+
+
+def gqa_steps() -> None:
+    for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
+        for heads, keys, d, window in ((32, 4, 128, None), (64, 8, 64, 128)):
+            for context in (4096, 32768):
+                size = gqa_entry_bytes(form, keys, d, d)
+                layers = [pages_of(form, size, context, 1) for _ in range(4)]
+                q = torch.randn(1, heads, d, device=DEVICE)
+                seen = torch.full((1,), context, dtype=torch.int32, device=DEVICE)
+                out, scratch = torch.empty_like(q), DecodeScratch.make(1, heads, d, device=DEVICE)
+                report(
+                    "gqa_decode",
+                    [
+                        partial(
+                            gqa_decode,
+                            q,
+                            kv,
+                            seen,
+                            out,
+                            n_keys=keys,
+                            scale=0.1,
+                            scratch=scratch,
+                            window=window,
+                        )
+                        for kv in layers
+                    ],
+                    moved=min(context, window or context) * size,
+                    form=form.value,
+                    heads=heads,
+                    context=context,
+                    window=window,
+                )
+
+
+def preparing() -> None:
+    form = KvFormat.NVFP4
+    kv = pages_of(form, mla_entry_bytes(form, 512, 64), 4096, 1)
+    angles = torch.randn(4096, 32, device=DEVICE)
+    at = torch.tensor([4000], dtype=torch.int32, device=DEVICE)
+    by = Rotation(at, angles.cos(), angles.sin(), interleaved=True)
+    joined = torch.randn(1, 1536 + 576, device=DEVICE)
+    w, q_w = torch.randn(512, device=DEVICE), torch.randn(1536, device=DEVICE)
+    q_latent = torch.empty(1, 1536, device=DEVICE)
+    run = partial(mla_prepare, joined, w, 1e-6, rotation=by, kv=kv, q_out=q_latent, q_weight=q_w)
+    report("mla_prepare", [run])
+    q, rope = torch.randn(1, 64, 192, device=DEVICE), torch.empty(1, 64, 64, device=DEVICE)
+    report("rotate_queries", [partial(rotate_queries, q, rope, rotation=by)])
+    latent, k = torch.randn(1, 512, device=DEVICE), torch.randn(1, 64, device=DEVICE)
+    report("mla_write", [partial(mla_write, latent, k, kv, at)])
+
+
+def mla_prompt(heads: int, dn: int, dv: int, count: int, start: int, shape: str) -> None:
+    form, seen = KvFormat.NVFP4, start + count
+    kv = pages_of(form, mla_entry_bytes(form, 512, 64), seen, 1)
+    values = torch.randn(heads * (dn + dv), 512, device=DEVICE).bfloat16()
+    up = LatentWeight(DenseWeight(values), heads, dn, dv)
+    q = torch.randn(count, heads, dn + 64, device=DEVICE)
+    rope, out = q[..., dn:].contiguous(), torch.empty(count, heads * dv, device=DEVICE)
+    per_entry = 16 * (dn + dv)
+    scratch = PrefillScratch.make(seen, 512, 64, per_entry=per_entry, device=DEVICE)
+    run = partial(
+        mla_prefill, q[..., :dn], rope, kv, up, out, start=start, scale=0.07, scratch=scratch
+    )
+    pairs = count * start + count * (count + 1) // 2
+    report(
+        "mla_prefill",
+        [run],
+        flops=2 * pairs * heads * (dn + 64 + dv),
+        heads=heads,
+        dims=f"{dn}+64, {dv}",
+        rows=count,
+        start=start,
+        tile=shape,
+        repeats=5,
+    )
+
+
+def gqa_prompt(count: int, start: int, shape: str) -> None:
+    form, seen = KvFormat.NVFP4, start + count
+    kv = pages_of(form, gqa_entry_bytes(form, 4, 128, 128), seen, 1)
+    q = torch.randn(count, 32, 128, device=DEVICE)
+    run = partial(gqa_prefill, q, kv, torch.empty_like(q), n_keys=4, start=start, scale=0.09)
+    pairs = count * start + count * (count + 1) // 2
+    report(
+        "gqa_prefill",
+        [run],
+        flops=2 * pairs * 32 * 256,
+        rows=count,
+        start=start,
+        tile=shape,
+        repeats=5,
+    )
+
+
+def prompts(sweep: bool) -> None:
+    for shape in SHAPES if sweep else [prefill_attention.HOPPER_SHAPE]:
+        prefill_attention.HOPPER_SHAPE = shape
+        mla_prompt(64, 128, 128, 4096, 4096, str(shape))
+        if shape[:2] != (128, 64) or not sweep:
+            mla_prompt(64, 192, 256, 2048, 2048, str(shape))
+        gqa_prompt(4096, 4096, str(shape))
+
+
+def main() -> None:
+    parts = {
+        "mla": lambda _: mla_steps(),
+        "gqa": lambda _: gqa_steps(),
+        "prepare": lambda _: preparing(),
+        "prompts": prompts,
+    }
+    parser = argparse.ArgumentParser(description="Times of attention, one JSON line each.")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default all")
+    parser.add_argument("--sweep", action="store_true", help="try other tiles too")
+    args = parser.parse_args()
+    for name in args.parts or parts:
+        parts[name](args.sweep)
+
+
+if __name__ == "__main__":
+    main()
