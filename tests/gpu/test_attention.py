@@ -70,8 +70,9 @@ def test_mla_decode__rows_of_all_lengths__near_float64_and_each_row_alone(
         scratch.sums.fill_(torch.nan)
         scratch.stats.fill_(torch.nan)
         out = torch.empty_like(q[part])
-        pages = KvPages(kv.pages, kv.table[part].clone(), form)
-        mla_decode(q[part], q_rope[part], pages, seen[part].clone(), out, scale=scale, scratch=scratch)
+        # Copies, so that every call has aligned tensors and runs the same variant.
+        pages, length = KvPages(kv.pages, kv.table[part].clone(), form), seen[part].clone()
+        mla_decode(q[part], q_rope[part], pages, length, out, scale=scale, scratch=scratch)
         return out
 
     out = invariant(run, rows)
