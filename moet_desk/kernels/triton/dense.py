@@ -409,17 +409,18 @@ def _launch(
 
 
 def tile_for(n: int, rows: int) -> GemvTile:
-    """Tile by the number of weight rows and of x rows.
+    """Tile by the number of weight rows and of x rows; `bench/gpu_gemv_sweep.py` compares them.
 
-    A warp owns whole weight rows; with more tokens more warps share what a program reads of x (and
-    16 rows on 4 warps would spill), with few weight rows there must still be two programs for each
-    of about 130 multiprocessors.
+    H200, 2026-11-29, FP8 with K = 4096, one token: N = 16384 takes 24 us with (16, 4, 1) and 57 with
+    three stages; N = 4096 takes 10 us with (4, 4, 1) and 17 with (16, 4, 3). The weights come
+    straight into registers: the way through shared memory costs more than it hides. With several
+    tokens more rows share what a program reads of x (4 tokens, N = 4096: 19 us).
     """
-    if n >= 4096:
-        return GemvTile(rows=16, warps=4 if rows <= 4 else 8, stages=3)
-    if n >= 2048:
-        return GemvTile(rows=8, warps=4, stages=4)
-    return GemvTile(rows=4, warps=4, stages=4)
+    if rows > 4:  # 32 rows would spill
+        return GemvTile(rows=16, warps=8, stages=3) if n >= 4096 else GemvTile(8, 4, 3)
+    if rows > 1:
+        return GemvTile(rows=32, warps=8, stages=1) if n >= 4096 else GemvTile(8, 4, 3)
+    return GemvTile(rows=16, warps=4, stages=1) if n >= 8192 else GemvTile(4, 4, 1)
 
 
 def _check_rows(x: Tensor, k: int) -> None:

@@ -36,8 +36,9 @@ def _gemv(n: int, k: int, rows: int, kind: WeightKind, *, swiglu: bool = False) 
         values |= {"ROWS": tile.rows}
     name = f"{'swiglu_gemv' if swiglu else 'gemv'} {kind.value} {n}x{k} T={rows}"
     kernel = dense._swiglu_gemv_kernel if swiglu else dense._gemv_kernel
-    # 16-byte copies to shared memory, or the memory's speed is out of reach.
-    wants = ("LDGSTS.E.BYPASS.128", "FFMA") if k > 1024 else ("FFMA",)
+    # Weights come in by 16 bytes a thread, or the memory's speed is out of reach.
+    wide = "LDG.E.EF.128" if tile.stages == 1 else "LDGSTS.E.BYPASS.128"
+    wants = (wide, "FFMA") if k > 1024 else ("FFMA",)
     return Case(name, kernel, types, values, tile.warps, EXACT, wants=wants)
 
 
