@@ -264,7 +264,8 @@ def lookup(
         layer, tables.n_slots,
         tables.n_layers, tables.n_experts, 1.0 / (HALF_LIFE * tables.n_layers), n_tokens, top_k,
         padded, triton.next_power_of_2(n_pairs * n_tokens), ends_step, PTX,
-        num_warps=1 if padded <= 16 else 4, enable_fp_fusion=False,
+        # Left to itself the assembler aims at 32 registers here and spills a few.
+        num_warps=1 if padded <= 16 else 4, maxnreg=128, enable_fp_fusion=False,
     )  # fmt: skip
 
 

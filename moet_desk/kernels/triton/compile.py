@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 _REGISTERS = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.M)
+_FUSED_ADDEND = re.compile(r"\bFFMA\S* (?:[^,;]+, ){3}-?(?!RZ)\w")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class CompiledInfo:
     shared_bytes: int
     instructions: Mapping[str, int]
     sass: str
+
+    @property
+    def fused_adds(self) -> int:
+        """Multiplications that are added to something without rounding in between."""
+        return sum(_FUSED_ADDEND.search(line) is not None for line in self.sass.splitlines())
 
     def count(self, prefix: str) -> int:
         """Instructions whose opcode starts with `prefix`, such as "IDP.4A" or "LDG.E.128"."""

@@ -11,158 +11,116 @@ the block's dot product with int8 activations, exact in int32.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import triton
 import triton.language as tl
 
 from moet_desk.kernels.triton.portable import product
 
 
-def _base_dot_ptx() -> str:
-    """$0 = dot of the block in $1 $2 (base words) with $3..$10 (activations).
+def _base_ptx(words: Sequence[str], use: Callable[[int], str]) -> str:
+    """Make the weights of a block, four at a time in register t, and `use(quad)` each.
 
     Selectors get bit 2 set, because an immediate operand can only be a permute's second one.
     """
     lines = ["{", ".reg .b32 a, b, t;"]
-    for half in (0, 1):
+    for half, word in enumerate(words):
         lines += [
-            f"lop3.b32 a, ${1 + half}, 0x33333333, 0x44444444, 0xEA;",
-            f"shr.u32 b, ${1 + half}, 2;",
-            "lop3.b32 b, b, 0x33333333, 0x44444444, 0xEA;",  # (b & 3..3) | 4..4
+            f"lop3.b32 a, {word}, 0x33333333, 0x44444444, 0xEA;",  # (word & 3..3) | 4..4
+            f"shr.u32 b, {word}, 2;",
+            "lop3.b32 b, b, 0x33333333, 0x44444444, 0xEA;",
         ]
         for quad in range(4):
-            source = "a" if quad < 2 else "b"
+            codes = "a" if quad < 2 else "b"
             if quad % 2:
-                lines.append(f"shr.u32 {source}, {source}, 16;")
+                lines.append(f"shr.u32 {codes}, {codes}, 16;")
             lines += [
-                f"prmt.b32 t, 0, 0x0401FFFC, {source};",  # bytes: the levels of codes 0..3
-                f"dp4a.s32.s32 $0, t, ${3 + 4 * half + quad}, {'$0' if half or quad else '0'};",
+                f"prmt.b32 t, 0, 0x0401FFFC, {codes};",  # bytes: the levels of codes 0..3
+                use(4 * half + quad),
             ]
     return "\n".join([*lines, "}"])
 
 
-def _fine_dot_ptx() -> str:
-    """$0 = dot of twice the FP4 values of the block in $1 $2 (base words), $3 $4 $5 (fine words)
-    with $6..$13.
+def _fine_ptx(words: Sequence[str], digits: Sequence[str], use: Callable[[int], str]) -> str:
+    """Make twice the FP4 values of a block, four at a time in register t, and `use(quad)` each.
 
-    Selector of a weight: digit + 5 if its code is big, into the bytes 0 1 2 3 4 6 8 12. A digit
-    word w = d0 + 5 d1 + 25 d2 + 125 d3 becomes d0 + 16 d1 + 256 d2 + 4096 d3 by adding
-    11 w/5 + 176 w/25 + 2816 w/125, all rounded down.
+    Selector of a weight: digit + 5 if its code is big, into the bytes 0 1 2 3 4 6 8 12.
     """
-    lines = [
-        "{",
-        ".reg .b32 c, g, d, e, q, n, s, m, t;",
-    ]
-
-    def digits(word: int, to: str) -> list[str]:
-        first = 10 * word
-        if first % 32 <= 22:
-            take = [f"shr.u32 q, ${3 + first // 32}, {first % 32};"]
-        else:
-            low = 3 + first // 32
-            take = [f"shf.r.wrap.b32 q, ${low}, ${low + 1}, {first % 32};"]
-        take += ["and.b32 q, q, 1023;", f"mov.b32 {to}, q;"]
-        for factor in (11, 176, 2816):
-            take += [
-                "mul.lo.u32 q, q, 0x334;",
-                "shr.u32 q, q, 12;",
-                f"mad.lo.u32 {to}, q, {factor}, {to};",
-            ]
-        return take
-
-    for half in (0, 1):
-        for pair in (0, 1):  # eight weights: two digit words
-            lines.append(f"shr.u32 c, ${1 + half}, 2;" if pair else f"mov.b32 c, ${1 + half};")
+    lines = ["{", ".reg .b32 c, g, d, e, q, n, s, t;"]
+    for pair in range(4):  # eight weights: two digit words
+        word, odd = words[pair // 2], pair % 2
+        lines += [
+            f"shr.u32 c, {word}, 2;" if odd else f"mov.b32 c, {word};",
+            "lop3.b32 c, c, 0x33333333, 0x44444444, 0xEA;",
+            "shr.u32 g, c, 1;",
+            "lop3.b32 g, c, g, 0x11111111, 0x82;",  # big: both bits of the code are equal
+            "mul.lo.u32 g, g, 5;",
+            *_spread_digits(digits, 2 * pair, "d"),
+            *_spread_digits(digits, 2 * pair + 1, "e"),
+            "mad.lo.u32 g, e, 65536, g;",
+            "add.u32 g, g, d;",
+        ]
+        for quad in (2 * pair, 2 * pair + 1):
+            if quad % 2:
+                lines += ["shr.u32 c, c, 16;", "shr.u32 g, g, 16;"]
             lines += [
-                "lop3.b32 c, c, 0x33333333, 0x44444444, 0xEA;",
-                "shr.u32 g, c, 1;",
-                "lop3.b32 g, c, g, 0x11111111, 0x82;",  # big: both bits of the code are equal
-                "mul.lo.u32 g, g, 5;",
+                "prmt.b32 s, 0, 0x0000FFFF, c;",  # all ones where the code is negative
+                "mov.b32 t, 0xFDFEFF00;",
+                "prmt.b32 n, t, 0xF4F8FAFC, g;",
+                "mov.b32 t, 0x03020100;",
+                "prmt.b32 t, t, 0x0C080604, g;",
+                "lop3.b32 t, s, n, t, 0xCA;",  # s ? n : t
+                use(quad),
             ]
-            lines += digits(4 * half + 2 * pair, "d") + digits(4 * half + 2 * pair + 1, "e")
-            lines += ["mad.lo.u32 g, e, 65536, g;", "add.u32 g, g, d;"]
-            for quad in (0, 1):
-                if quad:
-                    lines += ["shr.u32 c, c, 16;", "shr.u32 g, g, 16;"]
-                first_dot = not (half or pair or quad)
-                total = "0" if first_dot else "$0"
-                lines += [
-                    "prmt.b32 s, 0, 0x0000FFFF, c;",  # all ones where the code is negative
-                    "mov.b32 t, 0x03020100;",
-                    "prmt.b32 m, t, 0x0C080604, g;",
-                    "mov.b32 t, 0xFDFEFF00;",
-                    "prmt.b32 n, t, 0xF4F8FAFC, g;",
-                    "lop3.b32 m, s, n, m, 0xCA;",  # s ? n : m
-                    f"dp4a.s32.s32 $0, m, ${6 + 4 * half + 2 * pair + quad}, {total};",
-                ]
     return "\n".join([*lines, "}"])
 
 
-_BASE_DOT = tl.constexpr(_base_dot_ptx())
-_FINE_DOT = tl.constexpr(_fine_dot_ptx())
-_BASE_OPERANDS = tl.constexpr("=&r" + ",r" * 10)
-_FINE_OPERANDS = tl.constexpr("=&r" + ",r" * 13)
+def _spread_digits(digits: Sequence[str], word: int, to: str) -> list[str]:
+    """Digit word w = d0 + 5 d1 + 25 d2 + 125 d3 to d0 + 16 d1 + 256 d2 + 4096 d3.
 
-
-@triton.jit
-def _element(word, b: tl.constexpr):
-    """Signed byte b of each int32."""
-    return (word << (24 - 8 * b)) >> 24
-
-
-@triton.jit
-def _code(w, n: tl.constexpr):
-    """Base code of weight n of each block."""
-    return (w[n // 16] >> (4 * (n % 8) + 2 * (n % 16 // 8))) & 3
-
-
-@triton.jit
-def base_dot(w, x, PTX: tl.constexpr):
-    """Exact dot products of blocks of base weights with int8 activations.
-
-    Shapes:
-        w: two int32 [N, C] word planes; x: eight int32 [N, C]; returns int32 [N, C]
+    That is w + 11 (w/5) + 176 (w/25) + 2816 (w/125), rounded down.
     """
-    if PTX:
-        dot = tl.inline_asm_elementwise(
-            _BASE_DOT, _BASE_OPERANDS, [w[0], w[1], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+    i, shift = divmod(10 * word, 32)
+    if shift <= 22:
+        lines = [f"shr.u32 q, {digits[i]}, {shift};"]
     else:
-        dot = w[0] * 0
-        for n in tl.static_range(32):
-            code = _code(w, n)
-            level = tl.where(code == 1, -1, tl.where(code == 2, 1, 4 * code - 4 - (code // 3) * 4))
-            dot += level * _element(x[n // 4], n % 4)
-    return dot
+        lines = [f"shf.r.wrap.b32 q, {digits[i]}, {digits[i + 1]}, {shift};"]
+    lines += ["and.b32 q, q, 1023;", f"mov.b32 {to}, q;"]
+    for factor in (11, 176, 2816):
+        lines += [
+            "mul.lo.u32 q, q, 0x334;",
+            "shr.u32 q, q, 12;",
+            f"mad.lo.u32 {to}, q, {factor}, {to};",
+        ]
+    return lines
+
+
+def _add_dot(first_x: int) -> Callable[[int], str]:
+    """Add four products to $0; the activations are operands from `first_x` on."""
+    return lambda quad: f"dp4a.s32.s32 $0, t, ${first_x + quad}, {'$0' if quad else '0'};"
+
+
+def _to_output(quad: int) -> str:
+    return f"mov.b32 ${quad}, t;"
+
+
+_BASE_DOT = tl.constexpr(_base_ptx(("$1", "$2"), _add_dot(3)))
+_FINE_DOT = tl.constexpr(_fine_ptx(("$1", "$2"), ("$3", "$4", "$5"), _add_dot(6)))
+_BASE_WORDS = tl.constexpr(_base_ptx(("$8", "$9"), _to_output))
+_FINE_WORDS = tl.constexpr(_fine_ptx(("$8", "$9"), ("$10", "$11", "$12"), _to_output))
+_BASE_DOT_OPERANDS = tl.constexpr("=&r" + ",r" * 10)
+_FINE_DOT_OPERANDS = tl.constexpr("=&r" + ",r" * 13)
+_BASE_WORDS_OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 2))
+_FINE_WORDS_OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 5))
 
 
 @triton.jit
-def fine_dot(w, x, PTX: tl.constexpr):
-    """Exact dot products of blocks of FP4 weights, doubled, with int8 activations.
-
-    Shapes:
-        w: int32 [N, C] base words 0 and 1, fine words 0, 1 and 2 (16 bits); x: eight int32 [N, C]
-        returns int32 [N, C]
-    """
-    if PTX:
-        dot = tl.inline_asm_elementwise(
-            _FINE_DOT, _FINE_OPERANDS,
-            [w[0], w[1], w[2], w[3], w[4], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        dot = w[0] * 0
-        for j in tl.static_range(8):
-            rest = _digit_word(w, j)
-            for b in tl.static_range(4):
-                code = _code(w, 4 * j + b)
-                next_rest = (rest * 0x334) >> 12
-                digit = rest - 5 * next_rest
-                rest = next_rest
-                big = tl.where(digit == 2, 12, 6 + 2 * digit)
-                value = tl.where((code == 0) | (code == 3), big, digit)
-                dot += tl.where(code < 2, -value, value) * _element(x[j], b)
-    return dot
+def stacked(o):
+    """Eight tensors [...] as one [..., 8] in their order."""
+    even = tl.join(tl.join(o[0], o[4]), tl.join(o[2], o[6]))  # [..., bit 2, bit 1]
+    odd = tl.join(tl.join(o[1], o[5]), tl.join(o[3], o[7]))
+    return tl.reshape(tl.join(even, odd), o[0].shape + [8])
 
 
 @triton.jit
@@ -174,6 +132,88 @@ def _digit_word(w, j: tl.constexpr):
     if at > 22:
         word |= (w[i + 1] << (32 - at)) & 1023
     return word
+
+
+@triton.jit
+def _plain_weights(w, FINE: tl.constexpr):
+    """The weights of blocks, FP4 values doubled, by shifts alone: int32 [..., 8, 4] in order of k.
+
+    The branch without PTX; all weights at once, because an interpreted operation takes long.
+    """
+    # Element e of half h at bits 4 (e % 8) + 2 (e // 8) of word h.
+    e = tl.arange(0, 16)
+    shift = tl.reshape(4 * (e % 8) + 2 * (e // 8), [1, 1, 1, 16])
+    codes = (tl.expand_dims(tl.join(w[0], w[1]), -1) >> shift) & 3
+    codes = tl.reshape(codes, w[0].shape + [8, 4])
+    if FINE:
+        words = ()
+        for j in tl.static_range(8):
+            words = words + (_digit_word(w, j),)
+        place = tl.reshape(tl.arange(0, 4), [1, 1, 1, 4])
+        # 2**20 / 5**place, rounded up: exact quotients for words below 1024.
+        tail = tl.where(place == 2, 41944, 8389)
+        fraction = tl.where(place == 0, 1048576, tl.where(place == 1, 209716, tail))
+        quotient = (tl.expand_dims(stacked(words), -1) * fraction) >> 20
+        digit = quotient - 5 * ((quotient * 0x334) >> 12)
+        big = ((codes ^ (codes >> 1)) & 1) == 0
+        value = tl.where(big, 6 + 2 * digit + 2 * (digit >> 1), digit)
+        return tl.where(codes < 2, -value, value)
+    else:
+        return (0x0401FFFC << (24 - 8 * codes)) >> 24
+
+
+@triton.jit
+def block_dot(w, x, FINE: tl.constexpr, PTX: tl.constexpr):
+    """Exact dot products of blocks with int8 activations; FP4 weights count double.
+
+    Shapes:
+        w: int32 [N, C] base words 0 and 1, then with FINE fine words 0, 1 and 2 (16 bits)
+        x: eight int32 [N, C]; returns int32 [N, C]
+    """
+    if PTX and FINE:
+        dot = tl.inline_asm_elementwise(
+            _FINE_DOT, _FINE_DOT_OPERANDS,
+            [w[0], w[1], w[2], w[3], w[4], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif PTX:
+        dot = tl.inline_asm_elementwise(
+            _BASE_DOT, _BASE_DOT_OPERANDS,
+            [w[0], w[1], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        byte = tl.reshape(tl.arange(0, 4), [1, 1, 1, 4])
+        activations = (tl.expand_dims(stacked(x), -1) << (24 - 8 * byte)) >> 24
+        dot = tl.sum(tl.sum(_plain_weights(w, FINE) * activations, 3), 2)
+    return dot
+
+
+@triton.jit
+def block_words(w, FINE: tl.constexpr, PTX: tl.constexpr):
+    """The weights of blocks as int8, four to a word in order of k; FP4 weights doubled.
+
+    Shapes:
+        w: int32 [N, C] each, as in `block_dot`; returns int32 [N, C, 8]
+    """
+    if PTX and FINE:
+        words = tl.inline_asm_elementwise(
+            _FINE_WORDS, _FINE_WORDS_OPERANDS, [w[0], w[1], w[2], w[3], w[4]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        words = stacked(words)
+    elif PTX:
+        words = tl.inline_asm_elementwise(
+            _BASE_WORDS, _BASE_WORDS_OPERANDS, [w[0], w[1]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        words = stacked(words)
+    else:
+        byte = tl.reshape(tl.arange(0, 4), [1, 1, 1, 4])
+        words = tl.sum((_plain_weights(w, FINE) & 255) << (8 * byte), 3)
+    return words
 
 
 @triton.jit
@@ -246,7 +286,7 @@ def tile_products(
         for o in tl.static_range(8):
             x = x + (_load_activation(codes + o * G + c, c, G, first + C),)
         w = _part(tile, first // C * PARTS, PARTS)
-        dot = fine_dot(w, x, PTX) if FINE else base_dot(w, x, PTX)
+        dot = block_dot(w, x, FINE, PTX)
         s = _load_activation(scales + c, c, G, first + C)
         lanes += product(dot.to(tl.float32) * power_of_two(w[PARTS - 1]), s, PTX)
     total = halving_sum(lanes, B, C)

@@ -44,7 +44,7 @@ class ExpertPool:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows and warps of a program. Each thread then owns 4 blocks per load: 16 bytes of a plane."""
+    """Rows of a matrix and warps of a program."""
 
     rows: int
     warps: int
@@ -52,14 +52,19 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """How one expert shape is cut. With `gate_up.rows` = 32 its programs quantise their result."""
+    """How one expert shape is cut. With 32 rows or more `gate_up` quantises its own result."""
 
     gate_up: Tile
     down: Tile
 
 
-_SMALL = ExpertTiles(gate_up=Tile(8, 2), down=Tile(16, 2))
-_TILES: dict[tuple[int, int], ExpertTiles] = {}
+_WEIGHT_REGISTERS = 48
+"""Words of weights that a thread may hold: with the activations' 32 and the sums that is about 100
+registers of a gate_up thread, so 5 programs of 4 warps share an SM. More spills from 100 on.
+"""
+
+_MEASURED: dict[tuple[int, int, bool], ExpertTiles] = {}
+"""Tiles that a measurement found better than the rule: (hidden, inter, fine)."""
 
 
 @triton.jit
@@ -167,7 +172,7 @@ def experts_gate_up(
         codes int32 [T, 8, H/32], scales float32 [T, H/32]; out float32 [P, I], rows of pairs in
         `uniq_pair` are written
     """
-    tile = tile or tiles_for(pool.layout).gate_up
+    tile = tile or tiles_for(pool.layout, fine=pool.fine is not None).gate_up
     _gate_up(pool, codes, scales, (out, out, out), tile, limit=limit, quantize=False, ptx=ptx)
 
 
@@ -190,7 +195,7 @@ def experts_hidden(
         codes, scales as in `experts_gate_up`; scratch float32 [P, I]
         out_codes int32 [P, 8, I/32], out_scales float32 [P, I/32]
     """
-    tile = tile or tiles_for(pool.layout).gate_up
+    tile = tile or tiles_for(pool.layout, fine=pool.fine is not None).gate_up
     quantize = tile.rows % 32 == 0
     outs = (scratch, out_codes, out_scales)
     _gate_up(pool, codes, scales, outs, tile, limit=limit, quantize=quantize, ptx=ptx)
@@ -212,7 +217,7 @@ def experts_down(
     Shapes:
         codes int32 [P, 8, I/32], scales float32 [P, I/32]; part float32 [P, H]
     """
-    tile = tile or tiles_for(pool.layout).down
+    tile = tile or tiles_for(pool.layout, fine=pool.fine is not None).down
     layout, n_experts = pool.layout, pool.uniq_slot.shape[0]
     fine, fine_slot = _fine_of(pool)
     _down_kernel[(layout.hidden // tile.rows, n_experts)](
@@ -248,9 +253,26 @@ _COMBINE_FLOATS = 512
 """A program's share of a row: one float4 per thread, 8 programs per token at H = 4096."""
 
 
-def tiles_for(layout: ExpertLayout) -> ExpertTiles:
-    """The tile sizes of an expert shape."""
-    return _TILES.get((layout.hidden, layout.inter), _SMALL)
+def tiles_for(layout: ExpertLayout, *, fine: bool) -> ExpertTiles:
+    """The tile sizes of an expert shape; results do not depend on them."""
+    known = _MEASURED.get((layout.hidden, layout.inter, fine))
+    if known is not None:
+        return known
+    return ExpertTiles(
+        gate_up=_tile(8, layout.hidden, matrices=2, fine=fine),
+        down=_tile(16, layout.inter, matrices=1, fine=fine),
+    )
+
+
+def _tile(rows: int, width: int, *, matrices: int, fine: bool) -> Tile:
+    """As few warps as hold the rows in registers; a thread owns 4 blocks per load at most, which
+    is 16 bytes of a plane.
+    """
+    lanes = _lanes(width)
+    loads = matrices * triton.cdiv(width // 32, lanes)
+    words = 5 if fine else 3  # of a block, its scale among them
+    each = max(n for n in (1, 2, 4) if n == 1 or n * loads * words <= _WEIGHT_REGISTERS)
+    return Tile(rows, max(1, rows * lanes // (32 * each)))
 
 
 def _gate_up(

@@ -29,7 +29,8 @@ MODULES = ("cases_moe", "cases_dense", "cases_attention", "cases_sampling")
 class Case:
     """One kernel with the arguments that the engine uses.
 
-    `decode` kernels must not spill; `wants` are beginnings of SASS opcodes that must occur; a tile
+    `decode` kernels must not spill; `wants` are beginnings of SASS opcodes that must occur;
+    `fused` is how many multiply-adds may be fused where rounding is part of the contract; a tile
     made for one card is compiled for it `only`.
     """
 
@@ -41,6 +42,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     decode: bool = True
     wants: tuple[str, ...] = ()
+    fused: int | None = None
     only: int | None = None
 
 
@@ -67,6 +69,8 @@ def complaints(case: Case, info: CompiledInfo, capability: int) -> list[str]:
     found = [f"no {opcode}" for opcode in case.wants if not info.count(opcode)]
     if case.decode and info.stack_bytes:
         found.append(f"{info.stack_bytes} bytes spilled")
+    if case.fused is not None and info.fused_adds > case.fused:
+        found.append(f"{info.fused_adds} multiply-adds fused")
     if info.shared_bytes > MOST_SHARED_BYTES[capability]:
         found.append(f"{info.shared_bytes} bytes of shared memory")
     return found

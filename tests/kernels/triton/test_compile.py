@@ -22,7 +22,7 @@ def run_gate(*parts: str) -> list[dict[str, object]]:
 
 
 def test_gate__one_kernel__compiles_for_both_cards() -> None:
-    rows = run_gate("experts_gate_up 2bit H=512")
+    rows = run_gate("experts_gate_up 2bit H=512 I=128 T=1")
     assert [row["capability"] for row in rows] == [90, 120]
     assert all(row["complaints"] == [] for row in rows), rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -195,6 +196,6 @@ def test_step__after_a_late_answer__next_request_is_not_confused(
 
 def test_mailbox_layout__words__apart_and_within_a_page() -> None:
     ends = [MAILBOX.rows, MAILBOX.kept, MAILBOX.places, MAILBOX.dropped, MAILBOX.n_words]
-    assert all(b - a >= MAILBOX.most_rows for a, b in zip(ends, ends[1:], strict=False))
+    assert all(b - a >= MAILBOX.most_rows for a, b in pairwise(ends))
     assert MAILBOX.done * 4 % 64 == 0
     assert MAILBOX.n_bytes == 4096

@@ -1,0 +1,353 @@
+"""Experts of a prompt chunk: pairs sorted by expert, weights decoded once, grouped products.
+
+Owns the products and the tables that steer them. `expand` decodes a batch of rows to int8 in a
+workspace (25 MB an expert of 4096 x 2048); every tile of pairs then reads it, mostly from L2. A
+block of 32 goes through the int8 tensor cores, exact in int32; float32 adds blocks in order. Twin:
+`reference.expert_mlp`, which adds in another order: results agree to float32's rounding, and from
+run to run bit for bit, whatever the batches are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moet_desk.kernels.layouts import ExpertLayout
+from moet_desk.kernels.triton.expert_math import block_words, power_of_two
+from moet_desk.kernels.triton.experts import swiglu
+from moet_desk.kernels.triton.portable import PTX, product
+
+_EXPAND_BLOCKS = 256
+"""Blocks of 32 weights per program of `expand`: one per thread, 8 KiB written."""
+
+_ADD_FLOATS = 1024
+"""A program's share of a token's row: two float4 per thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowAddresses:
+    """Where rows of a layer's experts lie on the device: pool slots or staging, mixed freely.
+
+    Attributes:
+        layout: sizes of an expert.
+        base: int64 [E], address of each expert's base row; a multiple of 16.
+        fine: int64 [E] likewise for fine rows, or None for 2-bit weights.
+    """
+
+    layout: ExpertLayout
+    base: Tensor
+    fine: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PairGroups:
+    """A chunk's pairs in order of expert.
+
+    Attributes:
+        order: int32 [R], the pair t * K + k of each sorted row.
+        tokens: int32 [R], its token.
+        position: int32 [M, K], the sorted row of each pair.
+        counts: int64 [E] on the device, pairs of each expert.
+    """
+
+    order: Tensor
+    tokens: Tensor
+    position: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Experts that are computed together: whose rows are there, and their pairs in tiles.
+
+    Attributes:
+        experts: int32 [n] on the device.
+        tiles: int32 [tiles, 4] on the device: expert, its place in `experts`, first row counted
+            from the batch's first, rows in use.
+        pairs: most rows of a tile.
+        first: first sorted row of the batch.
+        n_rows: its sorted rows.
+    """
+
+    experts: Tensor
+    tiles: Tensor
+    pairs: int
+    first: int
+    n_rows: int
+
+
+def group_pairs(ids: Tensor, n_experts: int) -> PairGroups:
+    """Sort pairs by expert; pairs of one expert stay in order of token. Allocates.
+
+    Shapes:
+        ids [M, K] any integer type
+    """
+    n_tokens, top_k = ids.shape
+    order = torch.sort(ids.reshape(-1), stable=True).indices
+    position = torch.empty_like(order)
+    position[order] = torch.arange(len(order), device=ids.device)
+    return PairGroups(
+        order=order.int(),
+        tokens=(order // top_k).int(),
+        position=position.view(n_tokens, top_k).int(),
+        counts=torch.bincount(ids.reshape(-1), minlength=n_experts),
+    )
+
+
+def make_batch(
+    counts: Sequence[int], experts: range, *, device: torch.device | str, pairs: int | None = None
+) -> Batch:
+    """Cut some neighbouring experts' pairs into tiles. Allocates and copies to the device.
+
+    Args:
+        counts: pairs of each expert of the layer.
+        experts: which experts; those without pairs are left out.
+        device: where the kernels run.
+        pairs: most rows of a tile; by default what suits the mean count.
+    """
+    used = [expert for expert in experts if counts[expert]]
+    first = sum(counts[: experts.start])
+    n_rows = sum(counts[expert] for expert in used)
+    pairs = pairs or tile_pairs(n_rows // max(1, len(used)))
+    begins = accumulate((counts[expert] for expert in used), initial=0)
+    tiles = [
+        (expert, place, begin + at, min(pairs, counts[expert] - at))
+        for place, (expert, begin) in enumerate(zip(used, begins, strict=False))
+        for at in range(0, counts[expert], pairs)
+    ]
+    return Batch(
+        experts=torch.tensor(used, dtype=torch.int32).to(device),
+        tiles=torch.tensor(tiles, dtype=torch.int32).view(-1, 4).to(device),
+        pairs=pairs,
+        first=first,
+        n_rows=n_rows,
+    )
+
+
+def tile_pairs(mean: int) -> int:
+    """Pairs per tile for experts with `mean` pairs: little padding, few repeats of the weights."""
+    return 16 if mean <= 16 else 32 if mean <= 32 else 64 if mean <= 96 else 128
+
+
+@triton.jit
+def _row(address, expert, OFFSET: tl.constexpr):
+    """A matrix of an expert's row, as a pointer to bytes."""
+    row = tl.load(address + expert) + OFFSET
+    return tl.multiple_of(row.to(tl.pointer_type(tl.uint8)), 16)
+
+
+@triton.jit
+def _expand_kernel(
+    base, fine, experts, out,
+    BLOCKS: tl.constexpr, BASE_OFFSET: tl.constexpr, FINE_OFFSET: tl.constexpr,
+    OUT_OFFSET: tl.constexpr, OUT_STRIDE: tl.constexpr,
+    B: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(1)
+    expert = tl.load(experts + place)
+    b = tl.program_id(0) * B + tl.arange(0, B)[:, None]  # [B, 1]
+    inside = b < BLOCKS
+    words = _row(base, expert, BASE_OFFSET).to(tl.pointer_type(tl.int32))
+    w = (
+        tl.load(words + b, mask=inside, other=0),
+        tl.load(words + BLOCKS + b, mask=inside, other=0),
+    )
+    if FINE:
+        digits = _row(fine, expert, FINE_OFFSET)
+        low = digits.to(tl.pointer_type(tl.int32))
+        top = (digits + 8 * BLOCKS).to(tl.pointer_type(tl.uint16))
+        w = w + (
+            tl.load(low + b, mask=inside, other=0),
+            tl.load(low + BLOCKS + b, mask=inside, other=0),
+            tl.load(top + b, mask=inside, other=0).to(tl.int32),
+        )
+    quads = tl.reshape(block_words(w, FINE, PTX), [B, 8])
+    at = place.to(tl.int64) * OUT_STRIDE + OUT_OFFSET
+    at += tl.arange(0, 8)[None, :] + 8 * (tl.program_id(0) * B + tl.arange(0, B))[:, None]
+    tl.store(out + at, quads, mask=inside)
+
+
+@triton.jit
+def _add_block(w, x, e, s, total):
+    """total + the scaled products of a block; fused by word, so that no tile size rounds else."""
+    dot = tl.dot(w, x, out_dtype=tl.int32).to(tl.float32)
+    return tl.fma(dot, e[:, None] * s[None, :], total)
+
+
+@triton.jit(do_not_specialize=["shift"])
+def _grouped_kernel(
+    weights, base, tiles, tokens, codes, scales, out, limit, shift,
+    N: tl.constexpr, G: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr,
+    SCALE_OFFSET: tl.constexpr, B: tl.constexpr, P: tl.constexpr, FINE: tl.constexpr,
+    GATED: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + 4 * tl.program_id(1)
+    expert, place = tl.load(tile), tl.load(tile + 1)
+    first, n_pairs = tl.load(tile + 2), tl.load(tile + 3)
+    p = tl.arange(0, P)
+    inside = p < n_pairs
+    source = (first + p).to(tl.int64)
+    if GATED:  # activations of a chunk's tokens; those of `down` are the batch's rows
+        source = tl.load(tokens + shift + first + p, mask=inside, other=0).to(tl.int64)
+    k = tl.arange(0, 32)
+    x_at = codes + source[:, None] * (32 * G) + k[None, :]
+    s_at = scales + source * G
+    n = tl.program_id(0) * B + tl.arange(0, B)
+    real = n < N
+    w_at = weights + place.to(tl.int64) * STRIDE + OFFSET + n[:, None] * (32 * G) + k[None, :]
+    e_at = _row(base, expert, SCALE_OFFSET) + n * G
+
+    total = tl.zeros([B, P], tl.float32)
+    total_up = tl.zeros([B, P], tl.float32)
+    for g in range(G):
+        x = tl.trans(tl.load(x_at + 32 * g, mask=inside[:, None], other=0))
+        s = tl.load(s_at + g, mask=inside, other=0.0)
+        w = tl.load(w_at + 32 * g, mask=real[:, None], other=0)
+        e = power_of_two(tl.load(e_at + g, mask=real, other=0))
+        total = _add_block(w, x, e, s, total)
+        if GATED:
+            w = tl.load(w_at + N * (32 * G) + 32 * g, mask=real[:, None], other=0)
+            e = power_of_two(tl.load(e_at + N * G + g, mask=real, other=0))
+            total_up = _add_block(w, x, e, s, total_up)
+    if FINE:  # weights were doubled
+        total *= 0.5
+        total_up *= 0.5
+    if GATED:
+        total = swiglu(total, total_up, limit, LIMITED)
+    at = (first + p).to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out + at, tl.trans(total), mask=inside[:, None] & real[None, :])
+
+
+@triton.jit(do_not_specialize=["first", "n_rows"])
+def _add_rows_kernel(
+    part, position, weights, out, first, n_rows,
+    H: tl.constexpr, K: tl.constexpr, B: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(1).to(tl.int64)
+    n_mine = 0
+    for k in range(K):
+        row = tl.load(position + t * K + k) - first
+        n_mine += ((row >= 0) & (row < n_rows)).to(tl.int32)
+    if n_mine > 0:
+        c = tl.program_id(0) * B + tl.arange(0, B)
+        inside = c < H
+        total = tl.load(out + t * H + c, mask=inside, other=0.0)
+        for k in range(K):
+            row = tl.load(position + t * K + k) - first
+            if (row >= 0) & (row < n_rows):
+                y = tl.load(part + row.to(tl.int64) * H + c, mask=inside, other=0.0)
+                total += product(y, tl.load(weights + t * K + k), PTX)
+        tl.store(out + t * H + c, total, mask=inside)
+
+
+def expand(rows: RowAddresses, batch: Batch, workspace: Tensor, *, ptx: bool = PTX) -> None:
+    """Decode a batch's rows: levels, or twice the FP4 values, as int8.
+
+    Shapes:
+        workspace int8 [>= experts of the batch, 3 * H * I]: gate_up [2I, H], then down [H, I]
+    """
+    layout = rows.layout
+    stride = layout.slot_floats // 4  # words
+    fine = rows.base if rows.fine is None else rows.fine
+    base_at = fine_at = out_at = 0
+    for matrix in (layout.gate_up, layout.down):
+        blocks = matrix.n * matrix.groups
+        grid = (triton.cdiv(blocks, _EXPAND_BLOCKS), batch.experts.shape[0])
+        _expand_kernel[grid](
+            rows.base, fine, batch.experts, workspace.view(torch.int32),
+            blocks, base_at, fine_at, out_at, stride,
+            _EXPAND_BLOCKS, rows.fine is not None, ptx, num_warps=8,
+        )  # fmt: skip
+        base_at += matrix.base_bytes
+        fine_at += matrix.fine_bytes
+        out_at += matrix.n * matrix.k // 4
+
+
+def grouped_gate_up(
+    rows: RowAddresses,
+    batch: Batch,
+    workspace: Tensor,
+    *,
+    groups: PairGroups,
+    codes: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    limit: float | None = None,
+) -> None:
+    """swiglu(gate x, up x) of the batch's pairs.
+
+    Shapes:
+        workspace from `expand`; codes int8 [M, H] (plain), scales float32 [M, H/32]
+        out float32 [>= n_rows, I], the batch's rows in order
+    """
+    _grouped(rows, batch, workspace, groups.tokens, codes, scales, out, limit, gated=True)
+
+
+def grouped_down(
+    rows: RowAddresses,
+    batch: Batch,
+    workspace: Tensor,
+    *,
+    codes: Tensor,
+    scales: Tensor,
+    out: Tensor,
+) -> None:
+    """Contributions of the batch's pairs, not yet weighted.
+
+    Shapes:
+        codes int8 [>= n_rows, I] (plain), scales float32 [>= n_rows, I/32]
+        out float32 [>= n_rows, H], the batch's rows in order
+    """
+    _grouped(rows, batch, workspace, batch.tiles, codes, scales, out, None, gated=False)
+
+
+def add_rows(
+    part: Tensor, batch: Batch, groups: PairGroups, *, weights: Tensor, out: Tensor
+) -> None:
+    """Add a batch's weighted contributions to its tokens, a token's pairs in order of k.
+
+    With each token's ids ascending and batches in ascending order, the sum's bits do not depend on
+    how the experts were cut into batches.
+
+    Shapes:
+        part float32 [>= n_rows, H], weights float32 [M, K]; out float32 [M, H], added to
+    """
+    n_tokens, top_k = weights.shape
+    hidden = part.shape[1]
+    _add_rows_kernel[(triton.cdiv(hidden, _ADD_FLOATS), n_tokens)](
+        part, groups.position, weights, out, batch.first, batch.n_rows,
+        hidden, top_k, _ADD_FLOATS, PTX, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _grouped(
+    rows: RowAddresses,
+    batch: Batch,
+    workspace: Tensor,
+    tokens: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    limit: float | None,
+    *,
+    gated: bool,
+) -> None:
+    layout = rows.layout
+    matrix = layout.gate_up if gated else layout.down
+    n = layout.inter if gated else layout.hidden
+    offset = 0 if gated else layout.gate_up.n * layout.gate_up.k
+    scale_at = (0 if gated else layout.gate_up.base_bytes) + 8 * matrix.n * matrix.groups
+    weight_rows = 64 if gated else 128
+    _grouped_kernel[(triton.cdiv(n, weight_rows), batch.tiles.shape[0])](
+        workspace, rows.base, batch.tiles, tokens, codes, scales, out,
+        0.0 if limit is None else limit, batch.first,
+        n, matrix.groups, layout.slot_floats, offset, scale_at, weight_rows, batch.pairs,
+        rows.fine is not None, gated, limit is not None,
+        num_warps=8 if batch.pairs > 64 else 4, num_stages=3,
+    )  # fmt: skip

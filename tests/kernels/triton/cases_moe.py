@@ -1,0 +1,244 @@
+"""The MoE kernels as the engine launches them, for the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+
+from moet_desk.kernels.layouts import ExpertLayout
+from moet_desk.kernels.triton import cache, experts, fetch, grouped, quant, route
+from tests.kernels.triton.gate import Case
+
+SHAPES = {
+    "ds4": (4096, 2048),
+    "glm": (6144, 2048),
+    "qwen3": (2048, 768),
+    "gpt-oss": (2880, 2880),
+    "demo": (512, 128),
+}
+NO_FUSION = {"enable_fp_fusion": False}
+
+
+def pointers(kind: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), kind)
+
+
+def expert_cases(
+    name: str, hidden: int, inter: int, n_tokens: int, *, fine: bool
+) -> Iterator[Case]:
+    layout = ExpertLayout(hidden, inter)
+    tiles = experts.tiles_for(layout, fine=fine)
+    label = f"{'FP4' if fine else '2bit'} H={hidden} I={inter} T={n_tokens}"
+    tables = pointers("*u8", "base fine") | pointers("*i32", "uniq_slot fine_slot uniq_pair codes")
+    tables["scales"] = "*fp32"
+    shape = {
+        "H": hidden,
+        "I": inter,
+        "T": n_tokens,
+        "BASE_STRIDE": layout.base_stride,
+        "FINE_STRIDE": layout.fine_stride,
+        "FINE": fine,
+        "PTX": True,
+    }
+    gate_up = {"out": "*fp32", "out_codes": "*i32", "out_scales": "*fp32", "limit": "fp32"}
+    for tile in {tiles.gate_up, experts.Tile(32, 8)} if name == "ds4" else {tiles.gate_up}:
+        quantize = tile.rows % 32 == 0
+        own = {"B": tile.rows, "C": experts._lanes(hidden), "LIMITED": True, "QUANTIZE": quantize}
+        yield Case(
+            f"experts_gate_up {label}{' quantising' if quantize else ''}",
+            experts._gate_up_kernel,
+            tables | gate_up,
+            shape | own,
+            tile.warps,
+            NO_FUSION,
+            decode=not (quantize and fine),  # a tile that the table does not hold
+            wants=("IDP.4A", "PRMT"),
+        )
+    down = {
+        "BASE_OFFSET": layout.gate_up.base_bytes,
+        "FINE_OFFSET": layout.gate_up.fine_bytes,
+        "B": tiles.down.rows,
+        "C": experts._lanes(inter),
+    }
+    yield Case(
+        f"experts_down {label}",
+        experts._down_kernel,
+        tables | {"part": "*fp32"},
+        shape | down,
+        tiles.down.warps,
+        NO_FUSION,
+        wants=("IDP.4A", "PRMT"),
+        fused=0,
+    )
+
+
+def all_expert_cases() -> Iterator[Case]:
+    for name, (hidden, inter) in SHAPES.items():
+        for n_tokens in (1, 3, 8) if name in ("ds4", "glm") else (1, 3):
+            for fine in (False, True):
+                yield from expert_cases(name, hidden, inter, n_tokens, fine=fine)
+
+
+def combine_case() -> Case:
+    constexprs = {"H": 4096, "K": 6, "B": 512, "SHARED": True, "PTX": True}
+    signature = pointers("*fp32", "part weights base residual out")
+    return Case("combine", experts._combine_kernel, signature, constexprs, 4, NO_FUSION, fused=0)
+
+
+def quant_cases() -> Iterator[Case]:
+    signature = {"x": "*fp32", "codes": "*i32", "scales": "*fp32"}
+    common = {"G": 128, "PLAIN": False, "PTX": True}
+    yield Case("quantize_rows", quant._quantize_kernel, signature, common | {"B": 16}, 2, NO_FUSION)
+    yield Case(
+        "rms_norm_quantize",
+        quant._norm_kernel,
+        signature | {"weight": "*fp32", "eps": "fp32", "out": "*fp32"},
+        common | {"B": 128, "PLUS_ONE": False},
+        8,
+        NO_FUSION,
+    )
+
+
+def lookup_case(n_tokens: int, top_k: int) -> Case:
+    tables = "slot_of owner last_used free n_free hand clock counters"
+    outputs = "uniq_slot uniq_pair n_uniq miss_n miss_row miss_slot"
+    pairs = triton.next_power_of_2(n_tokens * top_k)
+    constexprs: dict[str, Any] = {
+        "L": 43,
+        "E": 256,
+        "PER_USE": 1 / (16 * 43),
+        "T": n_tokens,
+        "K": top_k,
+        "PAIRS": pairs,
+        "CELLS": triton.next_power_of_2(n_tokens * n_tokens * top_k),
+        "ADVANCE": True,
+        "PTX": True,
+    }
+    return Case(
+        f"lookup T={n_tokens} K={top_k}",
+        cache._lookup_kernel,
+        pointers("*i32", f"ids {tables} {outputs}")
+        | {"warmth": "*fp32", "layer": "i32", "n_slots": "i32"},
+        constexprs,
+        1 if pairs <= 16 else 4,
+        NO_FUSION | {"maxnreg": 128},
+        fused=0,
+    )
+
+
+def fetch_cases() -> Iterator[Case]:
+    misses = pointers("*i32", "place_of miss_n miss_row miss_slot")
+    late = pointers("*i32", "sequence late_n late_row late_slot error")
+    yield Case(
+        "fetch",
+        fetch._fetch_kernel,
+        misses | {"pool": "*u8", "arena": "i64"},
+        {"STRIDE": 7077888, "WORDS": 1024},
+        8,
+        wants=("LDG.E.128", "STG.E.128"),
+    )
+    yield Case(
+        "post",
+        fetch._post_kernel,
+        misses | late | {"box": "i64", "layer": "i32"},
+        {"PLANE": 0, "PAIRS": 8, "PTX": True},
+        1,
+        wants=("MEMBAR",),
+    )
+    yield Case(
+        "wait",
+        fetch._wait_kernel,
+        late
+        | pointers("*i32", "place_of slot_of owner last_used free n_free clock")
+        | {"box": "i64", "waited": "*i64"},
+        {"LIMIT": fetch.WAIT_LIMIT_NS, "POLLS": 65536, "PAIRS": 64, "PTX": True},
+        1,
+        wants=("LDG.E.STRONG.SYS",),
+    )
+
+
+def route_case(n_experts: int, top_k: int, score: int, groups: int) -> Case:
+    constexprs = {
+        "E": n_experts,
+        "E2": triton.next_power_of_2(n_experts),
+        "K": top_k,
+        "K2": triton.next_power_of_2(top_k),
+        "SCORE": score,
+        "BIASED": True,
+        "GROUPS": groups,
+        "KEPT": max(1, groups // 2),
+        "GROUPS2": triton.next_power_of_2(groups),
+        "RENORM": True,
+    }
+    return Case(
+        f"route E={n_experts} K={top_k} groups={groups}",
+        route._route_kernel,
+        pointers("*fp32", "logits bias weights") | {"ids": "*i32", "scale": "fp32"},
+        constexprs,
+        1 if n_experts <= 256 else 2,
+    )
+
+
+def grouped_cases() -> Iterator[Case]:
+    layout = ExpertLayout(4096, 2048)
+    for fine in (False, True):
+        yield Case(
+            f"expand {'FP4' if fine else '2bit'}",
+            grouped._expand_kernel,
+            pointers("*i64", "base fine") | pointers("*i32", "experts out"),
+            {
+                "BLOCKS": layout.gate_up.n * layout.gate_up.groups,
+                "BASE_OFFSET": 0,
+                "FINE_OFFSET": 0,
+                "OUT_OFFSET": 0,
+                "OUT_STRIDE": layout.slot_floats // 4,
+                "B": 256,
+                "FINE": fine,
+                "PTX": True,
+            },
+            8,
+            wants=("STG.E.128",),
+        )
+    for gated in (True, False):
+        for pairs in (16, 32, 64, 128):
+            matrix = layout.gate_up if gated else layout.down
+            yield Case(
+                f"grouped_{'gate_up' if gated else 'down'} pairs={pairs}",
+                grouped._grouped_kernel,
+                pointers("*i8", "weights codes")
+                | pointers("*i32", "tiles tokens")
+                | pointers("*fp32", "scales out")
+                | {"base": "*i64", "limit": "fp32", "shift": "i32"},
+                {
+                    "N": 2048 if gated else 4096,
+                    "G": matrix.groups,
+                    "STRIDE": layout.slot_floats,
+                    "OFFSET": 0,
+                    "SCALE_OFFSET": 0,
+                    "B": 64 if gated else 128,
+                    "P": pairs,
+                    "FINE": False,
+                    "GATED": gated,
+                    "LIMITED": False,
+                },
+                8 if pairs > 64 else 4,
+                {"num_stages": 3},
+                decode=False,
+            )
+
+
+CASES = [
+    *all_expert_cases(),
+    combine_case(),
+    *quant_cases(),
+    lookup_case(1, 6),
+    lookup_case(3, 8),
+    lookup_case(8, 8),
+    *fetch_cases(),
+    route_case(256, 6, 2, 1),
+    route_case(256, 8, 1, 8),
+    route_case(512, 10, 0, 1),
+    *grouped_cases(),
+]

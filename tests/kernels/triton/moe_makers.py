@@ -1,0 +1,164 @@
+"""Routed steps on random experts, and what the reference makes of them; CPU and GPU tests share it.
+
+Importing this decides nothing about the interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moet_desk.kernels import reference
+from moet_desk.kernels.layouts import ExpertLayout
+from moet_desk.kernels.reference.experts import _block_matmul
+from moet_desk.kernels.triton.experts import (
+    ExpertPool,
+    Tile,
+    combine,
+    experts_down,
+    experts_gate_up,
+    experts_hidden,
+)
+from moet_desk.kernels.triton.quant import quantize_rows
+from tests.kernels.makers import Expert, random_expert
+
+
+@dataclass
+class Step:
+    """T tokens that choose K of some experts each, all on the CPU."""
+
+    experts: list[Expert]
+    ids: Tensor  # [T, K]
+    x: Tensor  # [T, H]
+    weights: Tensor  # [T, K]
+    fine: bool
+
+    @property
+    def layout(self) -> ExpertLayout:
+        return self.experts[0].layout
+
+    def slot(self, t: int, k: int) -> Tensor:
+        expert = self.experts[int(self.ids[t, k])]
+        return expert.fine_slot() if self.fine else expert.base_slot()
+
+    def pool(self, device: str) -> ExpertPool:
+        """The experts in a pool, in reverse order, with the tables that a look-up would write."""
+        n_tokens, top_k = self.ids.shape
+        last = len(self.experts) - 1
+        slots = torch.full((n_tokens * top_k,), -1, dtype=torch.int32)
+        pairs = torch.full((n_tokens * top_k, n_tokens), -1, dtype=torch.int32)
+        uniq: list[int] = []
+        for i, expert in enumerate(self.ids.reshape(-1).tolist()):
+            if expert not in uniq:
+                uniq.append(expert)
+            pairs[uniq.index(expert), i // top_k] = i
+        slots[: len(uniq)] = last - torch.tensor(uniq)
+        base = torch.stack([e.base_row for e in reversed(self.experts)]).to(device)
+        fine = torch.stack([e.fine_row for e in reversed(self.experts)]).to(device)
+        slots, pairs = slots.to(device), pairs.to(device)
+        if self.fine:
+            return ExpertPool(self.layout, base, slots, pairs, fine, slots)
+        return ExpertPool(self.layout, base, slots, pairs)
+
+    def products(self) -> Tensor:
+        """The reference's gate_up products before SwiGLU: [T, K, 2I]."""
+        q, s = reference.quantize_activations(self.x)
+        matrix = self.layout.gate_up
+        return self._by_pair(
+            lambda t, k: _block_matmul(
+                [q[t : t + 1]], s[t : t + 1], [self.slot(t, k)[: matrix.n * matrix.k]], matrix
+            )
+        )
+
+    def down_products(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """The reference's products of given hidden codes with the down matrices: [T, K, H]."""
+        split = self.layout.gate_up.n * self.layout.gate_up.k
+        q, top_k = plain_from_planar(codes).float(), self.ids.shape[1]
+
+        def one(t: int, k: int) -> Tensor:
+            pair = slice(t * top_k + k, t * top_k + k + 1)
+            return _block_matmul(
+                [q[pair]], scales[pair], [self.slot(t, k)[split:]], self.layout.down
+            )
+
+        return self._by_pair(one)
+
+    def parts(self, limit: float | None = None) -> Tensor:
+        """The reference's contribution of each pair: [T, K, H]."""
+        q, s = reference.quantize_activations(self.x)
+        return self._by_pair(
+            lambda t, k: reference.expert_mlp(
+                q[t : t + 1], s[t : t + 1], self.slot(t, k), self.layout, limit=limit
+            )
+        )
+
+    def _by_pair(self, one):  # type: ignore[no-untyped-def]
+        n_tokens, top_k = self.ids.shape
+        rows = [torch.stack([one(t, k)[0] for k in range(top_k)]) for t in range(n_tokens)]
+        return torch.stack(rows)
+
+
+@dataclass
+class StepOutput:
+    hidden: Tensor  # [P, I]
+    codes: Tensor  # [P, 8, I/32]
+    scales: Tensor  # [P, I/32]
+    part: Tensor  # [P, H]
+    out: Tensor  # [T, H]
+
+
+def random_step(
+    hidden: int, inter: int, n_tokens: int, top_k: int, *, fine: bool, n_experts: int = 4
+) -> Step:
+    experts = [random_expert(hidden, inter, low=118, high=124) for _ in range(n_experts)]
+    ids = torch.rand(n_tokens, n_experts).topk(top_k, dim=1).indices
+    x = torch.randn(n_tokens, hidden)
+    return Step(experts, ids, x, torch.rand(n_tokens, top_k), fine)
+
+
+def plain_from_planar(codes: Tensor) -> Tensor:
+    """int8 [T, K] from words [T, 8, K/32]."""
+    rows, _, groups = codes.shape
+    quads = codes.view(torch.int8).view(rows, 8, groups, 4)
+    return quads.permute(0, 2, 1, 3).reshape(rows, 32 * groups)
+
+
+def planar_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    groups = x.shape[1] // 32
+    codes = torch.empty(x.shape[0], 8, groups, dtype=torch.int32, device=x.device)
+    scales = torch.empty(x.shape[0], groups, device=x.device)
+    quantize_rows(x, codes, scales)
+    return codes, scales
+
+
+def run_step(
+    step: Step,
+    *,
+    device: str = "cpu",
+    limit: float | None = None,
+    ptx: bool | None = None,
+    gate_up: Tile | None = None,
+    down: Tile | None = None,
+) -> StepOutput:
+    """All expert kernels of a step. Interpreted, few large programs are quicker than many small."""
+    if device == "cpu":
+        gate_up, down = gate_up or Tile(32, 4), down or Tile(32, 4)
+    pool, layout = step.pool(device), step.layout
+    n_pairs = step.ids.numel()
+    branch = {} if ptx is None else {"ptx": ptx}
+    codes, scales = planar_codes(step.x.to(device))
+    hidden = torch.empty(n_pairs, layout.inter, device=device)
+    out_codes = torch.empty(n_pairs, 8, layout.inter // 32, dtype=torch.int32, device=device)
+    out_scales = torch.empty(n_pairs, layout.inter // 32, device=device)
+    experts_hidden(
+        pool, codes, scales, scratch=hidden, out_codes=out_codes, out_scales=out_scales,
+        limit=limit, tile=gate_up, **branch,
+    )  # fmt: skip
+    experts_gate_up(pool, codes, scales, out=hidden, limit=limit, tile=gate_up, **branch)
+    part = torch.empty(n_pairs, layout.hidden, device=device)
+    experts_down(pool, out_codes, out_scales, part=part, tile=down, **branch)
+    out = torch.zeros(step.x.shape, device=device)
+    combine(part, step.weights.to(device), base=None, residual=out, out=out)
+    return StepOutput(*(t.cpu() for t in (hidden, out_codes, out_scales, part, out)))
