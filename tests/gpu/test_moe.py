@@ -1,0 +1,414 @@
+"""The MoE part of a step on a GPU: bits of the reference, both branches, any company of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moet_desk.kernels import reference
+from moet_desk.kernels.kinds import Score
+from moet_desk.kernels.mailbox import MAILBOX, Answer, Request, answer, read_request
+from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup
+from moet_desk.kernels.triton.experts import Tile
+from moet_desk.kernels.triton.fetch import (
+    READ_FAILED,
+    TIMED_OUT,
+    Arena,
+    Mailbox,
+    fetch,
+    post,
+    wait,
+)
+from moet_desk.kernels.triton.grouped import (
+    RowAddresses,
+    add_rows,
+    expand,
+    group_pairs,
+    grouped_down,
+    grouped_gate_up,
+    make_batch,
+)
+from moet_desk.kernels.triton.quant import quantize_rows, rms_norm_quantize
+from moet_desk.kernels.triton.route import route
+from tests.kernels.makers import Expert, random_expert
+from tests.kernels.triton import twin_cache
+from tests.kernels.triton.moe_makers import (
+    Step,
+    StepOutput,
+    plain_from_planar,
+    planar_codes,
+    random_step,
+    run_step,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+GPU = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(11)
+
+
+def assert_same_bits(got: StepOutput, want: StepOutput) -> None:
+    for field in fields(StepOutput):
+        assert torch.equal(getattr(got, field.name), getattr(want, field.name)), field.name
+
+
+def alone(step: Step, t: int) -> Step:
+    part = slice(t, t + 1)
+    return Step(step.experts, step.ids[part], step.x[part], step.weights[part], step.fine)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize(("hidden", "inter"), [(512, 128), (2880, 96), (160, 2080)])
+def test_experts__shapes__bits_of_the_reference(hidden: int, inter: int, fine: bool) -> None:
+    step = random_step(hidden, inter, 2, 2, fine=fine, n_experts=3)
+    got = run_step(step, device=GPU)
+    products = step.products().view(-1, 2 * inter)
+    want = reference.swiglu(products[:, :inter], products[:, inter:])
+    assert torch.allclose(got.hidden, want, rtol=2e-6, atol=0.0)
+    q, s = reference.quantize_activations(got.hidden)
+    assert torch.equal(plain_from_planar(got.codes).float(), q)
+    assert torch.equal(got.scales, s)
+    down = step.down_products(got.codes, got.scales)
+    assert torch.equal(got.part, down.view(got.part.shape))
+    assert torch.equal(got.out, reference.combine(down, step.weights))
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_experts__without_ptx__same_bits(fine: bool) -> None:
+    step = random_step(512, 128, 3, 3, fine=fine)
+    with_ptx = run_step(step, device=GPU, limit=2.0)
+    assert_same_bits(run_step(step, device=GPU, limit=2.0, ptx=False), with_ptx)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_experts__eight_tokens__each_as_alone(fine: bool) -> None:
+    step = random_step(1056, 128, 8, 4, fine=fine, n_experts=10)
+    together = run_step(step, device=GPU)
+    for t in range(8):
+        got = run_step(alone(step, t), device=GPU)
+        assert torch.equal(got.part, together.part[4 * t : 4 * t + 4])
+        assert torch.equal(got.out[0], together.out[t])
+
+
+def test_experts__any_tile__same_bits() -> None:
+    step = random_step(2048, 256, 2, 3, fine=False)
+    want = run_step(step, device=GPU)
+    for gate_up, down in ((Tile(4, 1), Tile(32, 4)), (Tile(32, 8), Tile(8, 2))):
+        assert_same_bits(run_step(step, device=GPU, gate_up=gate_up, down=down), want)
+
+
+def test_experts__nan_in_one_token__that_token_only() -> None:
+    step = random_step(512, 128, 2, 2, fine=False)
+    clean = run_step(step, device=GPU).out
+    step.x[1, 70] = float("nan")
+    got = run_step(step, device=GPU).out
+    assert got[1].isnan().all()
+    assert torch.equal(got[0], clean[0])
+
+
+def test_quantize_rows__random__bits_of_the_reference() -> None:
+    x = torch.randn(64, 4096) * torch.logspace(-18, 18, 64)[:, None]
+    x[3, 64:128] = 0.0
+    plain, scales = torch.empty(64, 4096, dtype=torch.int8, device=GPU), torch.empty(64, 128).cuda()
+    quantize_rows(x.cuda(), plain, scales)
+    want, want_scales = reference.quantize_activations(x)
+    assert torch.equal(plain.cpu().float(), want)
+    assert torch.equal(scales.cpu(), want_scales)
+    codes, _ = planar_codes(x.cuda())
+    assert torch.equal(plain_from_planar(codes), plain)
+
+
+@pytest.mark.parametrize("width", [512, 2880, 4096, 6144])
+def test_rms_norm_quantize__rows__close_and_the_same_alone(width: int) -> None:
+    x, weight = torch.randn(5, width).cuda() * 3, torch.randn(width).cuda()
+    out, scales = torch.empty_like(x), torch.empty(5, width // 32).cuda()
+    codes = torch.empty(5, 8, width // 32, dtype=torch.int32, device=GPU)
+    rms_norm_quantize(x, weight, 1e-6, out=out, codes=codes, scales=scales)
+    want = reference.rms_norm(x.cpu(), weight.cpu(), 1e-6)
+    assert torch.allclose(out.cpu(), want, rtol=2e-6, atol=1e-6)
+    again, again_scales = planar_codes(out)
+    assert torch.equal(codes, again)
+    assert torch.equal(scales, again_scales)
+    one = torch.empty_like(out[:1])
+    rms_norm_quantize(x[2:3], weight, 1e-6, out=one, codes=codes, scales=scales)
+    assert torch.equal(one[0], out[2])
+
+
+ROUTERS = [
+    (256, 8, Score.SIGMOID, 8, 4),
+    (256, 6, Score.SQRT_SOFTPLUS, 1, 1),
+    (128, 8, Score.SOFTMAX, 1, 1),
+    (128, 4, Score.TOPK_SOFTMAX, 1, 1),
+    (512, 16, Score.SOFTMAX, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("n_experts", "top_k", "score", "n_groups", "kept"), ROUTERS)
+def test_route__every_kind__ids_equal_and_weights_close(
+    n_experts: int, top_k: int, score: Score, n_groups: int, kept: int
+) -> None:
+    logits, bias = torch.randn(32, n_experts) * 2, torch.randn(n_experts) * 0.1
+    logits[5, 3] = float("nan")
+    ids = torch.empty(32, top_k, dtype=torch.int32, device=GPU)
+    weights = torch.empty(32, top_k, device=GPU)
+    options = {
+        "score": score,
+        "n_groups": n_groups,
+        "kept_groups": kept,
+        "renormalize": True,
+        "scale": 2.5,
+    }
+    route(logits.cuda(), bias.cuda(), ids=ids, weights=weights, **options)  # type: ignore[arg-type]
+    want_ids, want = reference.route(
+        logits,
+        top_k=top_k,
+        selection_bias=bias,
+        **options,  # type: ignore[arg-type]
+    )
+    rows = torch.arange(32) != 5
+    assert torch.equal(ids.cpu().long()[rows], want_ids[rows])
+    assert torch.allclose(weights.cpu()[rows], want[rows], rtol=1e-5, atol=1e-7)
+    assert weights[5].isnan().all()
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < n_experts
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "top_k", "n_slots"), [(1, 6, 40), (1, 8, 600), (3, 8, 90), (8, 8, 300)]
+)
+def test_lookup__many_steps__every_table_as_the_twin(
+    n_tokens: int, top_k: int, n_slots: int
+) -> None:
+    tables = GpuTables.empty(4, 256, n_slots, device=GPU)
+    twin = GpuTables.empty(4, 256, n_slots, device="cpu")
+    out = LookupOutput.empty(n_tokens, top_k, device=GPU)
+    for _ in range(25):
+        for layer in range(4):
+            scores = torch.rand(n_tokens, 256) - torch.arange(256) / 200
+            ids = scores.topk(top_k, dim=1).indices.int()
+            want = twin_cache.lookup(ids, twin, layer, ends_step=layer == 3)
+            lookup(ids.cuda(), tables, layer=layer, out=out, ends_step=layer == 3)
+            assert torch.equal(out.uniq_slot.cpu(), want.uniq_slot)
+            assert torch.equal(out.uniq_pair.cpu(), want.uniq_pair)
+            n_missed = int(out.miss_n)
+            assert out.miss_row[:n_missed].tolist() == [row for row, _ in want.misses]
+            assert out.miss_slot[:n_missed].tolist() == [slot for _, slot in want.misses]
+    for field in fields(GpuTables):
+        got, expected = getattr(tables, field.name), getattr(twin, field.name)
+        if isinstance(got, Tensor) and field.name != "free":
+            assert torch.equal(got.cpu(), expected), field.name
+
+
+class Disk:
+    """Eight rows, two of them in a pinned arena, and a host that answers when asked to."""
+
+    stride = 1 << 20
+
+    def __init__(self) -> None:
+        self.rows = torch.randint(0, 256, (8, self.stride), dtype=torch.uint8)
+        self.arena_bytes = torch.zeros(6, self.stride, dtype=torch.uint8).pin_memory()
+        self.arena_bytes[:2] = self.rows[:2]
+        page = torch.zeros(MAILBOX.n_words, dtype=torch.int32).pin_memory()
+        self.words = page.numpy()
+        self._page = page
+        self.error = torch.zeros(1, dtype=torch.int32, device=GPU)
+        place_of = torch.tensor([0, 1, *[-1] * 6], dtype=torch.int32, device=GPU)
+        self.arena = Arena(self.arena_bytes.data_ptr(), place_of, self.stride)
+        self.mailbox = Mailbox.at(page.data_ptr(), error=self.error)
+        self.tables = GpuTables.empty(1, 8, 6, device=GPU)
+        self.pool = torch.zeros(6, self.stride, dtype=torch.uint8, device=GPU)
+        self.out = LookupOutput.empty(1, 4, device=GPU)
+
+    def launch(self, ids: list[int], *, limit_ns: int = 900_000_000) -> None:
+        """A layer's chain; returns while the device may still be waiting."""
+        chosen = torch.tensor([ids], dtype=torch.int32, device=GPU)
+        lookup(chosen, self.tables, layer=0, out=self.out, ends_step=True)
+        post(self.mailbox, self.arena, self.out, layer=0)
+        rows = {"miss_row": self.out.miss_row, "miss_slot": self.out.miss_slot}
+        fetch(self.pool, self.arena, self.out.miss_n, **rows)
+        wait(self.mailbox, self.arena, self.tables, limit_ns=limit_ns)
+        late = {"miss_row": self.mailbox.late_row, "miss_slot": self.mailbox.late_slot}
+        fetch(self.pool, self.arena, self.mailbox.late_n, **late)
+
+    def request(self) -> Request:
+        last = int(self.words[MAILBOX.done])
+        while (found := read_request(self.words, last)) is None:
+            pass
+        return found
+
+    def serve(self, status: Answer = Answer.READ) -> Request:
+        found = self.request()
+        places = [2 + i for i in range(len(found.rows))]
+        for row, place in zip(found.rows, places, strict=True):
+            self.arena_bytes[place] = self.rows[row]
+        dropped = [-1] * len(places)
+        answer(self.words, found, status=status, places=places, dropped=dropped)
+        return found
+
+    def check(self) -> None:
+        for slot, row in enumerate(self.tables.owner.tolist()):
+            if row >= 0:
+                assert torch.equal(self.pool[slot].cpu(), self.rows[row])
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    world = Disk()
+    world.launch([0, 1, -1, -1])  # compiles everything: a wait must not count that
+    torch.cuda.synchronize()
+    yield world
+    torch.cuda.synchronize()
+
+
+def test_fetch__rows_in_ram_and_on_disk__all_arrive(disk: Disk) -> None:
+    disk.check()
+    disk.launch([1, 5, 3, 0])
+    request = disk.serve()
+    torch.cuda.synchronize()
+    assert request.rows == (5, 3)
+    assert int(disk.error) == 0
+    disk.check()
+    assert disk.arena.place_of[[5, 3]].tolist() == [2, 3]
+
+
+def test_wait__no_answer__times_out_and_frees_the_slots(disk: Disk) -> None:
+    disk.launch([1, 5, 3, 0], limit_ns=3_000_000)
+    torch.cuda.synchronize()
+    assert int(disk.error) == TIMED_OUT
+    assert sorted(disk.tables.owner.tolist()) == [-1, -1, -1, -1, 0, 1]
+    disk.launch([6, 5, 3, 0])  # does not ask again while the error word is set
+    torch.cuda.synchronize()
+    assert int(disk.words[MAILBOX.posted]) == 1
+
+
+def test_wait__read_error__step_fails_and_the_next_works(disk: Disk) -> None:
+    disk.launch([1, 5, 3, 0])
+    disk.serve(Answer.FAILED)
+    torch.cuda.synchronize()
+    assert int(disk.error) == READ_FAILED
+    disk.error.zero_()
+    disk.launch([1, 5, 3, 0])
+    disk.serve()
+    torch.cuda.synchronize()
+    assert int(disk.error) == 0
+    disk.check()
+    assert int((disk.tables.owner >= 0).sum()) == 4
+
+
+def test_chain__captured__replays_with_new_misses(disk: Disk) -> None:
+    tables = disk.tables
+    ids = torch.tensor([[0, 1, -1, -1]], dtype=torch.int32, device=GPU)
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        lookup(ids, tables, layer=0, out=disk.out, ends_step=True)
+        rows = {"miss_row": disk.out.miss_row, "miss_slot": disk.out.miss_slot}
+        fetch(disk.pool, disk.arena, disk.out.miss_n, **rows)
+    disk.arena_bytes[2:] = disk.rows[2:6]
+    disk.arena.place_of[2:6] = torch.arange(2, 6, dtype=torch.int32, device=GPU)
+    for chosen in ([2, 3, 4, 5], [5, 4, 1, 0], [2, 0, 3, 1]):
+        ids.copy_(torch.tensor([chosen], dtype=torch.int32))
+        graph.replay()
+        torch.cuda.synchronize()
+        disk.check()
+        assert {int(row) for row in tables.owner} >= set(chosen)
+
+
+def test_claim__then_lookup__hits() -> None:
+    tables = GpuTables.empty(2, 16, 8, device=GPU)
+    claim(tables, [17, 20, 3])
+    out = LookupOutput.empty(1, 2, device=GPU)
+    lookup(torch.tensor([[1, 4]], dtype=torch.int32, device=GPU), tables, layer=1, out=out)
+    assert int(out.miss_n) == 0
+    assert out.uniq_slot.tolist() == [0, 1]
+
+
+def stacked_rows(experts: list[Expert], *, fine: bool) -> tuple[RowAddresses, list[Tensor]]:
+    base = torch.stack([e.base_row for e in experts]).cuda()
+    digits = torch.stack([e.fine_row for e in experts]).cuda()
+
+    def addresses(rows: Tensor) -> Tensor:
+        first, stride = rows.data_ptr(), rows.stride(0)
+        return torch.tensor([first + i * stride for i in range(len(rows))], device=GPU)
+
+    rows = RowAddresses(experts[0].layout, addresses(base), addresses(digits) if fine else None)
+    return rows, [base, digits]
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("pairs", [16, 32, 64, 128])
+def test_grouped__chunk__as_the_reference(pairs: int, fine: bool) -> None:
+    n_experts, n_tokens, top_k = 4, 150, 2
+    experts = [random_expert(512, 160, low=118, high=122) for _ in range(n_experts)]
+    layout = experts[0].layout
+    rows, _kept = stacked_rows(experts, fine=fine)
+    ids = torch.rand(n_tokens, n_experts).topk(top_k, dim=1).indices.sort(dim=1).values
+    x, weights = torch.randn(n_tokens, 512), torch.rand(n_tokens, top_k)
+    groups = group_pairs(ids.cuda(), n_experts)
+    batch = make_batch(groups.counts.tolist(), range(n_experts), device=GPU, pairs=pairs)
+    workspace = torch.empty(n_experts, layout.slot_floats, dtype=torch.int8, device=GPU)
+    expand(rows, batch, workspace)
+    portable = torch.empty_like(workspace)
+    expand(rows, batch, portable, ptx=False)
+    assert torch.equal(portable, workspace)
+
+    codes = torch.empty(n_tokens, 512, dtype=torch.int8, device=GPU)
+    scales = torch.empty(n_tokens, 16, device=GPU)
+    quantize_rows(x.cuda(), codes, scales)
+    mid = torch.empty(batch.n_rows, 160, device=GPU)
+    grouped_gate_up(rows, batch, workspace, groups=groups, codes=codes, scales=scales, out=mid)
+    mid_codes = torch.empty(batch.n_rows, 160, dtype=torch.int8, device=GPU)
+    mid_scales = torch.empty(batch.n_rows, 5, device=GPU)
+    quantize_rows(mid, mid_codes, mid_scales)
+    part = torch.empty(batch.n_rows, 512, device=GPU)
+    grouped_down(rows, batch, workspace, codes=mid_codes, scales=mid_scales, out=part)
+    out = torch.zeros(n_tokens, 512, device=GPU)
+    add_rows(part, batch, groups, weights=weights.cuda(), out=out)
+
+    step = Step(experts, ids, x, weights, fine)
+    want = reference.combine(step.parts(), weights)
+    assert float((out.cpu() - want).norm() / want.norm()) < 2e-3
+
+
+def test_grouped__any_tiles_and_batches__same_bits() -> None:
+    experts = [random_expert(256, 64, low=118, high=122) for _ in range(4)]
+    rows, _kept = stacked_rows(experts, fine=False)
+    ids = torch.rand(90, 4).topk(2, dim=1).indices.sort(dim=1).values
+    x, weights = torch.randn(90, 256).cuda(), torch.rand(90, 2).cuda()
+    codes = torch.empty(90, 256, dtype=torch.int8, device=GPU)
+    scales = torch.empty(90, 8, device=GPU)
+    quantize_rows(x, codes, scales)
+    groups = group_pairs(ids.cuda(), 4)
+    counts, found = groups.counts.tolist(), []
+    for cuts, pairs in (([0, 4], 16), ([0, 1, 4], 128), ([0, 2, 4], 64)):
+        out = torch.zeros(90, 256, device=GPU)
+        for begin, end in pairwise(cuts):
+            batch = make_batch(counts, range(begin, end), device=GPU, pairs=pairs)
+            workspace = torch.empty(4, 3 * 256 * 64, dtype=torch.int8, device=GPU)
+            expand(rows, batch, workspace)
+            mid = torch.empty(batch.n_rows, 64, device=GPU)
+            grouped_gate_up(
+                rows, batch, workspace, groups=groups, codes=codes, scales=scales, out=mid
+            )
+            mid_codes = torch.empty(batch.n_rows, 64, dtype=torch.int8, device=GPU)
+            mid_scales = torch.empty(batch.n_rows, 2, device=GPU)
+            quantize_rows(mid, mid_codes, mid_scales)
+            part = torch.empty(batch.n_rows, 256, device=GPU)
+            grouped_down(rows, batch, workspace, codes=mid_codes, scales=mid_scales, out=part)
+            add_rows(part, batch, groups, weights=weights, out=out)
+        found.append(out)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert np.isfinite(found[0].cpu().numpy()).all()
