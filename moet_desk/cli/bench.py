@@ -163,13 +163,14 @@ def _request(
 
 
 def _answer(handle: EngineHandle, text: str, quality: Quality, n_tokens: int) -> Run:
-    arrivals: list[float] = []
+    arrivals: list[tuple[float, int]] = []
     for event in handle.submit(_request(text, quality, n_tokens)):
         if isinstance(event, TextDelta):
-            arrivals.append(time.perf_counter())
+            arrivals.append((time.perf_counter(), event.n_tokens))
         elif isinstance(event, Finished):
             usage = event.usage
-    gaps = [1e3 * (b - a) for a, b in itertools.pairwise(arrivals)]
+    # a token may be half a character: then it arrives with the next one
+    gaps = [1e3 * (b - a) / n for (a, _), (b, n) in itertools.pairwise(arrivals)]
     rate = (usage.completion_tokens - 1) / usage.decode_s if usage.decode_s else 0.0
     first = usage.first_token_s or 0.0
     return Run(usage.prompt_tokens, usage.prefill_s, first, rate, tuple(gaps))
