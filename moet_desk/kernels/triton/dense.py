@@ -411,8 +411,8 @@ def _launch(
 def tile_for(n: int, rows: int) -> GemvTile:
     """Tile by the number of weight rows and of x rows; `bench/gpu_gemv_sweep.py` compares them.
 
-    H200, 2026-11-29, FP8 with K = 4096, one token: N = 16384 takes 24 us with (16, 4, 1) and 57 with
-    three stages; N = 4096 takes 10 us with (4, 4, 1) and 17 with (16, 4, 3). The weights come
+    H200, 2026-11-29, FP8 with K = 4096, one token: N = 16384 takes 24 us with (16, 4, 1) and 57
+    with three stages; N = 4096 takes 10 us with (4, 4, 1) and 17 with (16, 4, 3). The weights come
     straight into registers: the way through shared memory costs more than it hides. With several
     tokens more rows share what a program reads of x (4 tokens, N = 4096: 19 us).
     """

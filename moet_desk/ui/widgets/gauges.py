@@ -100,8 +100,8 @@ class _Gauge(Widget):
         self._text = Content("")
 
     def make_text(self, width: int) -> Content:
-        """The text for a width."""
-        raise NotImplementedError
+        """The text for a width; each gauge has its own."""
+        return Content("")
 
     def redraw(self) -> None:
         """Make the text anew and repaint if it differs."""
@@ -222,10 +222,8 @@ def tier_lines(snapshot: EngineSnapshot, width: int, glyphs: Glyphs) -> list[Con
     return lines
 
 
-class TierBars(_Gauge):
-    """The four tiers and the waiting line under the heatmap."""
-
-    DEFAULT_CSS = "TierBars { height: 5; }"
+class _SnapshotGauge(_Gauge):
+    """A gauge of the newest snapshot and of the history behind it."""
 
     def __init__(self, glyphs: Glyphs, history: History) -> None:
         super().__init__(glyphs)
@@ -236,6 +234,12 @@ class TierBars(_Gauge):
         """Show a snapshot."""
         self._snapshot = snapshot
         self.redraw()
+
+
+class TierBars(_SnapshotGauge):
+    """The four tiers and the waiting line under the heatmap."""
+
+    DEFAULT_CSS = "TierBars { height: 5; }"
 
     def make_text(self, width: int) -> Content:
         waiting = wait_line(self._snapshot, self._history, width=width - 1, glyphs=self._glyphs)
@@ -243,20 +247,10 @@ class TierBars(_Gauge):
         return Content("\n").join(lines)
 
 
-class Rail(_Gauge):
+class Rail(_SnapshotGauge):
     """The right column of wide windows: tiers, speed, waiting, requests."""
 
     DEFAULT_CSS = "Rail { width: 34; padding: 0 1; }"
-
-    def __init__(self, glyphs: Glyphs, history: History) -> None:
-        super().__init__(glyphs)
-        self._history = history
-        self._snapshot = EngineSnapshot()
-
-    def show(self, snapshot: EngineSnapshot) -> None:
-        """Show a snapshot."""
-        self._snapshot = snapshot
-        self.redraw()
 
     def make_text(self, width: int) -> Content:
         snapshot, glyphs = self._snapshot, self._glyphs
