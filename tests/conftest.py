@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ import torch
 
 # Test processes run side by side: more threads each would only wait for one another, spinning.
 torch.set_num_threads(1)
+
+# Triton decides once, when the first module with kernels is imported, whether it interprets them; any
+# suite may be the first to do so.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 DEMO = Path(__file__).resolve().parent.parent / "assets" / "demo"
 
