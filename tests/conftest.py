@@ -12,8 +12,8 @@ import torch
 # Test processes run side by side: more threads each would only wait for one another, spinning.
 torch.set_num_threads(1)
 
-# Triton decides once, when the first module with kernels is imported, whether it interprets them; any
-# suite may be the first to do so.
+# Triton decides once whether it interprets kernels, when the first module with kernels is imported;
+# any suite may be the first to do so.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
