@@ -90,7 +90,7 @@ async def test_resident_model__sentence_and_heat() -> None:
         await pilot.press("f3")
         await stage.play(pilot, 10.0, step_s=2.0)
         screen = dump(stage.app)
-    assert "All 16 experts are in slots. Nothing to fetch." in screen
+    assert "All 16 experts are in 2-bit slots. Fast fetches nothing." in screen
     assert "measure: heat" in screen
 
 

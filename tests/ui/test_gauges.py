@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from textual.content import Content
 
-from moet_desk.telemetry import EngineSnapshot, EngineState, LoadStep, TierCounters, TierSizes
+from moet_desk.telemetry import (
+    CacheView,
+    EngineSnapshot,
+    EngineState,
+    LoadStep,
+    TierCounters,
+    TierSizes,
+)
+from moet_desk.ui.screens.cache import resident_words
 from moet_desk.ui.theme import ASCII, UNICODE
 from moet_desk.ui.widgets.gauges import (
     History,
@@ -120,3 +128,18 @@ def test_loading_lines__steps__glyph_bar_numbers_seconds() -> None:
     assert "5.0 of 10.0 MiB  2.5 MiB/s" in lines[2]
     assert lines[3].startswith(" · Self-test")
     assert all(cell_len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("base", "fine", "words"),
+    [
+        (16, 16, " All 16 experts are in slots. Nothing to fetch."),
+        (16, 15, " All 16 experts are in 2-bit slots. Fast fetches nothing."),
+        (15, 16, " All 16 experts are in 4-bit slots. Exact fetches nothing."),
+        (15, 15, ""),
+    ],
+)
+def test_resident_words__promise_only_what_is_in_slots(base: int, fine: int, words: str) -> None:
+    view = CacheView((1, 2), 8, (bytes(8),) * 2, (bytes(8),) * 2, (0, 0), (None, None))
+    sizes = TierSizes(base_slots=16, base_slots_used=base, fine_slots=16, fine_slots_used=fine)
+    assert resident_words(view, sizes) == words

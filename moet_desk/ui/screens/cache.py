@@ -16,7 +16,14 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
-from moet_desk.telemetry import TIER_LETTERS, CacheView, EngineSnapshot, EngineState, Tier
+from moet_desk.telemetry import (
+    TIER_LETTERS,
+    CacheView,
+    EngineSnapshot,
+    EngineState,
+    Tier,
+    TierSizes,
+)
 from moet_desk.ui.bridge import Clock
 from moet_desk.ui.theme import RAMP_STEPS, Glyphs, tier_variable
 from moet_desk.ui.widgets.frame import SmallWindow, TabLine
@@ -89,7 +96,7 @@ class CacheScreen(Screen[None]):
     def _draw(self) -> None:
         snapshot, heatmap = self._snapshot, self.query_one(Heatmap)
         view = snapshot.cache
-        if view is not None and is_resident(view) and not self._measure_chosen:
+        if view is not None and resident_words(view, snapshot.sizes) and not self._measure_chosen:
             heatmap.measure = Measure.HEAT
         for selector in ("#header", "#cursor", "Heatmap"):
             self.query_one(selector).display = view is not None
@@ -124,10 +131,8 @@ class CacheScreen(Screen[None]):
         right = Content.styled(f"{state}  [Space] ", "$dim")
         if view is None:
             return spread(Content.styled(" No model is loaded yet", "bold"), right, width)
-        if is_resident(view):
-            n_all = len(view.layers) * view.n_experts
-            text = f" All {n_all:,} experts are in slots. Nothing to fetch."
-        else:
+        text = resident_words(view, self._snapshot.sizes)
+        if not text:
             per_cell = "" if heatmap.grid.group == 1 else f", {heatmap.grid.group} experts per cell"
             text = f" Where experts are{per_cell}, {len(view.layers)} layers"
             if self._snapshot.counters.lookups == 0:
@@ -158,9 +163,17 @@ class CacheScreen(Screen[None]):
         self._draw_words()
 
 
-def is_resident(view: CacheView) -> bool:
-    """Whether every expert is in a slot."""
-    return all(min(row, default=0) >= Tier.BASE for row in view.tiers)
+def resident_words(view: CacheView, sizes: TierSizes) -> str:
+    """Which answers need no fetch because all experts are in slots of their kind; empty: none."""
+    n_all = len(view.layers) * view.n_experts
+    base, fine = sizes.base_slots_used >= n_all, sizes.fine_slots_used >= n_all
+    if base and fine:
+        return f" All {n_all:,} experts are in slots. Nothing to fetch."
+    if base:
+        return f" All {n_all:,} experts are in 2-bit slots. Fast fetches nothing."
+    if fine:
+        return f" All {n_all:,} experts are in 4-bit slots. Exact fetches nothing."
+    return ""
 
 
 def legend_line(measure: Measure, glyphs: Glyphs, width: int) -> Content:
