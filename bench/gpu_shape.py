@@ -160,8 +160,8 @@ class PoolHolder:
 
 def set_popularity(model: StepModel, popularity: float) -> None:
     """Scale the routers' biases in place: graphs keep their addresses."""
-    for layer in model._layers:
-        bias = getattr(layer._ffn, "_bias", None)
+    for layer in model.layers:
+        bias = getattr(layer.ffn, "bias", None)
         if bias is not None:
             order = torch.argsort(torch.argsort(-bias)).float() if bool((bias != 0).any()) else bias
             bias.copy_(order * -popularity)

@@ -26,6 +26,14 @@ step and no rounding. Larger contexts use bfloat16.
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkSize:
+    """A number of tokens that a device can read at once, and the memory this takes there."""
+
+    tokens: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes the planner needs, in bytes and counts."""
 
@@ -37,6 +45,7 @@ class ModelShape:
     dense_bytes: int
     kv_token_bytes: int  # all layers together
     model_context: int
+    chunks: tuple[ChunkSize, ...] = ()  # of a device, the largest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +149,12 @@ STEP_ROWS = 8
 """Rows of the widest step on a device: its experts of one layer must all have slots at once."""
 
 
+CHUNK_SHARE = 1 / 12
+"""Most of the VRAM that reading prompts may take: a larger chunk brings every expert less often,
+but its memory is lost to the slots that decode lives on.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
     """Bytes the tiers may take on a device and in pinned RAM."""
@@ -165,6 +180,8 @@ def plan_device_tiers(shape: ModelShape, budget: DeviceBudget, wishes: Wishes) -
     pages = kv_tokens(wishes, shape.model_context) // KV_PAGE_TOKENS
     used = shape.dense_bytes + WORK_BYTES + pages * KV_PAGE_TOKENS * shape.kv_token_bytes
     used += least * (shape.base_stride + shape.fine_stride)
+    chunk = _chunk(shape.chunks, wishes.prefill_chunk, budget.vram)
+    used += chunk.n_bytes
     if used > budget.vram:
         raise fail("MD-GPU-05", need=show_memory(used), have=show_memory(budget.vram))
     spare = budget.vram - used
@@ -190,8 +207,16 @@ def plan_device_tiers(shape: ModelShape, budget: DeviceBudget, wishes: Wishes) -
     if fixed + slots > budget.vram:
         need, have = show_memory(fixed + slots), show_memory(budget.vram)
         raise fail("MD-GPU-05", need=need, have=have)
-    chunk = wishes.prefill_chunk or PREFILL_CHUNK
     return TierPlan(
-        context, pages, base_slots, fine_slots, base_rows, fine_rows, chunk,
+        context, pages, base_slots, fine_slots, base_rows, fine_rows, chunk.tokens,
         bytes_total=fixed + slots + arena_bytes,
     )  # fmt: skip
+
+
+def _chunk(chunks: tuple[ChunkSize, ...], wish: int | None, vram: int) -> ChunkSize:
+    """The wished size, else the largest within its share of the VRAM, else the smallest."""
+    if wish is not None:
+        known = (chunk for chunk in chunks if chunk.tokens == wish)
+        return next(known, ChunkSize(wish, 0))
+    fits = (chunk for chunk in chunks if chunk.n_bytes <= CHUNK_SHARE * vram)
+    return next(fits, chunks[-1] if chunks else ChunkSize(PREFILL_CHUNK, 0))

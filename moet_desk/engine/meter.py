@@ -17,6 +17,7 @@ class Meter:
         self.tokens = 0
         self.step_s = 0.0
         self.prefill_rate: float | None = None
+        self._reading_s = 0.0
         self._recent: deque[tuple[float, float, float, int]] = deque(maxlen=4096)
 
     def note_step(self, now: float, *, step_s: float, wait_s: float, n_tokens: int) -> None:
@@ -27,8 +28,11 @@ class Meter:
         self._recent.append((now, step_s, wait_s, n_tokens))
 
     def note_read(self, n_tokens: int, seconds: float) -> None:
-        """A prompt chunk was read."""
-        self.prefill_rate = n_tokens / seconds if seconds > 0 else None
+        """Work on a prompt chunk ended; `n_tokens` is 0 while the chunk is not done."""
+        self._reading_s += seconds
+        if n_tokens:
+            self.prefill_rate = n_tokens / self._reading_s if self._reading_s > 0 else None
+            self._reading_s = 0.0
 
     def decode_rate(self, now: float) -> float | None:
         """Tokens per second of decoding over the last 3 s; time without steps does not count."""

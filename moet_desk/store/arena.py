@@ -36,11 +36,12 @@ class ArenaCounters:
     read_errors: int = 0
 
 
-Allocate = Callable[[int], mmap.mmap]
-"""Makes page-aligned, zeroed memory of a number of bytes; a GPU's is registered with its driver."""
+Allocate = Callable[[int, int], mmap.mmap]
+"""Makes page-aligned, zeroed memory of a number of bytes; a GPU's is registered with its driver, in
+pieces that do not end within a unit of so many bytes."""
 
 
-def plain_memory(n_bytes: int) -> mmap.mmap:
+def plain_memory(n_bytes: int, unit: int) -> mmap.mmap:
     """Anonymous memory of the process."""
     return mmap.mmap(-1, n_bytes)
 
@@ -50,8 +51,8 @@ class _Region:
 
     def __init__(self, places: int, stride: int, n_rows: int, allocate: Allocate) -> None:
         # one place more than asked for: reads that must not displace anything land there
-        self.memory = allocate((places + 1) * stride)
-        table = np.frombuffer(allocate(4 * n_rows), dtype=np.int32)
+        self.memory = allocate((places + 1) * stride, stride)
+        table = np.frombuffer(allocate(4 * n_rows, mmap.PAGESIZE), dtype=np.int32)
         table[:] = ABSENT
         self.table: NDArray[np.int32] = table
         self.rows = torch.frombuffer(self.memory, dtype=torch.uint8).view(places + 1, stride)
@@ -178,6 +179,28 @@ class Arena:
         if problem is not None:
             raise problem
         return taken
+
+    def read_aside(
+        self, plane: Plane, rows: Sequence[int], into: Sequence[Tensor], run: Executor
+    ) -> None:
+        """Read rows side by side into memory of the caller's, beside what is kept here.
+
+        Shapes:
+            into: for each row uint8 [stride]
+
+        Raises:
+            MoetError: a read failed (MD-NVME-04, MD-PACK-04).
+        """
+        views = [memoryview(place.numpy()) for place in into]  # type: ignore[arg-type]
+        reads = [
+            run.submit(self._reader.read_row, plane, row, view)
+            for row, view in zip(rows, views, strict=True)
+        ]
+        problems = [read.exception() for read in reads]
+        problem = next((found for found in problems if found is not None), None)
+        self.counters.read_errors += sum(found is not None for found in problems)
+        if problem is not None:
+            raise problem
 
     def _free_place(self, region: _Region, keep: Collection[int]) -> tuple[int, int]:
         """A place to read into and the row that lost it: the oldest that is not kept."""

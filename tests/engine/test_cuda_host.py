@@ -52,6 +52,16 @@ def test_pinned__pieces_of_a_gib__all_registered_and_released() -> None:
     assert not driver.held
 
 
+def test_pinned__pieces__end_where_a_row_does() -> None:
+    driver, row = Driver(8), 6_750_208
+    pinned = PinnedMemory(driver.register, driver.unregister)
+    pinned.allocate(400 * row, row)
+    sizes = list(driver.held.values())
+    assert sum(sizes) == 400 * row
+    assert len(sizes) == 3
+    assert all(size % row == 0 and size <= PIECE_BYTES for size in sizes)
+
+
 def test_pinned__driver_refuses__nothing_stays_registered_and_numbers_are_told() -> None:
     driver = Driver(2)
     pinned = PinnedMemory(driver.register, driver.unregister)

@@ -40,89 +40,89 @@ class MlaLaunches:
     """Attention of one layer: from `x` through `normed` to `x` with the attention added."""
 
     def __init__(self, mixer: Mla, load: DenseSource, name: str) -> None:
-        self._mixer = mixer
+        self.mixer = mixer
         first = "q_proj" if mixer.q_rank is None else "q_a_proj"
-        self._w_in = load.matrix(name + first, name + "kv_a_proj_with_mqa")
-        self._latent_norm = load.vector(name + "kv_a_layernorm")
+        self.w_in = load.matrix(name + first, name + "kv_a_proj_with_mqa")
+        self.latent_norm = load.vector(name + "kv_a_layernorm")
         if mixer.q_rank is not None:
-            self._q_norm = load.vector(name + "q_a_layernorm")
-            self._w_q = load.matrix(name + "q_b_proj")
-        self._w_latent = LatentWeight(
+            self.q_norm = load.vector(name + "q_a_layernorm")
+            self.w_q = load.matrix(name + "q_b_proj")
+        self.w_latent = LatentWeight(
             load.matrix(name + "kv_b_proj"), mixer.n_heads, mixer.nope_dim, mixer.v_dim
         )
-        self._w_out = load.matrix(name + "o_proj")
+        self.w_out = load.matrix(name + "o_proj")
 
     def launch(
         self, b: StepBuffers, rows: int, rotation: Rotation, kv: KvPages, lengths: Tensor
     ) -> None:
-        mixer, t = self._mixer, slice(0, rows)
+        mixer, t = self.mixer, slice(0, rows)
         n, head = mixer.n_heads, mixer.nope_dim + mixer.rope_dim
         joined = b.joined[t]
-        gemv(b.normed[t], self._w_in, joined)
+        gemv(b.normed[t], self.w_in, joined)
         q_rope = b.q_rope[t]
         if mixer.q_rank is None:
             mla_prepare(
-                joined, self._latent_norm, mixer.latent_eps, rotation=rotation, kv=kv, q_out=q_rope
+                joined, self.latent_norm, mixer.latent_eps, rotation=rotation, kv=kv, q_out=q_rope
             )
             queries = joined[:, : n * head].view(rows, n, head)
         else:
             latent = b.q_latent_in[t]
             mla_prepare(
-                joined, self._latent_norm, mixer.latent_eps, rotation=rotation, kv=kv,
-                q_out=latent, q_weight=self._q_norm,
+                joined, self.latent_norm, mixer.latent_eps, rotation=rotation, kv=kv,
+                q_out=latent, q_weight=self.q_norm,
             )  # fmt: skip
-            gemv(latent, self._w_q, b.queries[t])
+            gemv(latent, self.w_q, b.queries[t])
             queries = b.queries[t].view(rows, n, head)
             rotate_queries(queries, q_rope, rotation=rotation)
-        mla_absorb(queries[..., : mixer.nope_dim], self._w_latent, b.q_latent[t])
+        mla_absorb(queries[..., : mixer.nope_dim], self.w_latent, b.q_latent[t])
         mla_decode(
             b.q_latent[t], q_rope, kv, lengths, b.mixed[t],
             scale=mixer.softmax_scale, scratch=b.attention,
         )  # fmt: skip
-        mla_out(b.mixed[t], self._w_latent, b.heads[t])
-        gemv(b.heads[t], self._w_out, b.x[t], residual=b.x[t])
+        mla_out(b.mixed[t], self.w_latent, b.heads[t])
+        gemv(b.heads[t], self.w_out, b.x[t], residual=b.x[t])
 
 
 class DenseLaunches:
     """A dense layer's feed-forward part: x += W_down(silu(W_gate n) * W_up n), n the normed x."""
 
     def __init__(self, load: DenseSource, name: str, inter: int) -> None:
-        self._w_in = load.matrix(name + "gate_proj", name + "up_proj")
-        self._w_down = load.matrix(name + "down_proj")
-        self._inter = inter
+        self.w_in = load.matrix(name + "gate_proj", name + "up_proj")
+        self.w_down = load.matrix(name + "down_proj")
+        self.inter = inter
 
     def launch(self, b: StepBuffers, rows: int, *, out: Tensor, residual: Tensor | None) -> None:
-        mid = b.shared_mid[:rows, : self._inter]
-        swiglu_gemv(b.normed[:rows], self._w_in, mid)
-        gemv(mid, self._w_down, out, residual=residual)
+        mid = b.shared_mid[:rows, : self.inter]
+        swiglu_gemv(b.normed[:rows], self.w_in, mid)
+        gemv(mid, self.w_down, out, residual=residual)
 
 
 class MoeLaunches:
     """Router, routed experts and shared expert: x += shared(n) + sum of weight * expert(n)."""
 
     def __init__(self, ffn: MoeFfn, load: DenseSource, name: str, *, moe_layer: int) -> None:
-        self._router: Router = ffn.router
-        self._moe_layer = moe_layer
-        self._w_router = load.matrix(name + "gate")
+        self.router: Router = ffn.router
+        self.moe_layer = moe_layer
+        self.w_router = load.matrix(name + "gate")
         bias = ffn.router.selection_bias
-        self._bias = load.vector(name + "gate.e_score_correction_bias") if bias else None
-        self._shared = None
+        self.bias = load.vector(name + "gate.e_score_correction_bias") if bias else None
+        self.shared = None
         if ffn.shared_inter:
-            self._shared = DenseLaunches(load, name + "shared_experts.", ffn.shared_inter)
+            self.shared = DenseLaunches(load, name + "shared_experts.", ffn.shared_inter)
 
     def launch(self, b: StepBuffers, rows: int, experts: Experts) -> None:
-        router, t = self._router, slice(0, rows)
-        gemv(b.normed[t], self._w_router, b.router[t])
+        router, t = self.router, slice(0, rows)
+        gemv(b.normed[t], self.w_router, b.router[t])
         route(
-            b.router[t], self._bias, ids=b.ids[t], weights=b.weights[t], score=router.score,
+            b.router[t], self.bias, ids=b.ids[t], weights=b.weights[t], score=router.score,
             n_groups=router.n_groups, kept_groups=router.kept_groups,
             renormalize=router.renormalize, scale=router.scale,
         )  # fmt: skip
-        if self._shared is not None:
-            self._shared.launch(b, rows, out=b.shared_out[t], residual=None)
-        experts(self._moe_layer, b, rows)
+        if self.shared is not None:
+            self.shared.launch(b, rows, out=b.shared_out[t], residual=None)
+        experts(self.moe_layer, b, rows)
         pairs = rows * router.top_k
-        base = None if self._shared is None else b.shared_out[t]
+        base = None if self.shared is None else b.shared_out[t]
         combine(b.part[:pairs], b.weights[t], base=base, residual=b.x[t], out=b.x[t])
 
 
@@ -131,14 +131,14 @@ class LayerLaunches:
 
     def __init__(self, layer: Layer, load: DenseSource, *, moe_layer: int) -> None:
         name = f"model.layers.{layer.index}."
-        self._attention_norm = load.vector(name + "input_layernorm")
-        self._ffn_norm = load.vector(name + "post_attention_layernorm")
-        self._attention = MlaLaunches(layer.mixer, load, name + "self_attn.")
-        self._ffn: DenseLaunches | MoeLaunches
+        self.attention_norm = load.vector(name + "input_layernorm")
+        self.ffn_norm = load.vector(name + "post_attention_layernorm")
+        self.attention = MlaLaunches(layer.mixer, load, name + "self_attn.")
+        self.ffn: DenseLaunches | MoeLaunches
         if isinstance(layer.ffn, DenseFfn):
-            self._ffn = DenseLaunches(load, name + "mlp.", layer.ffn.inter)
+            self.ffn = DenseLaunches(load, name + "mlp.", layer.ffn.inter)
         else:
-            self._ffn = MoeLaunches(layer.ffn, load, name + "mlp.", moe_layer=moe_layer)
+            self.ffn = MoeLaunches(layer.ffn, load, name + "mlp.", moe_layer=moe_layer)
 
     def launch(
         self,
@@ -152,13 +152,13 @@ class LayerLaunches:
         experts: Experts,
     ) -> None:
         t = slice(0, rows)
-        rms_norm(b.x[t], self._attention_norm, eps, out=b.normed[t])
-        self._attention.launch(b, rows, rotation, kv, lengths)
-        if isinstance(self._ffn, DenseLaunches):
-            rms_norm(b.x[t], self._ffn_norm, eps, out=b.normed[t])
-            self._ffn.launch(b, rows, out=b.x[t], residual=b.x[t])
+        rms_norm(b.x[t], self.attention_norm, eps, out=b.normed[t])
+        self.attention.launch(b, rows, rotation, kv, lengths)
+        if isinstance(self.ffn, DenseLaunches):
+            rms_norm(b.x[t], self.ffn_norm, eps, out=b.normed[t])
+            self.ffn.launch(b, rows, out=b.x[t], residual=b.x[t])
             return
         rms_norm_quantize(
-            b.x[t], self._ffn_norm, eps, out=b.normed[t], codes=b.codes[t], scales=b.scales[t]
+            b.x[t], self.ffn_norm, eps, out=b.normed[t], codes=b.codes[t], scales=b.scales[t]
         )
-        self._ffn.launch(b, rows, experts)
+        self.ffn.launch(b, rows, experts)

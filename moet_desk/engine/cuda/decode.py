@@ -1,9 +1,4 @@
-"""Decode and prompt reading on a device, over the captured step. The twins are engine/decode,
-prefill.
-
-Prompts go through the step eight tokens at a time until the grouped path reads them in chunks; both
-give a row the same bits, because every kernel of the step is batch-invariant.
-"""
+"""Decode on a device, over the captured step. The twin is engine/decode."""
 
 from __future__ import annotations
 
@@ -44,33 +39,6 @@ class CudaDecoder:
         for request, scores in zip(requests, logits, strict=True):
             request.kv.length += 1
             accept(request, scores)
-
-
-class CudaPrefiller:
-    """Reads prompts into the KV cache."""
-
-    def __init__(self, model: StepModel, *, chunk: int) -> None:
-        self._model = model
-        self.chunk = chunk
-
-    def step(self, request: ActiveRequest) -> int:
-        """Read the next chunk; after the last one the answer gets its first token."""
-        start = request.kv.length
-        end = min(start - start % self.chunk + self.chunk, len(request.prompt_ids))
-        logits: Tensor | None = None
-        try:
-            for at in range(start, end, MAX_ROWS):
-                tokens = request.prompt_ids[at : min(at + MAX_ROWS, end)]
-                rows = [StepRow(token, request.kv, i) for i, token in enumerate(tokens)]
-                logits = self._model.run(rows, request.plane)[len(tokens) - 1]
-                request.kv.length += len(tokens)
-        except MoetError as error:
-            request.fail(error)
-            return end - start
-        request.note_read()
-        if end == len(request.prompt_ids) and logits is not None:
-            accept(request, logits)
-        return end - start
 
 
 def accept(request: ActiveRequest, logits: Tensor) -> None:

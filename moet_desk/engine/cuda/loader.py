@@ -8,7 +8,8 @@ capture of each step graph.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,17 +18,21 @@ import torch
 
 from moet_desk import hardware
 from moet_desk.engine import heat
-from moet_desk.engine.cuda.decode import CudaDecoder, CudaPrefiller
+from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, chunk_bytes
+from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.dense_weights import DenseLoader
-from moet_desk.engine.cuda.mailbox_server import MailboxServer
+from moet_desk.engine.cuda.expert_stream import TURNS, ChunkExperts, batch_size, stage_bytes
+from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
 from moet_desk.engine.cuda.pinned import PinnedMemory
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
+from moet_desk.engine.cuda.prefill import ChunkModel, CudaPrefiller
 from moet_desk.engine.cuda.residency import CudaResidency
 from moet_desk.engine.cuda.step import StepModel, StepRow
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
+from moet_desk.engine.request import ActiveRequest
 from moet_desk.engine.spec import Spec
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.mailbox import MAILBOX
@@ -35,16 +40,20 @@ from moet_desk.kernels.reference import mla_entry_bytes
 from moet_desk.kernels.triton import fetch
 from moet_desk.plan import (
     KV_PAGE_TOKENS,
+    ChunkSize,
     DeviceBudget,
     ModelShape,
     TierPlan,
     Wishes,
     plan_device_tiers,
 )
-from moet_desk.store.arena import Arena, plain_memory
+from moet_desk.store.arena import Allocate, Arena, plain_memory
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from moet_desk.telemetry import LoadStep
+
+CHUNKS = (8192, 4096, 2048, 1024, 512, 256)
+"""Tokens of a prompt chunk that the planner may choose from."""
 
 VRAM_SHARE = 0.9
 """Part of the card's free memory the planner may use; the rest stays with the display."""
@@ -66,11 +75,13 @@ class CudaCore:
     model: StepModel
     pinned: PinnedMemory
     server: MailboxServer | None
+    readers: ThreadPoolExecutor
 
     def close(self) -> None:
         """Release files, threads and memory."""
         if self.server is not None:
             self.server.close()
+        self.readers.shutdown()
         self.arena.close()
         self.pinned.release()
         self.reader.close()
@@ -142,17 +153,47 @@ def load(
         context=plan.context, device=device, error=error, server=server,
     )  # fmt: skip
     report.end()
-    residency = CudaResidency(
-        pools, arena, reader.layout, moe_layers=spec.main_moe_layers, server=server
-    )
-    residency.restore_heat(heat.read(pack))
     _fill_slots(pools[Plane.BASE], arena, order[: plan.base_slots])
     if device.type == "cuda":
         _capture(model, kv, widths, report)
-    return CudaCore(
-        reader, spec, plan, _name(device), kv, arena, residency, CudaDecoder(model),
-        CudaPrefiller(model, chunk=plan.prefill_chunk), model, pinned, server,
+    readers = ThreadPoolExecutor(READERS, thread_name_prefix="io-prompt")
+    buffers = ChunkBuffers.make(spec, plan.prefill_chunk, context=plan.context, device=device)
+    streamed = ChunkExperts(
+        pools, arena, reader.layout, buffers, n_experts=reader.meta.n_experts, readers=readers,
+        bounce=_bounce(reader, plan, len(order), allocate),
     )  # fmt: skip
+    prefiller = CudaPrefiller(
+        ChunkModel(model, kv, buffers, streamed), chunk=plan.prefill_chunk, plane_of=_plane_of
+    )
+    residency = CudaResidency(
+        pools, arena, reader.layout, moe_layers=spec.main_moe_layers, server=server,
+        streamed=streamed.counters,
+    )  # fmt: skip
+    residency.restore_heat(heat.read(pack))
+    return CudaCore(
+        reader, spec, plan, _name(device), kv, arena, residency, CudaDecoder(model), prefiller,
+        model, pinned, server, readers,
+    )  # fmt: skip
+
+
+def _plane_of(request: ActiveRequest) -> Plane:
+    return request.plane
+
+
+def _bounce(
+    reader: PackReader, plan: TierPlan, n_rows: int, allocate: Allocate
+) -> Mapping[Plane, torch.Tensor]:
+    """Pinned places for a prompt's rows that are not in RAM; none if all rows are."""
+    if min(plan.arena_base_rows, plan.arena_fine_rows) >= n_rows:
+        return {}
+    places = TURNS * batch_size(reader.layout, reader.meta.n_experts)
+    return {
+        plane: torch.frombuffer(
+            allocate(places * reader.meta.stride(plane), reader.meta.stride(plane)),
+            dtype=torch.uint8,
+        ).view(places, -1)
+        for plane in Plane
+    }
 
 
 def _name(device: torch.device) -> str:
@@ -172,6 +213,7 @@ def _plan(
         dense_bytes=(reader.path / "dense.safetensors").stat().st_size,
         kv_token_bytes=len(spec.layers) * mla_entry_bytes(form, mixer.kv_rank, mixer.rope_dim),
         model_context=spec.context,
+        chunks=_chunks(reader, spec, options),
     )
     wishes = Wishes(
         context=options.context, base_slots=options.pool_slots, fine_slots=options.fine_slots,
@@ -185,6 +227,15 @@ def _plan(
     vram = options.vram_bytes or int(VRAM_SHARE * free)
     ram = options.ram_bytes or int(0.7 * machine.ram_available)
     return plan_device_tiers(shape, DeviceBudget(vram, ram), wishes)
+
+
+def _chunks(reader: PackReader, spec: Spec, options: EngineOptions) -> tuple[ChunkSize, ...]:
+    """Sizes of a prompt chunk and what each takes; none is longer than the context."""
+    context = options.context or spec.context
+    wished = options.prefill_chunk
+    sizes = [n for n in CHUNKS if n <= context] or [context] if wished is None else [wished]
+    stage = stage_bytes(reader.layout, reader.meta.n_experts)
+    return tuple(ChunkSize(n, stage + chunk_bytes(spec, n, context=context)) for n in sizes)
 
 
 def _hot_first(pack: Path, n_rows: int) -> list[int]:
@@ -209,13 +260,13 @@ def _mailbox(
     arena: Arena,
     plan: TierPlan,
     n_rows: int,
-    allocate: Callable[[int], mmap.mmap],
+    allocate: Allocate,
     error: torch.Tensor,
 ) -> tuple[fetch.Mailbox | None, MailboxServer | None]:
     """A mailbox and its server, if some rows are not in RAM."""
     if min(plan.arena_base_rows, plan.arena_fine_rows) >= n_rows:
         return None, None
-    page = allocate(MAILBOX.n_bytes)
+    page = allocate(MAILBOX.n_bytes, mmap.PAGESIZE)
     address = torch.frombuffer(page, dtype=torch.uint8).data_ptr()
     return fetch.Mailbox.at(address, error=error), MailboxServer(page, arena)
 

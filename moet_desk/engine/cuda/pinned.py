@@ -53,8 +53,13 @@ class PinnedMemory:
     _pieces: list[int] = field(default_factory=list)
     _mappings: list[mmap.mmap] = field(default_factory=list)
 
-    def allocate(self, n_bytes: int) -> mmap.mmap:
+    def allocate(self, n_bytes: int, unit: int = mmap.PAGESIZE) -> mmap.mmap:
         """A zeroed mapping that the device can read and write in place.
+
+        Args:
+            n_bytes: size.
+            unit: pieces end at multiples of this many bytes, whole pages: the driver refuses a
+                copy that begins in one piece and ends in another.
 
         Raises:
             MoetError: MD-RAM-02, the driver refused; nothing of this mapping stays registered.
@@ -62,8 +67,9 @@ class PinnedMemory:
         memory = mmap.mmap(-1, n_bytes)
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         done: list[int] = []
-        for at in range(0, n_bytes, PIECE_BYTES):
-            size = min(PIECE_BYTES, n_bytes - at)
+        piece = max(unit, PIECE_BYTES // unit * unit)
+        for at in range(0, n_bytes, piece):
+            size = min(piece, n_bytes - at)
             status = self.register(start + at, size)
             if status != 0:
                 for address in reversed(done):

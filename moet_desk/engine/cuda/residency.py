@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from moet_desk.engine.cuda.expert_stream import StreamCounters
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
 from moet_desk.engine.cuda.pools import DevicePool
 from moet_desk.kernels.layouts import ExpertLayout
@@ -33,11 +34,12 @@ class CudaResidency:
         *,
         moe_layers: tuple[int, ...],
         server: MailboxServer | None,
+        streamed: StreamCounters,
     ) -> None:
         self._pools, self._arena, self._layout = dict(pools), arena, layout
         self._moe_layers = moe_layers
         self._n_experts = pools[Plane.BASE].tables.n_experts
-        self._server = server
+        self._server, self._streamed = server, streamed
         self._view: CacheView | None = None
 
     @property
@@ -90,18 +92,18 @@ class CudaResidency:
     def counters(self, *, step_s: float) -> TierCounters:
         """See `Residency.counters`."""
         base, fine = self._counts(Plane.BASE).sum(0), self._counts(Plane.FINE).sum(0)
-        arena = self._arena.counters
+        arena, prompts = self._arena.counters, self._streamed
         moved = base[_MISSES] * self._pools[Plane.BASE].arena.stride
         moved += fine[_MISSES] * self._pools[Plane.FINE].arena.stride
         return TierCounters(
             lookups=int(base[_LOOKUPS]),
             hits_base=int(base[_HITS]),
             hits_fine=int(fine[_HITS]),
-            from_ram=int(base[_MISSES] + fine[_MISSES]) - arena.from_nvme,
-            from_nvme=arena.from_nvme,
+            from_ram=int(base[_MISSES] + fine[_MISSES]) - arena.from_nvme + prompts.from_ram,
+            from_nvme=arena.from_nvme + prompts.from_nvme,
             evictions=int(base[_EVICTIONS] + fine[_EVICTIONS]),
-            bytes_ram_to_slot=int(moved),
-            bytes_nvme_to_ram=arena.bytes_read,
+            bytes_ram_to_slot=int(moved) + prompts.n_bytes,
+            bytes_nvme_to_ram=arena.bytes_read + prompts.bytes_from_nvme,
             wait_s=self.wait_s,
             step_s=step_s,
             read_errors=arena.read_errors,

@@ -55,7 +55,7 @@ def _spec(
 def shapes(context: int) -> Mapping[str, Shape]:
     """The shapes by name."""
     v4 = _spec(
-        _mla(heads=64, q_rank=1024, nope=448, value=192), hidden=4096, layers=43, dense=0,
+        _mla(heads=128, q_rank=1024, nope=128, value=128), hidden=4096, layers=43, dense=0,
         dense_inter=0, experts=256, top_k=6, inter=2048, shared=2048, vocab=129280, context=context,
     )  # fmt: skip
     glm = _spec(

@@ -68,19 +68,21 @@ class StepModel:
         error: Tensor,
         server: MailboxServer | None = None,
     ) -> None:
-        self._spec, self._kv, self._experts, self._device = spec, kv, experts, device
-        self._embedding = load.table("model.embed_tokens")
+        self.spec = spec
+        self._kv, self._experts, self._device = kv, experts, device
+        self.embedding = load.table("model.embed_tokens")
         if spec.tied_head:
-            self._head = DenseWeight(self._embedding)
+            self._head = DenseWeight(self.embedding)
         else:
             self._head = load.matrix("lm_head")
         self._final_norm = load.vector("model.norm")
         rope = RopeTable(spec.layers[0].mixer.rope, context)
-        self._cos, self._sin = rope.cos.to(device), rope.sin.to(device)
-        self._layers: list[LayerLaunches] = []
+        self.cos, self.sin = rope.cos.to(device), rope.sin.to(device)
+        self.interleaved = spec.layers[0].mixer.rope.interleaved
+        self.layers: list[LayerLaunches] = []
         n_moe = 0
         for layer in spec.layers:
-            self._layers.append(LayerLaunches(layer, load, moe_layer=n_moe))
+            self.layers.append(LayerLaunches(layer, load, moe_layer=n_moe))
             n_moe += isinstance(layer.ffn, MoeFfn)
         self.buffers = StepBuffers.make(spec, device)
         self._inputs = StepInputs(-(-context // kv.page_tokens), device)
@@ -124,18 +126,33 @@ class StepModel:
 
     def launch(self, rows: int, plane: Plane) -> None:
         """All launches of a step, from the input lines to the logits."""
-        b, eps, t = self.buffers, self._spec.norm_eps, slice(0, rows)
+        b, eps, t = self.buffers, self.spec.norm_eps, slice(0, rows)
         ids, positions, lengths, table = self._inputs.unpack(rows)
-        interleaved = self._spec.layers[0].mixer.rope.interleaved
-        rotation = Rotation(positions, self._cos, self._sin, interleaved)
-        embed(ids, self._embedding, b.x[t])
-        for i, layer in enumerate(self._layers):
+        rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
+        embed(ids, self.embedding, b.x[t])
+        for i, layer in enumerate(self.layers):
             kv = KvPages(self._kv.pages(i), table, self._kv.form)
             layer.launch(
                 b, rows, eps=eps, rotation=rotation, kv=kv, lengths=lengths,
                 experts=self._experts[plane],
             )  # fmt: skip
-        rms_norm(b.x[t], self._final_norm, eps, out=b.normed[t])
+        self._logits(b.x[t], rows)
+
+    def logits_of(self, x: Tensor) -> Tensor:
+        """Scores behind some rows of the residual stream, outside a step.
+
+        Shapes:
+            x [T, H] float32 on the device, T = 1..8; returns float32 [T, V] on the host, valid
+            until the next run
+        """
+        rows = x.shape[0]
+        self._logits(x, rows)
+        self._host_logits[:rows].copy_(self.buffers.logits[:rows])
+        return self._host_logits[:rows]
+
+    def _logits(self, x: Tensor, rows: int) -> None:
+        b, t = self.buffers, slice(0, rows)
+        rms_norm(x, self._final_norm, self.spec.norm_eps, out=b.normed[t])
         gemv(b.normed[t], self._head, b.logits[t])
 
     def _fill(self, rows: Sequence[StepRow]) -> None:

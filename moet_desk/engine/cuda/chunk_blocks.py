@@ -1,0 +1,179 @@
+"""The launches of one decoder layer for the rows of a prompt chunk, over the step's weights.
+
+The twins are engine/blocks; the launches of a decode step are in cuda/blocks. Attention and dense
+products take a block of rows at a time, routed experts the whole chunk (cuda/expert_stream).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from moet_desk.engine.cuda.blocks import DenseLaunches, LayerLaunches, MlaLaunches, MoeLaunches
+from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.triton.gemm import gemm, split, swiglu_split
+from moet_desk.kernels.triton.kv_entries import KvPages
+from moet_desk.kernels.triton.norms import rms_norm
+from moet_desk.kernels.triton.prefill_attention import mla_prefill
+from moet_desk.kernels.triton.prepare import Rotation, mla_prepare, rotate_queries
+from moet_desk.kernels.triton.quant import rms_norm_quantize
+from moet_desk.kernels.triton.route import route
+
+RoutedExperts = Callable[[int, Tensor, Tensor, Tensor], None]
+"""Adds a layer's routed experts: (MoE layer, ids, weights, out), see `ChunkExperts.run`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """A chunk of one sequence on the device.
+
+    Attributes:
+        start: position of its first row.
+        positions: int32 [M].
+        table: int32 [1, pages], of the sequence.
+    """
+
+    start: int
+    positions: Tensor
+    table: Tensor
+
+    @property
+    def n(self) -> int:
+        """Rows."""
+        return self.positions.shape[0]
+
+
+class ChunkLayer:
+    """One layer for a chunk.
+
+    Args:
+        layer: the step's launches, whose weights are shared.
+        buffers: the chunk's.
+        cos, sin: the rope table; eps: of the layer's norms; interleaved: how rope pairs dims.
+    """
+
+    def __init__(
+        self,
+        layer: LayerLaunches,
+        buffers: ChunkBuffers,
+        *,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        eps: float,
+    ) -> None:
+        self._layer, self._b, self._eps = layer, buffers, eps
+        self._cos, self._sin, self._interleaved = cos, sin, interleaved
+
+    def launch(
+        self, chunk: ChunkRows, pages: Tensor, form: KvFormat, experts: RoutedExperts
+    ) -> None:
+        """x of the chunk through the layer; its KV entries are stored in `pages`."""
+        b, ffn = self._b, self._layer.ffn
+        for first in range(0, chunk.n, b.block_rows):
+            here = slice(first, min(first + b.block_rows, chunk.n))
+            table = chunk.table.expand(here.stop - first, -1)
+            kv = KvPages(pages, table, form)
+            rotation = Rotation(chunk.positions[here], self._cos, self._sin, self._interleaved)
+            self._attend(self._layer.attention, b.x[here], rotation, kv, chunk.start + first)
+            if isinstance(ffn, MoeLaunches):
+                self._route(ffn, here)
+            else:
+                normed = b.normed[: here.stop - first]
+                rms_norm(b.x[here], self._layer.ffn_norm, self._eps, out=normed)
+                self._feed(ffn, normed, b.x[here])
+        if isinstance(ffn, MoeLaunches):
+            # ascending: the sum of a token's experts then does not depend on the batches
+            ids, order = b.ids[: chunk.n].sort(dim=1)
+            weights = b.weights[: chunk.n].gather(1, order)
+            experts(ffn.moe_layer, ids, weights, b.x[: chunk.n])
+
+    def _attend(
+        self, mla: MlaLaunches, x: Tensor, rotation: Rotation, kv: KvPages, start: int
+    ) -> None:
+        """x += attention of a block of rows, which begin at position `start`."""
+        b, mixer, rows = self._b, mla.mixer, x.shape[0]
+        n, head = mixer.n_heads, mixer.nope_dim + mixer.rope_dim
+        normed = b.normed[:rows]
+        rms_norm(x, self._layer.attention_norm, self._eps, out=normed)
+        wide, narrow = _Room(b.wide), _Room(b.narrow)
+        joined = wide.take(rows, mla.w_in.n)
+        gemm(self._split(normed), mla.w_in, joined)
+        q_rope = narrow.take(rows, n, mixer.rope_dim)
+        if mixer.q_rank is None:
+            mla_prepare(
+                joined, mla.latent_norm, mixer.latent_eps, rotation=rotation, kv=kv, q_out=q_rope
+            )
+            queries = joined[:, : n * head].view(rows, n, head)
+        else:
+            latent = _Room(narrow.rest()).take(rows, mixer.q_rank)
+            mla_prepare(
+                joined, mla.latent_norm, mixer.latent_eps, rotation=rotation, kv=kv,
+                q_out=latent, q_weight=mla.q_norm,
+            )  # fmt: skip
+            flat = wide.take(rows, n * head)
+            gemm(self._split(latent), mla.w_q, flat)
+            queries = flat.view(rows, n, head)
+            rotate_queries(queries, q_rope, rotation=rotation)
+        heads = narrow.take(rows, n * mixer.v_dim)
+        mla_prefill(
+            queries[..., : mixer.nope_dim], q_rope, kv, mla.w_latent, heads,
+            start=start, scale=mixer.softmax_scale, scratch=b.attention,
+        )  # fmt: skip
+        gemm(self._split(heads), mla.w_out, x, residual=x)
+
+    def _feed(self, ffn: DenseLaunches, normed: Tensor, x: Tensor) -> None:
+        """x += W_down(silu(W_gate n) * W_up n)."""
+        rows = x.shape[0]
+        gate_up = _Room(self._b.wide).take(rows, 2 * ffn.inter)
+        gemm(self._split(normed), ffn.w_in, gate_up)
+        mid = _Room(self._b.parts).take(2, rows, ffn.inter)
+        swiglu_split(gate_up, mid)
+        gemm(mid, ffn.w_down, x, residual=x)
+
+    def _route(self, moe: MoeLaunches, here: slice) -> None:
+        """Input, ids and weights of the routed experts for a block; x += shared expert."""
+        b, router, x = self._b, moe.router, self._b.x[here]
+        normed = b.normed[: x.shape[0]]
+        codes = b.codes[: b.rows * x.shape[1]].view(b.rows, x.shape[1])
+        rms_norm_quantize(
+            x, self._layer.ffn_norm, self._eps,
+            out=normed, codes=codes[here], scales=b.scales[here],
+        )  # fmt: skip
+        logits = b.router[: x.shape[0]]
+        gemm(self._split(normed), moe.w_router, logits)
+        route(
+            logits, moe.bias, ids=b.ids[here], weights=b.weights[here], score=router.score,
+            n_groups=router.n_groups, kept_groups=router.kept_groups,
+            renormalize=router.renormalize, scale=router.scale,
+        )  # fmt: skip
+        if moe.shared is not None:
+            self._feed(moe.shared, normed, x)
+
+    def _split(self, x: Tensor) -> Tensor:
+        """Two bfloat16 parts of x, for `gemm`; valid until the next call."""
+        parts = _Room(self._b.parts).take(2, *x.shape)
+        split(x, parts)
+        return parts
+
+
+class _Room:
+    """Hands out a flat buffer from its beginning on."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer, self._at = buffer, 0
+
+    def take(self, *shape: int) -> Tensor:
+        """The next piece, contiguous."""
+        size = prod(shape)
+        piece = self._buffer[self._at : self._at + size]
+        self._at += size
+        return piece.view(shape)
+
+    def rest(self) -> Tensor:
+        """What was not taken yet."""
+        return self._buffer[self._at :]

@@ -1,0 +1,171 @@
+"""Reading prompts on a device: chunks on a fixed grid, each expert brought once per chunk.
+
+The twin is engine/prefill. A chunk stops after any layer when its turn is over, so that other
+requests' answers go on: a turn is at most a layer longer than `TURN_S`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moet_desk.engine.cuda.chunk_blocks import ChunkLayer, ChunkRows
+from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
+from moet_desk.engine.cuda.decode import accept
+from moet_desk.engine.cuda.expert_stream import ChunkExperts
+from moet_desk.engine.cuda.step import StepModel
+from moet_desk.engine.kv_cache import KvCache, KvSequence
+from moet_desk.engine.request import ActiveRequest
+from moet_desk.errors import MoetError
+from moet_desk.kernels.triton.dense import embed
+from moet_desk.store.pack_format import Plane
+
+TURN_S = 0.15
+"""Seconds after which a turn ends at the next layer (design §8: a chat waits 250 ms at most)."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A chunk on its way through the layers.
+
+    Attributes:
+        rows: where it lies.
+        plane: of its experts.
+        next_layer: index of the layer that comes next.
+    """
+
+    rows: ChunkRows
+    plane: Plane
+    next_layer: int = 0
+
+
+class ChunkModel:
+    """The layers of a model for prompt chunks, over a step's weights.
+
+    Args:
+        model: the step, which owns the weights.
+        kv: the page pool on the device.
+        buffers: memory of a chunk.
+        experts: the routed experts of a chunk.
+    """
+
+    def __init__(
+        self, model: StepModel, kv: KvCache, buffers: ChunkBuffers, experts: ChunkExperts
+    ) -> None:
+        self._model, self._kv, self._b, self._experts = model, kv, buffers, experts
+        self._layers = [
+            ChunkLayer(
+                layer, buffers, cos=model.cos, sin=model.sin, interleaved=model.interleaved,
+                eps=model.spec.norm_eps,
+            )
+            for layer in model.layers
+        ]  # fmt: skip
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the model."""
+        return len(self._layers)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest chunk."""
+        return self._b.rows
+
+    def begin(self, tokens: Sequence[int], sequence: KvSequence, plane: Plane) -> Chunk:
+        """Embed the tokens that follow what the sequence holds."""
+        device, n, start = self._b.x.device, len(tokens), sequence.length
+        host = torch.tensor([*tokens, *sequence.pages], dtype=torch.int32)
+        if device.type == "cuda":
+            host = host.pin_memory()
+        lines = host.to(device, non_blocking=True)
+        ids, table = lines[:n], lines[n:]
+        positions = torch.arange(start, start + n, dtype=torch.int32, device=device)
+        embed(ids, self._model.embedding, self._b.x[:n])
+        return Chunk(ChunkRows(start, positions, table.view(1, -1)), plane)
+
+    def layer(self, chunk: Chunk) -> None:
+        """Launch the next layer. Raises as `ChunkExperts.run`."""
+        i = chunk.next_layer
+        experts = partial(_in_plane, self._experts, chunk.plane)
+        self._layers[i].launch(chunk.rows, self._kv.pages(i), self._kv.form, experts)
+        chunk.next_layer = i + 1
+
+    def logits(self, chunk: Chunk) -> Tensor:
+        """Scores behind the chunk's last row, float32 [V] on the host; waits for the device."""
+        return self._model.logits_of(self._b.x[chunk.rows.n - 1 : chunk.rows.n])[0]
+
+
+def _in_plane(
+    experts: ChunkExperts, plane: Plane, layer: int, ids: Tensor, weights: Tensor, out: Tensor
+) -> None:
+    experts.run(layer, plane, ids, weights, out)
+
+
+class CudaPrefiller:
+    """Reads prompts into the KV cache, some layers of a chunk at a time.
+
+    Args:
+        model: the layers.
+        chunk: tokens of a chunk; chunks begin at multiples of it.
+        plane_of: the plane that a request's prompt is read with.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        model: ChunkModel,
+        *,
+        chunk: int,
+        plane_of: Callable[[ActiveRequest], Plane],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model, self.chunk, self._plane_of, self._clock = model, chunk, plane_of, clock
+        self._open: tuple[ActiveRequest, Chunk] | None = None
+
+    def step(self, request: ActiveRequest) -> int:
+        """Go on with the request's next chunk; after the last one the answer gets its first token.
+
+        Returns:
+            how many tokens were read: 0 while a chunk is on its way. A request that fails ends
+            with its error.
+        """
+        ends = self._clock() + TURN_S
+        try:
+            chunk = self._chunk_of(request)
+            while chunk.next_layer < self._model.n_layers:
+                self._model.layer(chunk)
+                if self._clock() >= ends and chunk.next_layer < self._model.n_layers:
+                    return 0
+            self._open = None
+            return self._close(request, chunk)
+        except MoetError as error:
+            self._open = None
+            request.fail(error)
+            return 0
+
+    def _chunk_of(self, request: ActiveRequest) -> Chunk:
+        """The chunk on its way, if it is this request's; else its next one."""
+        if self._open is not None and self._open[0] is request:
+            return self._open[1]
+        start = request.kv.length
+        end = min(start - start % self.chunk + self.chunk, len(request.prompt_ids))
+        chunk = self._model.begin(
+            request.prompt_ids[start:end], request.kv, self._plane_of(request)
+        )
+        self._open = (request, chunk)
+        return chunk
+
+    def _close(self, request: ActiveRequest, chunk: Chunk) -> int:
+        """Count the chunk's tokens as read; the last chunk gives the first token."""
+        is_last = chunk.rows.start + chunk.rows.n == len(request.prompt_ids)
+        logits = self._model.logits(chunk) if is_last else None
+        request.kv.length += chunk.rows.n
+        request.note_read()
+        if logits is not None:
+            accept(request, logits)
+        return chunk.rows.n

@@ -1,0 +1,92 @@
+"""Prompt chunks on a device's launches, interpreted, against the CPU engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moet_desk.engine.cuda.expert_stream import cut_batches
+from moet_desk.engine.cuda.loader import CudaCore
+from moet_desk.engine.cuda.loader import load as load_cuda
+from moet_desk.engine.handle import EngineOptions
+from moet_desk.engine.kv_cache import KvSequence
+from moet_desk.store.pack_format import Plane
+from tests.conftest import pack_source
+from tests.engine.oracle import loaded, logits_of
+from tests.engine.test_parity_tiny import CONFIGS, random_model, save_source
+
+IDS = [5, 9, 33, 2, 17, 40, 8, 8, 21, 60, 3, 12, 55]
+OPTIONS: dict[str, Any] = {"kv_format": "f32", "context": 64, "ram_bytes": 10**9}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["v3_groups_yarn", "plain_rope"])
+def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chunk")
+    save_source(random_model(CONFIGS[request.param], 0.25), folder / "source")
+    return pack_source(folder / "source", folder / "pack")
+
+
+@contextmanager
+def on_device(pack: Path, **options: Any) -> Iterator[CudaCore]:
+    given = {**OPTIONS, "vram_bytes": 10**9, "max_running": 4, "prefill_chunk": 8, **options}
+    core = load_cuda(pack, EngineOptions(save_heat=False, **given), device=CPU)
+    try:
+        yield core
+    finally:
+        core.close()
+
+
+def read(core: CudaCore, ids: list[int], sequence: KvSequence, plane: Plane) -> Tensor:
+    """Logits behind the last of `ids`, read in the core's chunks."""
+    model = core.prefiller._model
+    logits = torch.empty(0)
+    for at in range(0, len(ids), core.plan.prefill_chunk):
+        chunk = model.begin(ids[at : at + core.plan.prefill_chunk], sequence, plane)
+        while chunk.next_layer < model.n_layers:
+            model.layer(chunk)
+        logits = model.logits(chunk).clone()
+        sequence.length += chunk.rows.n
+    return logits
+
+
+def read_anew(core: CudaCore, plane: Plane) -> Tensor:
+    sequence = core.kv.reserve(len(IDS))
+    assert sequence is not None
+    logits = read(core, IDS, sequence, plane)
+    core.kv.release(sequence)
+    return logits
+
+
+@pytest.mark.slow
+def test_chunks__tiny_model__near_the_cpu_engine_whatever_the_tiers(pack: Path) -> None:
+    with loaded(pack, **OPTIONS) as cpu:
+        want = {plane: logits_of(cpu, IDS, plane=plane)[-1] for plane in Plane}
+    with on_device(pack) as core:
+        found = {plane: read_anew(core, plane) for plane in Plane}
+        assert core.residency.counters(step_s=0.0).evictions == 0
+    for plane in Plane:
+        # one int8 activation that rounds the other way is worth about 0.4 % here
+        assert (found[plane] - want[plane]).abs().max() < 2e-2 * want[plane].std()
+    least = 8 * core.spec.moe_ffn.router.top_k
+    with on_device(pack, pool_slots=least, fine_slots=least, arena_rows=1) as core:
+        for plane in Plane:
+            assert torch.equal(read_anew(core, plane), found[plane])
+        counters = core.residency.counters(step_s=0.0)
+        assert counters.from_nvme > 0
+        assert counters.bytes_nvme_to_ram > 0
+
+
+def test_cut_batches__any_counts__every_expert_once_and_within_the_limits() -> None:
+    counts = [0, 5, 0, 7, 3, 3, 9, 0, 1]
+    assert cut_batches(counts, experts=2, pairs=9) == [
+        range(3), range(3, 4), range(4, 6), range(6, 8), range(8, 9),
+    ]  # fmt: skip
+    assert cut_batches(counts, experts=9, pairs=100) == [range(9)]
+    assert cut_batches([0, 0], experts=2, pairs=9) == []
