@@ -26,7 +26,9 @@ from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_by
 from moet_desk.kernels.triton.kv_entries import (
     KvPages,
     check_entries,
+    decoded,
     entry_of,
+    load_raw,
     load_rope,
     load_scale,
     load_vectors,
@@ -43,6 +45,9 @@ _SHORTEST_PART = 64
 
 _TILE = 32
 """Entries that a program works on at a time."""
+
+_JOIN_FLOATS, _JOIN_WARPS, _JOIN_AHEAD = 128, 1, 8
+"""A program of `join`: a float4 per thread, and parts that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +180,15 @@ def _mla_decode_kernel(
             at = start + tl.arange(0, TILE)
             live = at < last
             entry = entry_of(table + t * table_stride, tl.where(live, at, first), PAGE)
+            # All of the tile's bytes are asked for before any is used.
+            raw = ()
+            for c in tl.static_range(R // CHUNK):
+                raw = raw + (load_raw(pages, entry, live, ENTRY, 0, R, c * CHUNK, CHUNK, FORM),)
             keys = load_rope(pages, entry, live, ENTRY, R, DR, BR, FORM, HARDWARE)
             scores = query_scores(turned, keys, "f32" if FORM == "f32" else "bf16", MMA)
             latent = ()
             for c in tl.static_range(R // CHUNK):
-                values = load_vectors(
-                    pages, entry, live, ENTRY, 0, R, c * CHUNK, CHUNK, FORM, HARDWARE
-                )
+                values = decoded(raw[c], CHUNK, FORM, HARDWARE)
                 column = c * CHUNK + tl.arange(0, CHUNK)
                 part_q = tl.load(q + column[None, :], mask=live_head, other=0.0)
                 more = query_scores(part_q, values, FORM, MMA)
@@ -309,28 +316,41 @@ def _join_kernel(
     SPLITS: tl.constexpr,
     SHORTEST: tl.constexpr,
     BW: tl.constexpr,
+    AHEAD: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
     head = tl.program_id(1)
     n = tl.num_programs(1)
     t = tl.program_id(2)
     column = tl.program_id(0) * BW + tl.arange(0, BW)
     span = tl.minimum(tl.load(lengths + t), window)
+    part = _part_length(span, SPLITS, SHORTEST)
+    parts = (span + part - 1) // part
     split = tl.arange(0, SPLITS)
-    live = split * _part_length(span, SPLITS, SHORTEST) < span
     row = (t * SPLITS + split) * n + head
-    largest = tl.load(stats + row * 2, mask=live, other=float("-inf"))
-    total = tl.load(stats + row * 2 + 1, mask=live, other=0.0)
+    largest = tl.load(stats + row * 2, mask=split < parts, other=float("-inf"))
+    total = tl.load(stats + row * 2 + 1, mask=split < parts, other=0.0)
     top = tl.max(largest, 0)
     if sink is not None:
         logit = tl.load(sink + head).to(tl.float32)
         top = tl.maximum(top, logit)
-    factor = tl.exp(largest - top)
-    at = (row.to(tl.int64) * WIDTH)[:, None] + column[None, :]
-    part = tl.load(sums + at, mask=live[:, None] & (column < WIDTH)[None, :], other=0.0)
-    mixed = halving_rows(tl.where(live[:, None], part * factor[:, None], 0.0), SPLITS, BW)
-    total = tl.sum(halving_rows((total * factor)[:, None], SPLITS, 1), 0)
+    total = tl.sum(halving_rows((total * tl.exp(largest - top))[:, None], SPLITS, 1), 0)
     if sink is not None:
         total += tl.exp(logit - top)
+    mixed = tl.zeros([BW], tl.float32)
+    first = t * SPLITS * n + head
+    # One part after another, and as many reads at once as registers allow.
+    for s0 in range(0, loop_bound(parts, COMPILED), AHEAD):
+        pieces = ()
+        for i in tl.static_range(AHEAD):
+            live = s0 + i < parts
+            line = first + (s0 + i) * n
+            at = line.to(tl.int64) * WIDTH + column
+            most = tl.load(stats + line * 2, mask=live, other=float("-inf"))
+            piece = tl.load(sums + at, mask=live & (column < WIDTH), other=0.0)
+            pieces = pieces + (piece, tl.exp(most - top))
+        for i in tl.static_range(AHEAD):
+            mixed += pieces[2 * i] * pieces[2 * i + 1]
     tl.store(out + (t * n + head) * WIDTH + column, mixed / total, mask=column < WIDTH)
 
 
@@ -422,11 +442,11 @@ def _join(
     sink: Tensor | None = None,
 ) -> None:
     rows, n = out.shape[:2]
-    block = min(64, triton.next_power_of_2(width))
+    block = min(_JOIN_FLOATS, triton.next_power_of_2(width))
     _join_kernel[(triton.cdiv(width, block), n, rows)](
         scratch.sums, scratch.stats, lengths, window, sink, out,
-        WIDTH=width, SPLITS=SPLITS, SHORTEST=_SHORTEST_PART, BW=block,
-        num_warps=4, enable_fp_fusion=False,
+        WIDTH=width, SPLITS=SPLITS, SHORTEST=_SHORTEST_PART, BW=block, AHEAD=_JOIN_AHEAD,
+        COMPILED=not INTERPRETED, num_warps=_JOIN_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 

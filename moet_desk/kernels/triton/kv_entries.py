@@ -125,6 +125,56 @@ def store_rope(to, at, x, mask, R: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
+def load_raw(
+    pages,
+    entry,
+    live,
+    ENTRY: tl.constexpr,
+    START: tl.constexpr,
+    D: tl.constexpr,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """The bytes behind `load_vectors`: a tuple for `decoded`, so that reads can be issued early."""
+    column = FIRST + tl.arange(0, COUNT)
+    seen = live[:, None] & (column < D)[None, :]
+    if FORM == "f32":
+        line = pages.to(tl.pointer_type(tl.float32)) + entry * (ENTRY // 4) + START // 4
+        return (tl.load(line[:, None] + column[None, :], mask=seen, other=0.0),)
+    elif FORM == "bf16":
+        line = pages.to(tl.pointer_type(tl.bfloat16)) + entry * (ENTRY // 2) + START // 2
+        return (tl.load(line[:, None] + column[None, :], mask=seen, other=0.0),)
+    elif FORM == "fp8":
+        line = pages + entry * ENTRY + START
+        return (tl.load(line[:, None] + column[None, :], mask=seen, other=0),)
+    else:
+        line = pages + entry * ENTRY + START
+        pair = FIRST // 2 + tl.arange(0, COUNT // 2)
+        mask = live[:, None] & (pair < D // 2)[None, :]
+        raw = tl.load(line[:, None] + pair[None, :], mask=mask, other=0)
+        block = FIRST // 16 + tl.arange(0, COUNT // 16)
+        mask = live[:, None] & (block < D // 16)[None, :]
+        return raw, tl.load(line[:, None] + (D // 2 + block)[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def decoded(raw, COUNT: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr):
+    """Values of `load_raw`'s bytes: [S, COUNT] float32, as `load_vectors` says."""
+    if FORM == "fp8":
+        return e4m3_value(raw[0], HARDWARE)
+    elif FORM == "nvfp4":
+        S: tl.constexpr = raw[0].shape[0]
+        pair = raw[0].to(tl.int32)
+        values = tl.interleave(e2m1_value(pair & 15), e2m1_value(pair >> 4))
+        scale = e4m3_value(raw[1], HARDWARE) * 0.015625
+        blocks = tl.reshape(values, (S, COUNT // 16, 16)) * scale[:, :, None]
+        return tl.reshape(blocks, (S, COUNT))
+    else:
+        return raw[0].to(tl.float32)
+
+
+@triton.jit
 def load_vectors(
     pages,
     entry,
@@ -143,30 +193,8 @@ def load_vectors(
     the values come without their scale (`load_scale`); all others are complete. Returns [S, COUNT]
     float32, of which all but "f32" are exact in bfloat16.
     """
-    column = FIRST + tl.arange(0, COUNT)
-    seen = live[:, None] & (column < D)[None, :]
-    if FORM == "f32":
-        line = pages.to(tl.pointer_type(tl.float32)) + entry * (ENTRY // 4) + START // 4
-        return tl.load(line[:, None] + column[None, :], mask=seen, other=0.0)
-    elif FORM == "bf16":
-        line = pages.to(tl.pointer_type(tl.bfloat16)) + entry * (ENTRY // 2) + START // 2
-        return tl.load(line[:, None] + column[None, :], mask=seen, other=0.0).to(tl.float32)
-    elif FORM == "fp8":
-        line = pages + entry * ENTRY + START
-        return e4m3_value(tl.load(line[:, None] + column[None, :], mask=seen, other=0), HARDWARE)
-    else:
-        S: tl.constexpr = live.shape[0]
-        line = pages + entry * ENTRY + START
-        pair = FIRST // 2 + tl.arange(0, COUNT // 2)
-        mask = live[:, None] & (pair < D // 2)[None, :]
-        raw = tl.load(line[:, None] + pair[None, :], mask=mask, other=0).to(tl.int32)
-        values = tl.interleave(e2m1_value(raw & 15), e2m1_value(raw >> 4))
-        block = FIRST // 16 + tl.arange(0, COUNT // 16)
-        mask = live[:, None] & (block < D // 16)[None, :]
-        code = tl.load(line[:, None] + (D // 2 + block)[None, :], mask=mask, other=0)
-        scale = e4m3_value(code, HARDWARE) * 0.015625
-        blocks = tl.reshape(values, (S, COUNT // 16, 16)) * scale[:, :, None]
-        return tl.reshape(blocks, (S, COUNT))
+    raw = load_raw(pages, entry, live, ENTRY, START, D, FIRST, COUNT, FORM)
+    return decoded(raw, COUNT, FORM, HARDWARE)
 
 
 @triton.jit

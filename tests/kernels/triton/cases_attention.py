@@ -45,13 +45,16 @@ def _join(width: int, *, sink: bool) -> Case:
     types = {
         "sums": "*fp32", "stats": "*fp32", "lengths": "*i32", "window": "i32", "out": "*fp32",
     }  # fmt: skip
-    values: dict[str, object] = {"WIDTH": width, "SPLITS": 64, "SHORTEST": 64, "BW": 64}
+    values: dict[str, object] = {
+        "WIDTH": width, "SPLITS": 64, "SHORTEST": 64, "BW": attention._JOIN_FLOATS,
+        "AHEAD": attention._JOIN_AHEAD, "COMPILED": True,
+    }  # fmt: skip
     if sink:
         types["sink"] = "*bf16"
     else:
         values["sink"] = None
     name = f"join width={width} sink={sink}"
-    return Case(name, attention._join_kernel, types, values, 4, {"enable_fp_fusion": False})
+    return Case(name, attention._join_kernel, types, values, 1, {"enable_fp_fusion": False})
 
 
 def _mla_prefill(dn: int, dv: int, capability: int) -> Case:
