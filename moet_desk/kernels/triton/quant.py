@@ -142,6 +142,11 @@ def planar_shape(width: int, kind: Activations) -> tuple[int, ...]:
     return words if kind is Activations.INT8 else (2, *words)
 
 
+def plain_shape(width: int, kind: Activations) -> tuple[int, ...]:
+    """Shape of one row's plain codes."""
+    return (width,) if kind is Activations.INT8 else (2, width)
+
+
 def is_wide(codes: Tensor) -> bool:
     """Whether codes, planar or plain, are of 15 bits: they have an axis of two parts."""
     return codes.ndim == (3 if codes.dtype == torch.int8 else 4)

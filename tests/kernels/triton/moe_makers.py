@@ -22,7 +22,7 @@ from moet_desk.kernels.triton.experts import (
     experts_gate_up,
     experts_hidden,
 )
-from moet_desk.kernels.triton.quant import planar_shape, quantize_rows
+from moet_desk.kernels.triton.quant import plain_shape, planar_shape, quantize_rows
 from tests.kernels.makers import Expert, random_expert
 
 
@@ -145,10 +145,9 @@ def planar_codes(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Tenso
 
 
 def plain_codes(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Tensor, Tensor]:
-    n_tokens, width = x.shape
-    shape = (n_tokens, width) if kind is Activations.INT8 else (n_tokens, 2, width)
+    shape = (x.shape[0], *plain_shape(x.shape[1], kind))
     codes = torch.empty(shape, dtype=torch.int8, device=x.device)
-    scales = torch.empty(n_tokens, width // 32, device=x.device)
+    scales = torch.empty(x.shape[0], x.shape[1] // 32, device=x.device)
     quantize_rows(x, codes, scales)
     return codes, scales
 

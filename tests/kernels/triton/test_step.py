@@ -35,8 +35,9 @@ def test_step__tiny_model__equals_the_cpu_engine(config: str, plane: Plane, tmp_
     assert other is not None
     rows = [StepRow(token, sequence, i) for i, token in enumerate(IDS)]
     together = core.model.run(rows, plane).clone()
-    # one int8 activation that rounds the other way is worth about 0.4 % here
-    assert (together - want).abs().max() < 2e-2 * want.std()
+    # an activation that rounds the other way is worth about 0.4 % here, one of 15 bits 0.02 %
+    near = 2e-2 if plane is Plane.BASE else 1e-3
+    assert (together - want).abs().max() < near * want.std()
     alone = core.model.run([StepRow(IDS[0], other)], plane)
     assert torch.equal(alone[0], together[0])
     assert core.residency.counters(step_s=0.0).lookups == 4 * 4 * 2
