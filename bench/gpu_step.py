@@ -29,7 +29,7 @@ from tests.engine.oracle import loaded, logits_of
 
 DEVICE = torch.device("cuda")
 HIDDEN_TILES = ((4, 1), (4, 2), (8, 2), (8, 4), (16, 8))
-DOWN_TILES = ((16, 2), (16, 4), (32, 4), (32, 8))
+DOWN_TILES = ((16, 2), (16, 4), (16, 8), (32, 4), (32, 8))
 
 
 def say(what: str, **figures: Any) -> None:

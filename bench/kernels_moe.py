@@ -54,7 +54,7 @@ SHAPES = {  # hidden, inner width, experts per token
     "gpt-oss": (2880, 2880, 4),
 }
 GATE_UP = [Tile(*t) for t in ((4, 1), (8, 2), (8, 4), (8, 8), (16, 4), (16, 8), (32, 8), (32, 16))]
-DOWN = [Tile(*t) for t in ((8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8), (8, 8))]
+DOWN = [Tile(*t) for t in ((8, 1), (8, 2), (16, 2), (16, 4), (16, 8), (32, 4), (32, 8), (8, 8))]
 POOL_BYTES = 3 << 30
 """Beyond any L2, so that weights come from memory."""
 

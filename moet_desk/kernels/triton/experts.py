@@ -61,7 +61,8 @@ class ExpertTiles:
 
 _WEIGHT_REGISTERS = 48
 """Words of weights that a thread may hold: with the activations' 32 and the sums that is about 100
-registers of a gate_up thread, so 5 programs of 4 warps share an SM. More spills from 100 on.
+registers of a gate_up thread, so 5 programs of 4 warps share an SM. More spills from 100 on. A
+thread with four blocks holds 64 words of 15-bit activations: 135 registers in FP4's down.
 """
 
 _MEASURED: dict[tuple[int, int, bool], ExpertTiles] = {}
