@@ -25,7 +25,7 @@ from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
 from moet_desk.engine.cuda.shapes import SyntheticLoader, shapes
 from moet_desk.engine.cuda.step import StepModel, StepRow
 from moet_desk.engine.kv_cache import KvCache
-from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kinds import Activations, KvFormat
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton import fetch
 from moet_desk.store.pack_format import Plane
@@ -150,6 +150,10 @@ class PoolHolder:
     """The experts of a model that is made before its pool, so that the pool can have what is left."""
 
     experts: PoolExperts
+
+    @property
+    def activations(self) -> Activations:
+        return self.experts.activations
 
     def __call__(self, moe_layer: int, buffers: Any, rows: int) -> None:
         self.experts(moe_layer, buffers, rows)

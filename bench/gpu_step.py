@@ -29,7 +29,7 @@ from tests.engine.oracle import loaded, logits_of
 
 DEVICE = torch.device("cuda")
 HIDDEN_TILES = ((4, 1), (4, 2), (8, 2), (8, 4), (16, 8))
-DOWN_TILES = ((16, 2), (16, 4), (32, 4), (32, 8))
+DOWN_TILES = ((16, 2), (16, 4), (16, 8), (32, 4), (32, 8))
 
 
 def say(what: str, **figures: Any) -> None:
@@ -135,11 +135,13 @@ def timed(work: Callable[[], None], *, repeat: int = 20, inner: int = 1) -> floa
 
 def kernels() -> None:
     from moet_desk.engine.cuda.pinned import PinnedMemory
+    from moet_desk.kernels.kinds import Activations
     from moet_desk.kernels.layouts import ExpertLayout
     from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, lookup
     from moet_desk.kernels.triton.dense import DenseWeight, gemv
     from moet_desk.kernels.triton.experts import ExpertPool, Tile, experts_down, experts_hidden
     from moet_desk.kernels.triton.fetch import Arena, fetch
+    from moet_desk.kernels.triton.quant import planar_shape
 
     hidden, inter, top_k, slots = 4096, 2048, 6, 512
     layout = ExpertLayout(hidden, inter)
@@ -157,13 +159,15 @@ def kernels() -> None:
             out.uniq_pair.fill_(-1)
             for p in range(pairs):
                 out.uniq_pair[p, p // top_k] = p
-        codes = torch.randint(-2**31, 2**31 - 1, (rows, 8, hidden // 32), dtype=torch.int32, device=DEVICE)
         scales = torch.rand((rows, hidden // 32), device=DEVICE)
         scratch = torch.empty((pairs, inter), device=DEVICE)
-        hcodes = torch.empty((pairs, 8, inter // 32), dtype=torch.int32, device=DEVICE)
         hscales = torch.empty((pairs, inter // 32), device=DEVICE)
         part = torch.empty((pairs, hidden), device=DEVICE)
-        for plane in ("base", "fine"):
+        for plane, kind in (("base", Activations.INT8), ("fine", Activations.INT15)):
+            shape = (rows, *planar_shape(hidden, kind))
+            codes = torch.randint(-2**31, 2**31 - 1, shape, dtype=torch.int32, device=DEVICE)
+            shape = (pairs, *planar_shape(inter, kind))
+            hcodes = torch.empty(shape, dtype=torch.int32, device=DEVICE)
             n_bytes = pairs * (layout.base_bytes + (layout.fine_bytes if plane == "fine" else 0))
 
             def pool(out: LookupOutput) -> ExpertPool:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from bench.timing import DEVICE, per_call_us, report
-from moet_desk.kernels.kinds import Score
+from moet_desk.kernels.kinds import Activations, Score
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup
 from moet_desk.kernels.triton.experts import (
@@ -38,7 +39,12 @@ from moet_desk.kernels.triton.grouped import (
     grouped_gate_up,
     make_batch,
 )
-from moet_desk.kernels.triton.quant import quantize_rows, rms_norm_quantize
+from moet_desk.kernels.triton.quant import (
+    plain_shape,
+    planar_shape,
+    quantize_rows,
+    rms_norm_quantize,
+)
 from moet_desk.kernels.triton.route import route
 
 SHAPES = {  # hidden, inner width, experts per token
@@ -48,7 +54,7 @@ SHAPES = {  # hidden, inner width, experts per token
     "gpt-oss": (2880, 2880, 4),
 }
 GATE_UP = [Tile(*t) for t in ((4, 1), (8, 2), (8, 4), (8, 8), (16, 4), (16, 8), (32, 8), (32, 16))]
-DOWN = [Tile(*t) for t in ((8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8), (8, 8))]
+DOWN = [Tile(*t) for t in ((8, 1), (8, 2), (16, 2), (16, 4), (16, 8), (32, 4), (32, 8), (8, 8))]
 POOL_BYTES = 3 << 30
 """Beyond any L2, so that weights come from memory."""
 
@@ -66,12 +72,13 @@ class Layers:
         digits = random_digits(self.layout, n_slots) if fine else None
         self.pools = list(self._steps(base, digits, n_slots, n_tokens))
         x = torch.randn(n_tokens, hidden, device=DEVICE)
-        self.codes = torch.empty(n_tokens, 8, hidden // 32, dtype=torch.int32, device=DEVICE)
+        kind = Activations.INT15 if fine else Activations.INT8
+        self.codes = empty_planar(n_tokens, hidden, kind)
         self.scales = torch.empty(n_tokens, hidden // 32, device=DEVICE)
         quantize_rows(x, self.codes, self.scales)
         self.x, self.weights = x, torch.rand(n_tokens, top_k, device=DEVICE)
         self.hidden = torch.empty(self.n_pairs, inter, device=DEVICE)
-        self.out_codes = torch.zeros(self.n_pairs, 8, inter // 32, dtype=torch.int32, device=DEVICE)
+        self.out_codes = empty_planar(self.n_pairs, inter, kind).zero_()
         self.out_scales = torch.ones(self.n_pairs, inter // 32, device=DEVICE)
         self.part = torch.empty(self.n_pairs, hidden, device=DEVICE)
 
@@ -123,6 +130,18 @@ class Layers:
 
         pairs = zip(self.hidden_codes(gate_up), self.down(down), strict=True)
         return [lambda a=a, b=b: layer(a, b) for a, b in pairs]  # type: ignore[misc]
+
+
+def empty_planar(n_rows: int, width: int, kind: Activations) -> Tensor:
+    return torch.empty(n_rows, *planar_shape(width, kind), dtype=torch.int32, device=DEVICE)
+
+
+def plain_codes(x: Tensor, kind: Activations) -> tuple[Tensor, Tensor]:
+    n_rows, width = x.shape
+    codes = torch.empty(n_rows, *plain_shape(width, kind), dtype=torch.int8, device=DEVICE)
+    scales = torch.empty(n_rows, width // 32, device=DEVICE)
+    quantize_rows(x, codes, scales)
+    return codes, scales
 
 
 def random_rows(layout: ExpertLayout, n_rows: int) -> Tensor:
@@ -229,16 +248,19 @@ def cache() -> None:
                 "fetch", copies, moved=n_rows * layout.base_stride, rows=n_rows, programs=programs
             )
 
-    for n_tokens in (1, 3):
+    for n_tokens, kind in product((1, 3), Activations):
         x, weight = torch.randn(n_tokens, 4096, device=DEVICE), torch.ones(4096, device=DEVICE)
-        codes = torch.empty(n_tokens, 8, 128, dtype=torch.int32, device=DEVICE)
+        facts = {"tokens": n_tokens, "activations": kind.name}
+        codes = empty_planar(n_tokens, 4096, kind)
         scales, normed = torch.empty(n_tokens, 128, device=DEVICE), torch.empty_like(x)
-        report("quantize_rows", [lambda: quantize_rows(x, codes, scales)], tokens=n_tokens)
+        report("quantize_rows", [lambda: quantize_rows(x, codes, scales)], **facts)
         report(
             "rms_norm_quantize",
             [lambda: rms_norm_quantize(x, weight, 1e-6, out=normed, codes=codes, scales=scales)],
-            tokens=n_tokens,
+            **facts,
         )
+
+    for n_tokens in (1, 3):
         logits, bias = torch.randn(n_tokens, 256, device=DEVICE), torch.zeros(256, device=DEVICE)
         ids = torch.empty(n_tokens, 6, dtype=torch.int32, device=DEVICE)
         chosen = torch.empty(n_tokens, 6, device=DEVICE)
@@ -265,28 +287,28 @@ def grouped() -> None:
         groups = group_pairs(ids, n_experts)
         counts = groups.counts.tolist()
         x = torch.randn(n_tokens, 4096, device=DEVICE)
-        codes = torch.empty(n_tokens, 4096, dtype=torch.int8, device=DEVICE)
-        scales = torch.empty(n_tokens, 128, device=DEVICE)
-        quantize_rows(x, codes, scales)
         weights = torch.rand(n_tokens, top_k, device=DEVICE)
-        for size in (8, 32):
+        kinds = (Activations.INT8, Activations.INT15) if fine else (Activations.INT8,)
+        for size, kind in product((8, 32), kinds):
             grouped_batch(
-                rows, make_batch(counts, range(size), device=DEVICE), groups, codes, scales,
-                weights, x, share=size / n_experts, fine=fine,
+                rows, make_batch(counts, range(size), device=DEVICE), groups,
+                weights, x, share=size / n_experts, fine=fine, kind=kind,
             )  # fmt: skip
 
 
-def grouped_batch(rows, batch, groups, codes, scales, weights, out, *, share, fine) -> None:  # type: ignore[no-untyped-def]
+def grouped_batch(rows, batch, groups, weights, x, *, share, fine, kind) -> None:  # type: ignore[no-untyped-def]
     layout = rows.layout
     workspace = torch.empty(len(batch.experts), layout.slot_floats, dtype=torch.int8, device=DEVICE)
     mid = torch.empty(batch.n_rows, layout.inter, device=DEVICE)
-    mid_codes = torch.empty(batch.n_rows, layout.inter, dtype=torch.int8, device=DEVICE)
-    mid_scales = torch.empty(batch.n_rows, layout.inter // 32, device=DEVICE)
+    codes, scales = plain_codes(x, kind)
+    mid_codes, mid_scales = plain_codes(mid.zero_(), kind)
     part = torch.empty(batch.n_rows, layout.hidden, device=DEVICE)
+    out = torch.zeros_like(x)
     facts = {
         "experts": len(batch.experts),
         "rows": batch.n_rows,
         "fine": fine,
+        "activations": kind.name,
         "pairs": batch.pairs,
     }
     work = 2 * batch.n_rows * layout.hidden * layout.inter
@@ -312,7 +334,7 @@ def grouped_batch(rows, batch, groups, codes, scales, weights, out, *, share, fi
     total = sum(report(name, [run], flops=flops, **facts) for name, run, flops in steps)
     print(
         f'{{"kernel": "experts of an 8k prompt, 43 layers", "fine": {str(fine).lower()}, '
-        f'"batch": {len(batch.experts)}, "seconds": {total / share * 43 / 1e6:.3f}}}',
+        f'"activations": "{kind.name}", "batch": {len(batch.experts)}, "seconds": {total / share * 43 / 1e6:.3f}}}',
         flush=True,
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from moet_desk.engine.cuda.buffers import StepBuffers
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.spec import DenseFfn, Layer, Mla, MoeFfn, Router
+from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import mla_decode
 from moet_desk.kernels.triton.dense import gemv, swiglu_gemv
 from moet_desk.kernels.triton.experts import combine
@@ -26,6 +27,11 @@ from moet_desk.kernels.triton.route import route
 
 class Experts(Protocol):
     """Computes the routed experts of one MoE layer in a step."""
+
+    @property
+    def activations(self) -> Activations:
+        """Which of the codes in a step's buffers the experts read and write."""
+        ...
 
     def __call__(self, moe_layer: int, buffers: StepBuffers, rows: int) -> None:
         """From ids, weights, codes and scales in `buffers` to `part`."""
@@ -159,6 +165,7 @@ class LayerLaunches:
             self.ffn.launch(b, rows, out=b.x[t], residual=b.x[t])
             return
         rms_norm_quantize(
-            b.x[t], self.ffn_norm, eps, out=b.normed[t], codes=b.codes[t], scales=b.scales[t]
-        )
+            b.x[t], self.ffn_norm, eps, out=b.normed[t],
+            codes=b.codes[experts.activations][t], scales=b.scales[t],
+        )  # fmt: skip
         self.ffn.launch(b, rows, experts)

@@ -6,13 +6,16 @@ have. Host inputs travel in one packed copy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moet_desk.engine.spec import DenseFfn, Spec
+from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.quant import planar_shape
 
 MAX_ROWS = 8
 """Most rows of one step: 1 + drafts of one answer, or several answers side by side."""
@@ -63,10 +66,10 @@ class StepBuffers:
     router: Tensor
     ids: Tensor  # int32
     weights: Tensor
-    codes: Tensor  # int32
+    codes: Mapping[Activations, Tensor]  # int32; a step uses one kind
     scales: Tensor
     hidden: Tensor
-    hidden_codes: Tensor  # int32
+    hidden_codes: Mapping[Activations, Tensor]  # likewise
     hidden_scales: Tensor
     part: Tensor
     shared_mid: Tensor
@@ -90,6 +93,9 @@ class StepBuffers:
         def i32(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        def codes(n_rows: int, width: int) -> dict[Activations, Tensor]:
+            return {kind: i32(n_rows, *planar_shape(width, kind)) for kind in Activations}
+
         return cls(
             x=f32(rows, spec.hidden),
             normed=f32(rows, spec.hidden),
@@ -103,10 +109,10 @@ class StepBuffers:
             router=f32(rows, moe.router.n_experts),
             ids=i32(rows, top_k),
             weights=f32(rows, top_k),
-            codes=i32(rows, 8, spec.hidden // 32),
+            codes=codes(rows, spec.hidden),
             scales=f32(rows, spec.hidden // 32),
             hidden=f32(pairs, moe.inter),
-            hidden_codes=i32(pairs, 8, moe.inter // 32),
+            hidden_codes=codes(pairs, moe.inter),
             hidden_scales=f32(pairs, moe.inter // 32),
             part=f32(pairs, spec.hidden),
             shared_mid=f32(rows, max([moe.shared_inter, *dense, 1])),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers
+from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup
 from moet_desk.kernels.triton.experts import ExpertPool, experts_down, experts_hidden
@@ -120,6 +121,11 @@ class PoolExperts:
         self._base, self._fine, self._layout, self._host = base, fine, layout, host
         self._n_layers, self._mailbox = n_layers, mailbox
 
+    @property
+    def activations(self) -> Activations:
+        """See `Experts`: 15 bits for exact answers (docs/adr/0009)."""
+        return Activations.INT8 if self._fine is None else Activations.INT15
+
     def recover(self) -> None:
         """See `Experts`."""
         for pool in (self._base, self._fine):
@@ -142,8 +148,11 @@ class PoolExperts:
             fine_slots, fine_slot,
         )  # fmt: skip
         pairs = slice(0, ids.numel())
+        codes = b.codes[self.activations][t]
+        hidden_codes = b.hidden_codes[self.activations][pairs]
+        hidden_scales = b.hidden_scales[pairs]
         experts_hidden(
-            pool, b.codes[t], b.scales[t], scratch=b.hidden[pairs],
-            out_codes=b.hidden_codes[pairs], out_scales=b.hidden_scales[pairs],
+            pool, codes, b.scales[t], scratch=b.hidden[pairs],
+            out_codes=hidden_codes, out_scales=hidden_scales,
         )  # fmt: skip
-        experts_down(pool, b.hidden_codes[pairs], b.hidden_scales[pairs], part=b.part[pairs])
+        experts_down(pool, hidden_codes, hidden_scales, part=b.part[pairs])

@@ -5,8 +5,9 @@ followed number by number: lane c adds blocks c, c + 32, ... in order, then halv
 4, 2, 1). Launch with `enable_fp_fusion=False`: a fused multiply-add rounds differently.
 
 A block's 32 weights are small integers (levels -4 -1 1 4, or twice an FP4 value), made four at a
-time by byte permutes whose selectors lie ready in the row (`kernels.layouts`); eight dp4a then give
-the block's dot product with int8 activations, exact in int32.
+time by byte permutes whose selectors lie ready in the row (`kernels.layouts`). Eight dp4a then give
+the block's dot product with int8 activations, exact in int32. FP4 weights meet activations of 15
+bits, 256 * hi + lo (docs/adr/0009): digits are decoded once, for two dp4a per four weights.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _fine_ptx(words: Sequence[str], digits: Sequence[str], use: Callable[[int], 
 
     Selector of a weight: digit + 5 if its code is big, into the bytes 0 1 2 3 4 6 8 12.
     """
-    lines = ["{", ".reg .b32 c, g, d, e, q, n, s, t;"]
+    lines = ["{", ".reg .b32 c, g, d, e, q, n, s, t, low;"]
     for pair in range(4):  # eight weights: two digit words
         word, odd = words[pair // 2], pair % 2
         lines += [
@@ -101,16 +102,31 @@ def _add_dot(first_x: int) -> Callable[[int], str]:
     return lambda quad: f"dp4a.s32.s32 $0, t, ${first_x + quad}, {'$0' if quad else '0'};"
 
 
+def _add_wide_dot(first_high: int, first_low: int) -> Callable[[int], str]:
+    """Likewise for both bytes of activations; `low` and then $0 hold exact sums of 24 bits."""
+
+    def use(quad: int) -> str:
+        lines = [
+            f"dp4a.s32.s32 $0, t, ${first_high + quad}, {'$0' if quad else '0'};",
+            f"dp4a.s32.s32 low, t, ${first_low + quad}, {'low' if quad else '0'};",
+        ]
+        if quad == 7:
+            lines.append("mad.lo.s32 $0, $0, 256, low;")
+        return "\n".join(lines)
+
+    return use
+
+
 def _to_output(quad: int) -> str:
     return f"mov.b32 ${quad}, t;"
 
 
 _BASE_DOT = tl.constexpr(_base_ptx(("$1", "$2"), _add_dot(3)))
-_FINE_DOT = tl.constexpr(_fine_ptx(("$1", "$2"), ("$3", "$4", "$5"), _add_dot(6)))
+_FINE_DOT = tl.constexpr(_fine_ptx(("$1", "$2"), ("$3", "$4", "$5"), _add_wide_dot(6, 14)))
 _BASE_WORDS = tl.constexpr(_base_ptx(("$8", "$9"), _to_output))
 _FINE_WORDS = tl.constexpr(_fine_ptx(("$8", "$9"), ("$10", "$11", "$12"), _to_output))
 _BASE_DOT_OPERANDS = tl.constexpr("=&r" + ",r" * 10)
-_FINE_DOT_OPERANDS = tl.constexpr("=&r" + ",r" * 13)
+_FINE_DOT_OPERANDS = tl.constexpr("=&r" + ",r" * 21)
 _BASE_WORDS_OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 2))
 _FINE_WORDS_OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 5))
 
@@ -164,29 +180,35 @@ def _plain_weights(w, FINE: tl.constexpr):
 
 @triton.jit
 def block_dot(w, x, FINE: tl.constexpr, PTX: tl.constexpr):
-    """Exact dot products of blocks with int8 activations; FP4 weights count double.
+    """Exact dot products of blocks; FP4 weights count double.
 
     Shapes:
         w: int32 [N, C] base words 0 and 1, then with FINE fine words 0, 1 and 2 (16 bits)
-        x: eight int32 [N, C]; returns int32 [N, C]
+        x: eight int32 [N, C], or with FINE sixteen, hi before lo; returns int32 [N, C]
     """
     if PTX and FINE:
         dot = tl.inline_asm_elementwise(
-            _FINE_DOT, _FINE_DOT_OPERANDS,
-            [w[0], w[1], w[2], w[3], w[4], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]],
+            _FINE_DOT, _FINE_DOT_OPERANDS, _part(w, 0, 5) + x,
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     elif PTX:
         dot = tl.inline_asm_elementwise(
-            _BASE_DOT, _BASE_DOT_OPERANDS,
-            [w[0], w[1], x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]],
+            _BASE_DOT, _BASE_DOT_OPERANDS, _part(w, 0, 2) + x,
             dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        byte = tl.reshape(tl.arange(0, 4), [1, 1, 1, 4])
-        activations = (tl.expand_dims(stacked(x), -1) << (24 - 8 * byte)) >> 24
+        activations = _plain_activations(_part(x, 0, 8))
+        if FINE:
+            activations = 256 * activations + _plain_activations(_part(x, 8, 8))
         dot = tl.sum(tl.sum(_plain_weights(w, FINE) * activations, 3), 2)
     return dot
+
+
+@triton.jit
+def _plain_activations(x):
+    """The signed bytes of eight words: int32 [..., 8, 4]."""
+    byte = tl.reshape(tl.arange(0, 4), [1, 1, 1, 4])
+    return (tl.expand_dims(stacked(x), -1) << (24 - 8 * byte)) >> 24
 
 
 @triton.jit
@@ -274,16 +296,17 @@ def tile_products(
     """Rows of a matrix times one token, in the canonical order.
 
     Shapes:
-        tile from `load_tile`; codes int32 [8, G] and scales float32 [G] of the token
-        returns float32 [B]
+        tile from `load_tile`; codes int32 [8, G], with FINE [2, 8, G], and scales float32 [G] of
+        the token; returns float32 [B]
     """
     PARTS: tl.constexpr = 6 if FINE else 3
+    WORDS: tl.constexpr = 16 if FINE else 8
     lanes = tl.zeros([B, C], tl.float32)
     every_row = tl.zeros([B, 1], tl.int32)
     for first in tl.static_range(0, G, C):
         c = first + tl.arange(0, C)[None, :] + every_row  # [B, C]: loaded where it is used
         x = ()
-        for o in tl.static_range(8):
+        for o in tl.static_range(WORDS):
             x = x + (_load_activation(codes + o * G + c, c, G, first + C),)
         w = _part(tile, first // C * PARTS, PARTS)
         dot = block_dot(w, x, FINE, PTX)

@@ -1,8 +1,9 @@
-"""Routed experts of a decode step: gate_up with SwiGLU, int8 again, down, weighted sum.
+"""Routed experts of a decode step: gate_up with SwiGLU, integers again, down, weighted sum.
 
 Owns launches and tile sizes; the arithmetic is `expert_math`. Twins: `reference.experts`. A program
 owns some rows of one distinct expert's matrix, reads them once and serves every token of the step
-that chose this expert, so a token's bits do not depend on the others.
+that chose this expert, so a token's bits do not depend on the others. Codes are planar
+(`triton.quant`), of 15 bits with fine slots, else int8.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.expert_math import load_tile, tile_products
 from moet_desk.kernels.triton.portable import PTX, product
-from moet_desk.kernels.triton.quant import block_codes, packed_words, quantize_rows
+from moet_desk.kernels.triton.quant import block_codes, is_wide, quantize_rows, store_planar
 
 _LANES = 32  # of the canonical order
 
@@ -60,7 +61,8 @@ class ExpertTiles:
 
 _WEIGHT_REGISTERS = 48
 """Words of weights that a thread may hold: with the activations' 32 and the sums that is about 100
-registers of a gate_up thread, so 5 programs of 4 warps share an SM. More spills from 100 on.
+registers of a gate_up thread, so 5 programs of 4 warps share an SM. More spills from 100 on. A
+thread with four blocks holds 64 words of 15-bit activations: 135 registers in FP4's down.
 """
 
 _MEASURED: dict[tuple[int, int, bool], ExpertTiles] = {}
@@ -85,6 +87,7 @@ def _gate_up_kernel(
     FINE: tl.constexpr, LIMITED: tl.constexpr, QUANTIZE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // 32
+    WORDS: tl.constexpr = 16 if FINE else 8
     first = tl.program_id(0) * B
     expert = tl.program_id(1)
     slot = tl.load(uniq_slot + expert)
@@ -98,16 +101,15 @@ def _gate_up_kernel(
         for t in range(T):
             pair = tl.load(uniq_pair + expert * T + t)
             if pair >= 0:
-                x, s = codes + t * (8 * G), scales + t * G
+                x, s = codes + t * (WORDS * G), scales + t * G
                 g = tile_products(gate, x, s, B, G, C, FINE, PTX)
                 u = tile_products(up, x, s, B, G, C, FINE, PTX)
                 h = swiglu(g, u, limit, LIMITED)
                 if QUANTIZE:
-                    q, amax = block_codes(tl.reshape(h, [B // 32, 32]), PTX)
+                    q, scale = block_codes(tl.reshape(h, [B // 32, 32]), FINE, PTX)
                     block = first // 32 + tl.arange(0, B // 32)
-                    at = tl.arange(0, 8)[None, :] * (I // 32) + block[:, None]
-                    tl.store(out_codes + pair * (I // 4) + at, packed_words(q, B // 32))
-                    tl.store(out_scales + pair * (I // 32) + block, amax)
+                    store_planar(out_codes, block, q, pair, I // 32, B // 32, FINE)
+                    tl.store(out_scales + pair * (I // 32) + block, scale)
                 else:
                     tl.store(out + pair * I + rows, h)
 
@@ -121,6 +123,7 @@ def _down_kernel(
     B: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = I // 32
+    WORDS: tl.constexpr = 16 if FINE else 8
     expert = tl.program_id(1)
     slot = tl.load(uniq_slot + expert)
     if slot >= 0:
@@ -132,7 +135,7 @@ def _down_kernel(
         for t in range(T):
             pair = tl.load(uniq_pair + expert * T + t)
             if pair >= 0:
-                x, s = codes + pair * (8 * G), scales + pair * G
+                x, s = codes + pair * (WORDS * G), scales + pair * G
                 y = tile_products(tile, x, s, B, G, C, FINE, PTX)
                 tl.store(part + pair * H + rows, y)
 
@@ -169,8 +172,8 @@ def experts_gate_up(
     """swiglu(gate x, up x) of every pair; the products' bits are those of the twin.
 
     Shapes:
-        codes int32 [T, 8, H/32], scales float32 [T, H/32]; out float32 [P, I], rows of pairs in
-        `uniq_pair` are written
+        codes int32 [T, 8, H/32], with fine slots [T, 2, 8, H/32]; scales float32 [T, H/32]
+        out float32 [P, I], rows of pairs in `uniq_pair` are written
     """
     tile = tile or tiles_for(pool.layout, fine=pool.fine is not None).gate_up
     _gate_up(pool, codes, scales, (out, out, out), tile, limit=limit, quantize=False, ptx=ptx)
@@ -188,16 +191,17 @@ def experts_hidden(
     tile: Tile | None = None,
     ptx: bool = PTX,
 ) -> None:
-    """`experts_gate_up` and its result as int8 for `experts_down`: one launch if a tile holds whole
-    blocks of 32 rows, else two with the same bits.
+    """`experts_gate_up` and its result as codes for `experts_down`: one launch if a tile holds
+    whole blocks of 32 rows, else two with the same bits.
 
     Shapes:
         codes, scales as in `experts_gate_up`; scratch float32 [P, I]
-        out_codes int32 [P, 8, I/32], out_scales float32 [P, I/32]
+        out_codes int32 [P, 8, I/32], with fine slots [P, 2, 8, I/32]; out_scales float32 [P, I/32]
     """
     tile = tile or tiles_for(pool.layout, fine=pool.fine is not None).gate_up
     quantize = tile.rows % 32 == 0
     outs = (scratch, out_codes, out_scales)
+    _check_codes(pool, out_codes)
     _gate_up(pool, codes, scales, outs, tile, limit=limit, quantize=quantize, ptx=ptx)
     if not quantize:
         quantize_rows(scratch, out_codes, out_scales)
@@ -215,11 +219,13 @@ def experts_down(
     """Each pair's contribution, not yet weighted.
 
     Shapes:
-        codes int32 [P, 8, I/32], scales float32 [P, I/32]; part float32 [P, H]
+        codes int32 [P, 8, I/32], with fine slots [P, 2, 8, I/32]; scales float32 [P, I/32]
+        part float32 [P, H]
     """
     tile = tile or tiles_for(pool.layout, fine=pool.fine is not None).down
     layout, n_experts = pool.layout, pool.uniq_slot.shape[0]
     fine, fine_slot = _fine_of(pool)
+    _check_codes(pool, codes)
     _down_kernel[(layout.hidden // tile.rows, n_experts)](
         pool.base, fine, pool.uniq_slot, fine_slot, pool.uniq_pair, codes, scales, part,
         layout.hidden, layout.inter, pool.uniq_pair.shape[1],
@@ -288,6 +294,7 @@ def _gate_up(
 ) -> None:
     layout, n_experts = pool.layout, pool.uniq_slot.shape[0]
     fine, fine_slot = _fine_of(pool)
+    _check_codes(pool, codes)
     _gate_up_kernel[(layout.inter // tile.rows, n_experts)](
         pool.base, fine, pool.uniq_slot, fine_slot, pool.uniq_pair, codes, scales, *outs,
         0.0 if limit is None else limit,
@@ -297,6 +304,12 @@ def _gate_up(
         pool.fine is not None, limit is not None, quantize, ptx,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _check_codes(pool: ExpertPool, codes: Tensor) -> None:
+    """Refuse codes of the other kind, which a kernel would read beyond their end."""
+    if is_wide(codes) != (pool.fine is not None):
+        raise ValueError(f"codes {list(codes.shape)} are of the wrong kind for these slots")
 
 
 def _fine_of(pool: ExpertPool) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,12 @@
 
 Owns the products and the tables that steer them. `expand` decodes a batch of rows to int8 in a
 workspace (25 MB an expert of 4096 x 2048); every tile of pairs then reads it, mostly from L2. A
-block of 32 goes through the int8 tensor cores, exact in int32; float32 adds blocks in order. Twin:
-`reference.expert_mlp`, which adds in another order: results agree to float32's rounding, and from
-run to run bit for bit, whatever the batches are.
+block of 32 goes through the int8 tensor cores, exact in int32, for activations of 15 bits twice;
+float32 adds blocks in order. Twin: `reference.expert_mlp`, which adds in another order: results
+agree to float32's rounding, and from run to run bit for bit, whatever the batches are.
+
+The codes' shape says of how many bits they are (`triton.quant`), whatever the weights are: FP4
+weights with int8 codes are the quick way through a prompt, with 15 bits the exact one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.expert_math import block_words, power_of_two
 from moet_desk.kernels.triton.experts import swiglu
 from moet_desk.kernels.triton.portable import PTX, product
+from moet_desk.kernels.triton.quant import is_wide
 
 _EXPAND_BLOCKS = 256
 """Blocks of 32 weights per program of `expand`: one per thread, 8 KiB written."""
@@ -174,10 +178,12 @@ def _expand_kernel(
 
 
 @triton.jit
-def _add_block(w, x, e, s, total):
+def _add_block(w, x, low, e, s, total, WIDE: tl.constexpr):
     """total + the scaled products of a block; fused by word, so that no tile size rounds else."""
-    dot = tl.dot(w, x, out_dtype=tl.int32).to(tl.float32)
-    return tl.fma(dot, e[:, None] * s[None, :], total)
+    dot = tl.dot(w, x, out_dtype=tl.int32)
+    if WIDE:
+        dot = tl.dot(w, low, dot << 8, out_dtype=tl.int32)
+    return tl.fma(dot.to(tl.float32), e[:, None] * s[None, :], total)
 
 
 @triton.jit(do_not_specialize=["shift"])
@@ -185,8 +191,9 @@ def _grouped_kernel(
     weights, base, tiles, tokens, codes, scales, out, limit, shift,
     N: tl.constexpr, G: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr,
     SCALE_OFFSET: tl.constexpr, B: tl.constexpr, P: tl.constexpr, FINE: tl.constexpr,
-    GATED: tl.constexpr, LIMITED: tl.constexpr,
+    WIDE: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
+    PARTS: tl.constexpr = 2 if WIDE else 1
     tile = tiles + 4 * tl.program_id(1)
     expert, place = tl.load(tile), tl.load(tile + 1)
     first, n_pairs = tl.load(tile + 2), tl.load(tile + 3)
@@ -196,7 +203,7 @@ def _grouped_kernel(
     if GATED:  # activations of a chunk's tokens; those of `down` are the batch's rows
         source = tl.load(tokens + shift + first + p, mask=inside, other=0).to(tl.int64)
     k = tl.arange(0, 32)
-    x_at = codes + source[:, None] * (32 * G) + k[None, :]
+    x_at = codes + source[:, None] * (32 * G * PARTS) + k[None, :]
     s_at = scales + source * G
     n = tl.program_id(0) * B + tl.arange(0, B)
     real = n < N
@@ -207,14 +214,17 @@ def _grouped_kernel(
     total_up = tl.zeros([B, P], tl.float32)
     for g in range(G):
         x = tl.trans(tl.load(x_at + 32 * g, mask=inside[:, None], other=0))
+        low = x
+        if WIDE:
+            low = tl.trans(tl.load(x_at + 32 * (G + g), mask=inside[:, None], other=0))
         s = tl.load(s_at + g, mask=inside, other=0.0)
         w = tl.load(w_at + 32 * g, mask=real[:, None], other=0)
         e = power_of_two(tl.load(e_at + g, mask=real, other=0))
-        total = _add_block(w, x, e, s, total)
+        total = _add_block(w, x, low, e, s, total, WIDE)
         if GATED:
             w = tl.load(w_at + N * (32 * G) + 32 * g, mask=real[:, None], other=0)
             e = power_of_two(tl.load(e_at + N * G + g, mask=real, other=0))
-            total_up = _add_block(w, x, e, s, total_up)
+            total_up = _add_block(w, x, low, e, s, total_up, WIDE)
     if FINE:  # weights were doubled
         total *= 0.5
         total_up *= 0.5
@@ -283,7 +293,7 @@ def grouped_gate_up(
     """swiglu(gate x, up x) of the batch's pairs.
 
     Shapes:
-        workspace from `expand`; codes int8 [M, H] (plain), scales float32 [M, H/32]
+        workspace from `expand`; codes int8 [M, H] or [M, 2, H] (plain), scales float32 [M, H/32]
         out float32 [>= n_rows, I], the batch's rows in order
     """
     _grouped(rows, batch, workspace, groups.tokens, codes, scales, out, limit, gated=True)
@@ -301,7 +311,7 @@ def grouped_down(
     """Contributions of the batch's pairs, not yet weighted.
 
     Shapes:
-        codes int8 [>= n_rows, I] (plain), scales float32 [>= n_rows, I/32]
+        codes int8 [>= n_rows, I] or [>= n_rows, 2, I] (plain), scales float32 [>= n_rows, I/32]
         out float32 [>= n_rows, H], the batch's rows in order
     """
     _grouped(rows, batch, workspace, batch.tiles, codes, scales, out, None, gated=False)
@@ -348,6 +358,6 @@ def _grouped(
         workspace, rows.base, batch.tiles, tokens, codes, scales, out,
         0.0 if limit is None else limit, batch.first,
         n, matrix.groups, layout.slot_floats, offset, scale_at, weight_rows, batch.pairs,
-        rows.fine is not None, gated, limit is not None,
+        rows.fine is not None, is_wide(codes), gated, limit is not None,
         num_warps=8 if batch.pairs > 64 else 4, num_stages=3,
     )  # fmt: skip

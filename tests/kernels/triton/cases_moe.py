@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import triton
@@ -89,16 +90,25 @@ def combine_case() -> Case:
 
 def quant_cases() -> Iterator[Case]:
     signature = {"x": "*fp32", "codes": "*i32", "scales": "*fp32"}
-    common = {"G": 128, "PLAIN": False, "PTX": True}
-    yield Case("quantize_rows", quant._quantize_kernel, signature, common | {"B": 16}, 2, NO_FUSION)
-    yield Case(
-        "rms_norm_quantize",
-        quant._norm_kernel,
-        signature | {"weight": "*fp32", "eps": "fp32", "out": "*fp32"},
-        common | {"B": 128, "PLUS_ONE": False},
-        8,
-        NO_FUSION,
-    )
+    for wide in (False, True):
+        common = {"G": 128, "PLAIN": False, "WIDE": wide, "PTX": True}
+        label = " wide" if wide else ""
+        yield Case(
+            f"quantize_rows{label}",
+            quant._quantize_kernel,
+            signature,
+            common | {"B": 16},
+            2,
+            NO_FUSION,
+        )
+        yield Case(
+            f"rms_norm_quantize{label}",
+            quant._norm_kernel,
+            signature | {"weight": "*fp32", "eps": "fp32", "out": "*fp32"},
+            common | {"B": 128, "PLUS_ONE": False},
+            8,
+            NO_FUSION,
+        )
 
 
 def lookup_case(n_tokens: int, top_k: int) -> Case:
@@ -201,32 +211,32 @@ def grouped_cases() -> Iterator[Case]:
             8,
             wants=("STG.E.128",),
         )
-    for gated in (True, False):
-        for pairs in (16, 32, 64, 128):
-            matrix = layout.gate_up if gated else layout.down
-            yield Case(
-                f"grouped_{'gate_up' if gated else 'down'} pairs={pairs}",
-                grouped._grouped_kernel,
-                pointers("*i8", "weights codes")
-                | pointers("*i32", "tiles tokens")
-                | pointers("*fp32", "scales out")
-                | {"base": "*i64", "limit": "fp32", "shift": "i32"},
-                {
-                    "N": 2048 if gated else 4096,
-                    "G": matrix.groups,
-                    "STRIDE": layout.slot_floats,
-                    "OFFSET": 0,
-                    "SCALE_OFFSET": 0,
-                    "B": 64 if gated else 128,
-                    "P": pairs,
-                    "FINE": False,
-                    "GATED": gated,
-                    "LIMITED": False,
-                },
-                8 if pairs > 64 else 4,
-                {"num_stages": 3},
-                decode=False,
-            )
+    for gated, wide, pairs in product((True, False), (False, True), (16, 32, 64, 128)):
+        matrix = layout.gate_up if gated else layout.down
+        yield Case(
+            f"grouped_{'gate_up' if gated else 'down'}{' wide' if wide else ''} pairs={pairs}",
+            grouped._grouped_kernel,
+            pointers("*i8", "weights codes")
+            | pointers("*i32", "tiles tokens")
+            | pointers("*fp32", "scales out")
+            | {"base": "*i64", "limit": "fp32", "shift": "i32"},
+            {
+                "N": 2048 if gated else 4096,
+                "G": matrix.groups,
+                "STRIDE": layout.slot_floats,
+                "OFFSET": 0,
+                "SCALE_OFFSET": 0,
+                "B": 64 if gated else 128,
+                "P": pairs,
+                "FINE": wide,
+                "WIDE": wide,
+                "GATED": gated,
+                "LIMITED": False,
+            },
+            8 if pairs > 64 else 4,
+            {"num_stages": 3},
+            decode=False,
+        )
 
 
 CASES = [

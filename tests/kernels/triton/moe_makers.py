@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.kernels import reference
+from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.reference.experts import _block_matmul
 from moet_desk.kernels.triton.experts import (
@@ -21,7 +22,7 @@ from moet_desk.kernels.triton.experts import (
     experts_gate_up,
     experts_hidden,
 )
-from moet_desk.kernels.triton.quant import quantize_rows
+from moet_desk.kernels.triton.quant import plain_shape, planar_shape, quantize_rows
 from tests.kernels.makers import Expert, random_expert
 
 
@@ -38,6 +39,10 @@ class Step:
     @property
     def layout(self) -> ExpertLayout:
         return self.experts[0].layout
+
+    @property
+    def kind(self) -> Activations:
+        return Activations.INT15 if self.fine else Activations.INT8
 
     def slot(self, t: int, k: int) -> Tensor:
         expert = self.experts[int(self.ids[t, k])]
@@ -64,7 +69,7 @@ class Step:
 
     def products(self) -> Tensor:
         """The reference's gate_up products before SwiGLU: [T, K, 2I]."""
-        q, s = reference.quantize_activations(self.x)
+        q, s = reference.quantize_activations(self.x, self.kind)
         matrix = self.layout.gate_up
         return self._by_pair(
             lambda t, k: _block_matmul(
@@ -75,7 +80,7 @@ class Step:
     def down_products(self, codes: Tensor, scales: Tensor) -> Tensor:
         """The reference's products of given hidden codes with the down matrices: [T, K, H]."""
         split = self.layout.gate_up.n * self.layout.gate_up.k
-        q, top_k = plain_from_planar(codes).float(), self.ids.shape[1]
+        q, top_k = code_values(codes), self.ids.shape[1]
 
         def one(t: int, k: int) -> Tensor:
             pair = slice(t * top_k + k, t * top_k + k + 1)
@@ -85,14 +90,16 @@ class Step:
 
         return self._by_pair(one)
 
-    def parts(self, limit: float | None = None) -> Tensor:
+    def parts(self, limit: float | None = None, kind: Activations | None = None) -> Tensor:
         """The reference's contribution of each pair: [T, K, H]."""
-        q, s = reference.quantize_activations(self.x)
+        kind = kind or self.kind
+        q, s = reference.quantize_activations(self.x, kind)
         return self._by_pair(
             lambda t, k: reference.expert_mlp(
-                q[t : t + 1], s[t : t + 1], self.slot(t, k), self.layout, limit=limit
+                q[t : t + 1], s[t : t + 1], self.slot(t, k), self.layout,
+                limit=limit, kind=kind,
             )
-        )
+        )  # fmt: skip
 
     def _by_pair(self, one):  # type: ignore[no-untyped-def]
         n_tokens, top_k = self.ids.shape
@@ -103,7 +110,7 @@ class Step:
 @dataclass
 class StepOutput:
     hidden: Tensor  # [P, I]
-    codes: Tensor  # [P, 8, I/32]
+    codes: Tensor  # [P, 8, I/32], with fine slots [P, 2, 8, I/32]
     scales: Tensor  # [P, I/32]
     part: Tensor  # [P, H]
     out: Tensor  # [T, H]
@@ -118,17 +125,29 @@ def random_step(
     return Step(experts, ids, x, torch.rand(n_tokens, top_k), fine)
 
 
-def plain_from_planar(codes: Tensor) -> Tensor:
-    """int8 [T, K] from words [T, 8, K/32]."""
-    rows, _, groups = codes.shape
-    quads = codes.view(torch.int8).view(rows, 8, groups, 4)
-    return quads.permute(0, 2, 1, 3).reshape(rows, 32 * groups)
+def code_values(codes: Tensor) -> Tensor:
+    """Integers of codes in either order and of either kind: float32 [T, H]."""
+    if codes.dtype == torch.int32:
+        quads = codes.view(torch.int8).view(codes.shape[0], -1, 8, codes.shape[-1], 4)
+        parts = quads.permute(0, 1, 3, 2, 4).flatten(2)  # [T, 1 or 2, H]
+    else:
+        parts = codes.view(codes.shape[0], -1, codes.shape[-1])
+    values = parts.float()
+    return values[:, 0] if parts.shape[1] == 1 else 256 * values[:, 0] + values[:, 1]
 
 
-def planar_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    groups = x.shape[1] // 32
-    codes = torch.empty(x.shape[0], 8, groups, dtype=torch.int32, device=x.device)
-    scales = torch.empty(x.shape[0], groups, device=x.device)
+def planar_codes(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], *planar_shape(x.shape[1], kind))
+    codes = torch.empty(shape, dtype=torch.int32, device=x.device)
+    scales = torch.empty(x.shape[0], x.shape[1] // 32, device=x.device)
+    quantize_rows(x, codes, scales)
+    return codes, scales
+
+
+def plain_codes(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], *plain_shape(x.shape[1], kind))
+    codes = torch.empty(shape, dtype=torch.int8, device=x.device)
+    scales = torch.empty(x.shape[0], x.shape[1] // 32, device=x.device)
     quantize_rows(x, codes, scales)
     return codes, scales
 
@@ -148,9 +167,10 @@ def run_step(
     pool, layout = step.pool(device), step.layout
     n_pairs = step.ids.numel()
     branch = {} if ptx is None else {"ptx": ptx}
-    codes, scales = planar_codes(step.x.to(device))
+    codes, scales = planar_codes(step.x.to(device), step.kind)
     hidden = torch.empty(n_pairs, layout.inter, device=device)
-    out_codes = torch.empty(n_pairs, 8, layout.inter // 32, dtype=torch.int32, device=device)
+    code_shape = (n_pairs, *planar_shape(layout.inter, step.kind))
+    out_codes = torch.empty(code_shape, dtype=torch.int32, device=device)
     out_scales = torch.empty(n_pairs, layout.inter // 32, device=device)
     experts_hidden(
         pool, codes, scales, scratch=hidden, out_codes=out_codes, out_scales=out_scales,

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from moet_desk.kernels import reference
-from moet_desk.kernels.layouts import ExpertLayout
-from moet_desk.kernels.triton.experts import Tile, combine, tiles_for
+from moet_desk.kernels.kinds import Activations
+from moet_desk.kernels.layouts import ExpertLayout, pack_expert
+from moet_desk.kernels.triton.experts import Tile, combine, experts_gate_up, tiles_for
+from tests.kernels.makers import Expert
 from tests.kernels.triton.moe_makers import planar_codes, random_step, run_step
 
 SHAPES = [(96, 32, 2), (128, 64, 2), (1056, 32, 1)]  # 3, 4 and 33 blocks
@@ -23,7 +25,7 @@ def test_step__random_experts__reference_bits_up_to_swiglu(
     products = step.products().view(-1, 2 * inter)
     want = reference.swiglu(products[:, :inter], products[:, inter:])
     assert torch.allclose(got.hidden, want, rtol=1e-6, atol=0.0)  # exp differs in the last bit
-    codes, scales = planar_codes(got.hidden)
+    codes, scales = planar_codes(got.hidden, step.kind)
     assert torch.equal(got.codes, codes)
     assert torch.equal(got.scales, scales)
     down = step.down_products(got.codes, got.scales)
@@ -57,14 +59,41 @@ def test_step__tokens_together__each_as_alone(fine: bool) -> None:
         assert torch.equal(got.out[0], together.out[t])
 
 
-def test_step__any_tile__same_bits() -> None:
-    step = random_step(64, 64, 2, 2, fine=False)
+@pytest.mark.parametrize("fine", [False, True])
+def test_step__any_tile__same_bits(fine: bool) -> None:
+    step = random_step(64, 64, 2, 2, fine=fine)
     want = run_step(step)
     for gate_up, down in ((Tile(8, 1), Tile(16, 2)), (Tile(64, 4), Tile(64, 1))):
         got = run_step(step, gate_up=gate_up, down=down)
         assert torch.equal(got.codes, want.codes)
         assert torch.equal(got.scales, want.scales)
         assert torch.equal(got.out, want.out)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_step__codes_of_the_other_kind__refused(fine: bool) -> None:
+    step = random_step(64, 32, 1, 1, fine=fine)
+    other = Activations.INT8 if fine else Activations.INT15
+    codes, scales = planar_codes(step.x, other)
+    with pytest.raises(ValueError, match="wrong kind"):
+        experts_gate_up(step.pool("cpu"), codes, scales, out=torch.empty(1, 32))
+
+
+def test_step__largest_weights_and_activations__exact() -> None:
+    step = random_step(96, 32, 1, 1, fine=True)
+    nibbles = torch.full((32, 96), 7, dtype=torch.uint8)
+    nibbles[1::2] = 15
+    gate = (nibbles, torch.full((32, 3), 120, dtype=torch.uint8))
+    down = (nibbles.T.contiguous(), torch.full((96, 1), 120, dtype=torch.uint8))
+    row, fine_row = pack_expert(gate, gate, down)
+    step.experts = [Expert(step.layout, gate, down, row, fine_row)] * 4
+    step.x = torch.full((1, 96), 3.0)
+    step.x[0, 32:] *= -1
+    got = run_step(step)
+    products = step.products().view(1, 64)
+    want = reference.swiglu(products[:, :32], products[:, 32:])
+    assert torch.allclose(got.hidden, want, rtol=1e-6, atol=0.0)
+    assert torch.equal(got.part, step.down_products(got.codes, got.scales).view(1, 96))
 
 
 def test_step__nan_in_one_token__that_token_only() -> None:

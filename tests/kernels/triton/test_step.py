@@ -21,22 +21,24 @@ OPTIONS: dict[str, Any] = {"kv_format": "f32", "context": 64, "ram_bytes": 10**9
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plane", list(Plane), ids=lambda plane: plane.name)
 @pytest.mark.parametrize("config", ["v3_groups_yarn", "plain_rope"])
-def test_step__tiny_model__equals_the_cpu_engine(config: str, tmp_path: Path) -> None:
+def test_step__tiny_model__equals_the_cpu_engine(config: str, plane: Plane, tmp_path: Path) -> None:
     save_source(random_model(CONFIGS[config], 0.25), tmp_path / "source")
     pack = pack_source(tmp_path / "source", tmp_path / "pack")
     options = EngineOptions(save_heat=False, max_running=4, vram_bytes=10**9, **OPTIONS)
     core = load_cuda(pack, options, device=torch.device("cpu"))
     with loaded(pack, **OPTIONS) as cpu:
-        want = logits_of(cpu, IDS, plane=Plane.BASE, sizes=[1] * len(IDS))
+        want = logits_of(cpu, IDS, plane=plane, sizes=[1] * len(IDS))
     sequence, other = core.kv.reserve(8), core.kv.reserve(8)
     assert sequence is not None
     assert other is not None
     rows = [StepRow(token, sequence, i) for i, token in enumerate(IDS)]
-    together = core.model.run(rows, Plane.BASE).clone()
-    # one int8 activation that rounds the other way is worth about 0.4 % here
-    assert (together - want).abs().max() < 2e-2 * want.std()
-    alone = core.model.run([StepRow(IDS[0], other)], Plane.BASE)
+    together = core.model.run(rows, plane).clone()
+    # an activation that rounds the other way is worth about 0.4 % here, one of 15 bits 0.02 %
+    near = 2e-2 if plane is Plane.BASE else 1e-3
+    assert (together - want).abs().max() < near * want.std()
+    alone = core.model.run([StepRow(IDS[0], other)], plane)
     assert torch.equal(alone[0], together[0])
     assert core.residency.counters(step_s=0.0).lookups == 4 * 4 * 2
     core.close()
