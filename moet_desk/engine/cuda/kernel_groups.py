@@ -31,6 +31,8 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_mla_prepare_kernel": Group.ATTENTION,
     "_rotate_queries_kernel": Group.ATTENTION,
     "_mla_decode_kernel": Group.ATTENTION,
+    "_mla_write_kernel": Group.ATTENTION,
+    "_gqa_write_kernel": Group.ATTENTION,
     "_gqa_prepare_kernel": Group.ATTENTION,
     "_gqa_decode_kernel": Group.ATTENTION,
     "_join_kernel": Group.ATTENTION,

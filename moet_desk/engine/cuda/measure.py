@@ -215,6 +215,7 @@ class ShapeBench:
         progress("Pinning rows")
         arena, memory = make_arena(setup.layout, setup.n_rows, allocate=allocate, device=device)
         self.bandwidth = copy_bandwidth(memory, device) if device.type == "cuda" else None
+        self._memory = memory  # kernels know its address only
         progress("Making dense weights")
         self.kv = KvCache(
             spec.layers[0].mixer, n_layers=len(spec.layers), n_pages=setup.kv_pages,
@@ -257,7 +258,9 @@ class ShapeBench:
             return found.hit_rate
 
         n_slots = self.pool.tables.n_slots
-        guess = 1 / setup.shape.spec.moe_ffn.router.n_experts
+        guess = (
+            0.25 * self.pool.tables.n_layers / n_slots
+        )  # spans more experts than a layer's share
         if n_slots == setup.n_rows:
             rate_at(guess)
             popularity = guess
