@@ -60,6 +60,7 @@ class Setup:
         rows: rows of a step, neighbours in one sequence.
         prefill: tokens of the prompt that is read at the end, 0 for none.
         warm, steps, traced: steps before a measurement, in it, and under the profiler.
+        attempts: most measurements in search of the hit rate.
     """
 
     shape: Shape
@@ -71,6 +72,7 @@ class Setup:
     warm: int = 200
     steps: int = 300
     traced: int = 20
+    attempts: int = 8
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -265,7 +267,7 @@ class ShapeBench:
             rate_at(guess)
             popularity = guess
         else:
-            popularity = find_popularity(rate_at, hit_rate, guess=guess)
+            popularity = find_popularity(rate_at, hit_rate, guess=guess, attempts=setup.attempts)
         steps = tried[popularity]
         if popularity != next(reversed(tried)):
             self.loader.set_popularity(popularity)
