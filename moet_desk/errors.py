@@ -179,6 +179,23 @@ _ROWS: tuple[ErrorSpec, ...] = (
         http=503,
     ),
     ErrorSpec(
+        "MD-RAM-05",
+        "These made-up rows do not fit the RAM limit",
+        "The experts of {shape} take {need} and --ram-limit is {have}. Rows over the limit would be"
+        " read from a drive, but made-up rows are in no file, so that would measure nothing.",
+        "Raise --ram-limit, or measure a real model: moet-desk bench MODEL --arena-rows N",
+        exit=ExitCode.NO_ROOM,
+        http=503,
+    ),
+    ErrorSpec(
+        "MD-GPU-01",
+        "No NVIDIA GPU found",
+        "This needs a CUDA device: {reason}.",
+        "Run it on a computer with an NVIDIA GPU and its driver; nvidia-smi must list it.",
+        exit=ExitCode.UNFIT,
+        http=503,
+    ),
+    ErrorSpec(
         "MD-GPU-05",
         "Not enough memory on the graphics card",
         "The plan needs {need} of VRAM and may use {have}.",

@@ -122,7 +122,7 @@ _EXIT_MEANINGS: Mapping[ExitCode, str] = {
     ExitCode.FAILED: "Any other failure.",
     ExitCode.USAGE: "Wrong arguments, settings or permissions.",
     ExitCode.NOT_FOUND: "There is no such model, chat or folder.",
-    ExitCode.UNFIT: "This model cannot be used.",
+    ExitCode.UNFIT: "This model or this computer cannot be used.",
     ExitCode.NO_ROOM: "It does not fit: RAM, disk or context.",
     ExitCode.NETWORK: "The network failed.",
     ExitCode.DAMAGED: "Stored data is damaged or not complete.",

@@ -8,22 +8,23 @@ the main thread. Absent figures are null, never 0.
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from moet_desk.cli.bench_record import command_line, machine, peak_rss, rounded
+from moet_desk.cli.bench_shape import ShapeWishes, bench_shape, shape_options
 from moet_desk.cli.context import Invocation, engine_options, output_options
 from moet_desk.cli.engine import opened_engine
 from moet_desk.cli.output import Format, print_document, print_text
@@ -75,19 +76,33 @@ class Measured:
 @click.option("--pool-slots", type=int, help="2-bit slots; a smaller pool shows the tiers.")
 @click.option("--arena-rows", type=int, help="Rows kept in RAM.")
 @click.option("--no-pack", is_flag=True, help="Do not time packing (only the demo is packed).")
+@shape_options
 @output_options
-@click.pass_obj
+@click.pass_context
 def bench(
-    invocation: Invocation,
+    ctx: click.Context,
+    /,
     *,
+    shape: str | None,
     model: str,
     repeat: int,
     exact: bool,
     pool_slots: int | None,
     arena_rows: int | None,
     no_pack: bool,
+    **made_up: Any,
 ) -> None:
-    """Measure decode, prefill, first token, loading and packing on this computer."""
+    """Measure decode, prefill, first token, loading and packing on this computer.
+
+    With --shape: the decode step of made-up weights on the GPU, and where its time goes.
+    """
+    invocation: Invocation = ctx.obj
+    of_a_model = ("model", "repeat", "exact", "pool_slots", "arena_rows", "no_pack")
+    if shape is not None:
+        _refuse(ctx, of_a_model, "cannot be used with --shape")
+        bench_shape(invocation, shape, ShapeWishes(**made_up))
+        return
+    _refuse(ctx, made_up, "needs --shape")
     settings = invocation.load_settings().settings
     options = replace(engine_options(settings), save_heat=False)
     if pool_slots is not None:
@@ -106,11 +121,20 @@ def bench(
         load_s = time.perf_counter() - began
         measured = _measure(handle, quality, repeat)
         record = _record(handle, options, measured, quality, repeat)
-    record |= {"pack_s": _rounded(pack_s), "load_s": _rounded(load_s)}
+    record |= {"pack_s": rounded(pack_s), "load_s": rounded(load_s)}
     if invocation.format is Format.HUMAN:
         print_text(_for_people(record))
     else:
         print_document(record)
+
+
+def _refuse(ctx: click.Context, names: Iterable[str], why: str) -> None:
+    """Refuse parameters that were given and would be ignored."""
+    for param in ctx.command.params:
+        given = ctx.get_parameter_source(param.name or "")
+        if param.name in names and given is not ParameterSource.DEFAULT:
+            what = param.name.upper() if isinstance(param, click.Argument) else param.opts[0]
+            raise click.UsageError(f"{what} {why}", ctx)
 
 
 def _time_packing() -> float:
@@ -191,8 +215,8 @@ def _record(
     marks = quantiles(gaps, n=20)
     steps = max(measured.steps, 1)
     return {
-        **_machine(),
-        "command": " ".join(["moet-desk", *sys.argv[1:]]),
+        **machine(),
+        "command": command_line(),
         "shape": info.name if info is not None else None,
         "weights": "real",
         "quality": quality.value,
@@ -202,8 +226,8 @@ def _record(
         "fine_slots": sizes.fine_slots,
         "arena_rows": sizes.arena_rows,
         "rows": sizes.rows,
-        "hit_rate": _rounded(hits / counters.lookups if counters.lookups else None, 4),
-        "wait_share": _rounded(counters.wait_s / counters.step_s if counters.step_s else None, 4),
+        "hit_rate": rounded(hits / counters.lookups if counters.lookups else None, 4),
+        "wait_share": rounded(counters.wait_s / counters.step_s if counters.step_s else None, 4),
         "tokens_per_step": 1.0,
         "acceptance": None,
         "context": info.context if info is not None else None,
@@ -212,8 +236,8 @@ def _record(
         "prefill_tok_per_s": _spread([run.prompt_tokens / run.prefill_s for run in measured.long]),
         "first_token_s": _spread([run.first_token_s for run in measured.short], digits=3),
         "step_ms": {
-            "median": _rounded(median(gaps)), "p05": _rounded(marks[0]),
-            "p95": _rounded(marks[-1]), "by_group": None,
+            "median": rounded(median(gaps)), "p05": rounded(marks[0]),
+            "p95": rounded(marks[-1]), "by_group": None,
         },
         "bytes_per_step": {
             "vram": None, "pcie": None, "ram_to_slot": counters.bytes_ram_to_slot // steps,
@@ -222,62 +246,17 @@ def _record(
         "measured_bw": None,
         "roofline_ratio": None,
         "peak_vram_gib": None,
-        "peak_rss_gib": _rounded(_peak_rss() / GIB),
+        "peak_rss_gib": rounded(peak_rss() / GIB),
         "repeats": repeat,
     }  # fmt: skip
 
 
-def _machine() -> Mapping[str, Any]:
-    import psutil
-
-    return {
-        "gpu": None,
-        "driver": None,
-        "cpu": _cpu_name(),
-        "cores": len(psutil.Process().cpu_affinity()),
-        "ram_gib": _rounded(psutil.virtual_memory().total / GIB, 1),
-        "os": platform.platform(),
-        "commit": _commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(
-            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-        )
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """The commit this program was started from, if it is a git checkout."""
-    folder = Path(__file__).resolve().parents[2]
-    if not (folder / ".git").exists():
-        return None
-    git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(git, check=False, capture_output=True, text=True)
-    return found.stdout.strip() or None
-
-
-def _peak_rss() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def _spread(values: list[float], digits: int = 1) -> dict[str, float | None]:
     return {
-        "median": _rounded(median(values), digits),
-        "least": _rounded(min(values), digits),
-        "most": _rounded(max(values), digits),
+        "median": rounded(median(values), digits),
+        "least": rounded(min(values), digits),
+        "most": rounded(max(values), digits),
     }
-
-
-def _rounded(value: float | None, digits: int = 2) -> float | None:
-    return None if value is None else round(value, digits)
 
 
 def _for_people(record: Mapping[str, Any]) -> str:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers
@@ -18,8 +21,15 @@ from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup
 from moet_desk.kernels.triton.experts import ExpertPool, experts_down, experts_hidden
 from moet_desk.kernels.triton.fetch import Arena, Mailbox, fetch, post, wait
-from moet_desk.store.arena import Arena as HostArena
 from moet_desk.store.pack_format import Plane
+
+
+class HostArena(Protocol):
+    """The arena as the host sees it (`store.arena.Arena`)."""
+
+    def table(self, plane: Plane) -> NDArray[np.int32]:
+        """Place of each row, or -1."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,45 +1,67 @@
-"""Models of real shape with made-up weights, for measuring a step without 70 GB of files.
+"""Models of real shape, as plain numbers, for measuring a step without 70 GB of files.
 
-Rows are made in the pinned arena (many experts share a place: what is moved counts, not what it
-says) and dense weights on the device. The router's bias makes some experts more popular, so that a
-pool of the plan's size answers a wanted share of look-ups. Where a family's attention does not
-exist yet, the nearest one with equal bytes stands in, and `note` says so.
+Where a family's attention does not exist here yet, MLA stands in for it, with sizes chosen so that
+the dense weights have about as many bytes as the model's; `Shape.note` says how far it is off. No
+torch here, so that the command line can list the names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from moet_desk.engine.families.deepseek_v3 import dense_shapes
 from moet_desk.engine.spec import DenseFfn, Layer, Mla, MoeFfn, Rope, Router, Spec
 from moet_desk.kernels.kinds import Score
-from moet_desk.kernels.triton.dense import DenseWeight
 
-SCALE_BLOCK = 128
+_MOST_ROWS, _MOST_PAIRS = 8, 64  # as in `buffers` and `kernels.triton.cache`, which need torch
+_RANK, _ROPE_DIM = 512, 64
+_NVFP4_ENTRY_BYTES = 352
+"""KV bytes per token and layer of MLA with these widths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A named model shape."""
+    """A named model shape.
+
+    Attributes:
+        stands_for: what the model has in the place of plain MLA; None if it has just that.
+        dense_bytes: all weights of the model that are not routed experts, as FP8 files store them
+            (FP8 products, bfloat16 embedding, head and router).
+        kv_token_bytes: the model's own NVFP4 KV bytes per token.
+    """
 
     name: str
     spec: Spec
-    note: str
+    stands_for: str | None
+    dense_bytes: int
+    kv_token_bytes: int
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a step of this shape can have: a look-up takes so many pairs."""
+        return min(_MOST_ROWS, _MOST_PAIRS // self.spec.moe_ffn.router.top_k)
+
+    @property
+    def note(self) -> str | None:
+        """What differs from the model, None if nothing does."""
+        if self.stands_for is None:
+            return None
+        share = len(self.spec.layers) * _NVFP4_ENTRY_BYTES / self.kv_token_bytes
+        return (
+            f"attention: MLA of about equal weight bytes stands in for {self.stands_for};"
+            f" KV per token is {share:.2f} times the model's"
+        )
 
 
-def _mla(*, heads: int, q_rank: int | None, nope: int, value: int, rank: int = 512) -> Mla:
-    rope = Rope(dim=64, base=10000.0, interleaved=True)
-    scale = (nope + 64) ** -0.5
-    return Mla(heads, q_rank, rank, nope, 64, value, scale, 1e-6, rope)
+def _mla(*, heads: int, q_rank: int | None, nope: int, value: int) -> Mla:
+    rope = Rope(dim=_ROPE_DIM, base=10000.0, interleaved=True)
+    scale = (nope + _ROPE_DIM) ** -0.5
+    return Mla(heads, q_rank, _RANK, nope, _ROPE_DIM, value, scale, 1e-6, rope)
 
 
 def _spec(
-    mixer: Mla, *, hidden: int, layers: int, dense: int, dense_inter: int, experts: int, top_k: int,
-    inter: int, shared: int, vocab: int, context: int,
+    mixer: Mla, context: int, *, hidden: int, layers: int, experts: int, top_k: int, inter: int,
+    vocab: int, shared: int = 0, dense: int = 0, dense_inter: int = 0,
 ) -> Spec:  # fmt: skip
     router = Router(experts, top_k, Score.SIGMOID, True, 1, 1, True, 1.0)
     moe = MoeFfn(router, inter, shared)
@@ -52,67 +74,68 @@ def _spec(
     )  # fmt: skip
 
 
-def shapes(context: int) -> Mapping[str, Shape]:
-    """The shapes by name."""
-    v4 = _spec(
-        _mla(heads=128, q_rank=1024, nope=128, value=128), hidden=4096, layers=43, dense=0,
-        dense_inter=0, experts=256, top_k=6, inter=2048, shared=2048, vocab=129280, context=context,
+def _gib(gib: float) -> int:
+    return round(gib * 1024**3)
+
+
+def _deepseek_v4_flash(context: int) -> Shape:
+    spec = _spec(
+        _mla(heads=128, q_rank=1152, nope=128, value=128), context, hidden=4096, layers=43,
+        experts=256, top_k=6, inter=2048, shared=2048, vocab=129280,
     )  # fmt: skip
-    glm = _spec(
-        _mla(heads=64, q_rank=2048, nope=192, value=256), hidden=6144, layers=78, dense=3,
-        dense_inter=12288, experts=256, top_k=8, inter=2048, shared=2048, vocab=154880,
-        context=context,
+    attention = "window, CSA and HCA layers, without mHC, and reads the whole context"
+    return Shape("deepseek-v4-flash", spec, attention, _gib(7.93), 1935)
+
+
+def _glm_5_2(context: int) -> Shape:
+    spec = _spec(
+        _mla(heads=64, q_rank=2048, nope=192, value=256), context, hidden=6144, layers=78,
+        experts=256, top_k=8, inter=2048, shared=2048, vocab=154880, dense=3, dense_inter=12288,
     )  # fmt: skip
-    qwen = _spec(
-        _mla(heads=32, q_rank=None, nope=64, value=128), hidden=2048, layers=48, dense=0,
-        dense_inter=0, experts=128, top_k=8, inter=768, shared=0, vocab=151936, context=context,
+    return Shape("glm-5.2", spec, "MLA with the DSA indexer", _gib(19.21), 26784)
+
+
+def _glm_4_5_air(context: int) -> Shape:
+    # The one dense layer has 10944; blocks of FP8 scales want a multiple of 128.
+    spec = _spec(
+        _mla(heads=96, q_rank=None, nope=64, value=120), context, hidden=4096, layers=46,
+        experts=128, top_k=8, inter=1408, shared=1408, vocab=151552, dense=1, dense_inter=11008,
     )  # fmt: skip
-    stand_in = "attention: MLA with about the same weight bytes stands in for"
-    found = (
-        Shape("deepseek-v4-flash", v4, f"{stand_in} V4's window, CSA and HCA layers; no mHC"),
-        Shape("glm-5.2", glm, f"{stand_in} MLA with the DSA indexer"),
-        Shape("qwen3-30b-a3b", qwen, f"{stand_in} grouped-query attention"),
-    )
-    return {shape.name: shape for shape in found}
+    return Shape("glm-4.5-air", spec, "grouped-query attention", _gib(7.88), 52992)
 
 
-class SyntheticLoader:
-    """Dense weights of a spec's shapes, made on the device; the same seed gives the same model.
+def _qwen3_30b_a3b(context: int) -> Shape:
+    spec = _spec(
+        _mla(heads=32, q_rank=None, nope=64, value=96), context, hidden=2048, layers=48,
+        experts=128, top_k=8, inter=768, vocab=151936,
+    )  # fmt: skip
+    return Shape("qwen3-30b-a3b", spec, "grouped-query attention", _gib(2.03), 27648)
 
-    Args:
-        spec: the model.
-        device: where.
-        popularity: how much the selection bias falls from each expert to the next, in units of the
-            router scores' spread; more makes look-ups hit more.
-    """
 
-    def __init__(self, spec: Spec, device: torch.device, *, popularity: float) -> None:
-        self._device = device
-        self._shapes = dict(dense_shapes(spec))
-        self._random = torch.Generator(device=device).manual_seed(0)
-        self._popularity = popularity
+def _qwen3_next_80b(context: int) -> Shape:
+    spec = _spec(
+        _mla(heads=32, q_rank=None, nope=128, value=192), context, hidden=2048, layers=48,
+        experts=512, top_k=10, inter=512, shared=512, vocab=151936,
+    )  # fmt: skip
+    attention = "DeltaNet (147 MiB of state per token) and gated grouped-query layers"
+    return Shape("qwen3-next-80b", spec, attention, _gib(2.83), 6912)
 
-    def vector(self, name: str) -> Tensor:
-        """Norms are one; a selection bias ranks the experts in a random order."""
-        (size,) = self._shapes[name]
-        if name.endswith("e_score_correction_bias"):
-            order = torch.randperm(size, generator=self._random, device=self._device)
-            return order.float() * (-self._popularity)
-        return torch.ones(size, device=self._device)
 
-    def matrix(self, *names: str) -> DenseWeight:
-        """FP8 with unit-gain scales; the router in float32, its scores spread over 0..1."""
-        rows = sum(self._shapes[name][0] for name in names)
-        width = self._shapes[names[0]][1]
-        values = torch.randn(rows, width, generator=self._random, device=self._device)
-        if names[0].endswith("mlp.gate"):
-            return DenseWeight(values * (2.0 / width**0.5))
-        grid = (-(-rows // SCALE_BLOCK), -(-width // SCALE_BLOCK))
-        scales = torch.full(grid, width**-0.5, device=self._device)
-        return DenseWeight(values.to(torch.float8_e4m3fn), scales)
+def _gpt_oss_120b(context: int) -> Shape:
+    spec = _spec(
+        _mla(heads=32, q_rank=None, nope=64, value=112), context, hidden=2880, layers=36,
+        experts=128, top_k=4, inter=2880, vocab=201088,
+    )  # fmt: skip
+    attention = "grouped-query attention with windows and sinks"
+    return Shape("gpt-oss-120b", spec, attention, _gib(3.07), 10368)
 
-    def table(self, name: str) -> Tensor:
-        """The embedding in bfloat16."""
-        shape = self._shapes[name]
-        values = torch.randn(shape, generator=self._random, device=self._device)
-        return values.to(torch.bfloat16)
+
+SHAPES: Mapping[str, Callable[[int], Shape]] = {
+    "deepseek-v4-flash": _deepseek_v4_flash,
+    "qwen3-30b-a3b": _qwen3_30b_a3b,
+    "qwen3-next-80b": _qwen3_next_80b,
+    "gpt-oss-120b": _gpt_oss_120b,
+    "glm-4.5-air": _glm_4_5_air,
+    "glm-5.2": _glm_5_2,
+}
+"""Name -> the shape for a longest context."""

@@ -1,0 +1,266 @@
+"""`moet-desk bench --shape`: decode steps of a model of real shape with made-up weights on a GPU.
+
+Owns the options, the checks before anything is made, and the record; the measuring is
+`engine.cuda.measure`. Runs in the main thread.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import quantiles
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from moet_desk.cli.bench_record import command_line, machine, peak_rss, rounded
+from moet_desk.cli.context import Invocation
+from moet_desk.cli.models import Size
+from moet_desk.cli.output import Format, print_document, print_text
+from moet_desk.engine.cuda.shapes import SHAPES, Shape
+from moet_desk.errors import fail
+from moet_desk.units import GIB, show_disk, show_memory, show_rate
+
+if TYPE_CHECKING:
+    import torch
+
+    from moet_desk.engine.cuda.measure import Figures
+
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
+
+VRAM_SHARE = 0.9
+"""Part of the card's free memory that is used when nobody says how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeWishes:
+    """What was asked on the command line, sizes in bytes."""
+
+    vram_limit: int | None
+    ram_limit: int | None
+    hit_rate: float
+    context: int
+    rows: int
+    prefill: int
+
+
+def shape_options(command: _Decorated) -> _Decorated:
+    """The options that describe a measurement with made-up weights."""
+    options = (
+        click.option(
+            "--shape", type=click.Choice(list(SHAPES)),
+            help="Measure made-up weights of this model's shape on the GPU instead of a model.",
+        ),
+        click.option("--vram-limit", type=Size(), help="With --shape: VRAM to use, as 32GiB."),
+        click.option("--ram-limit", type=Size(), help="With --shape: RAM for rows, as 96GiB."),
+        click.option(
+            "--hit-rate", default=0.96, show_default=True, type=click.FloatRange(0, 1),
+            help="With --shape: share of look-ups that find their expert in a slot.",
+        ),
+        click.option(
+            "--context", default=8192, show_default=True, type=click.IntRange(64, 1 << 20),
+            help="With --shape: tokens that each step sees.",
+        ),
+        click.option(
+            "--rows", default=1, show_default=True, type=click.IntRange(1, 8),
+            help="With --shape: rows of a step, as of drafts; each counts as a token.",
+        ),
+        click.option(
+            "--prefill", default=0, type=click.IntRange(0, 1 << 20),
+            help="With --shape: also read a prompt of so many tokens.",
+        ),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def bench_shape(invocation: Invocation, name: str, wishes: ShapeWishes) -> None:
+    """Measure a shape and print its record.
+
+    Raises:
+        MoetError: MD-GPU-01 no CUDA device, MD-GPU-05 or MD-RAM-05 it does not fit the limits,
+            MD-RAM-02 memory cannot be pinned.
+    """
+    shape = SHAPES[name](max(wishes.context, wishes.prefill))
+    if wishes.rows > shape.most_rows:
+        raise click.BadParameter(
+            f"a step of {name} has {shape.most_rows} rows at most", param_hint="--rows"
+        )
+    _check_ram(shape, wishes.ram_limit)
+    device = _device()
+    from moet_desk.engine.cuda.measure import Setup, measure
+
+    setup = Setup(
+        shape, device, _vram_bytes(device, wishes.vram_limit), context=wishes.context,
+        rows=wishes.rows, prefill=wishes.prefill,
+    )  # fmt: skip
+    invocation.say(f"Measuring made-up weights of {name}, {setup.n_slots()} slots")
+    figures = measure(setup, hit_rate=wishes.hit_rate, progress=invocation.say)
+    record = {**machine(), **_gpu(device), **make_record(shape, wishes, figures, setup.n_rows)}
+    if invocation.format is Format.HUMAN:
+        print_text(for_people(record))
+    else:
+        print_document(record)
+
+
+def _check_ram(shape: Shape, limit: int | None) -> None:
+    """Refuse a limit that would send rows to a drive: made-up rows are in no file."""
+    from moet_desk.kernels.layouts import ExpertLayout
+
+    spec = shape.spec
+    n_rows = len(spec.main_moe_layers) * spec.moe_ffn.router.n_experts
+    need = n_rows * ExpertLayout(spec.hidden, spec.moe_ffn.inter).base_stride
+    if limit is not None and need > limit:
+        raise fail(
+            "MD-RAM-05", shape=shape.name, need=show_memory(need), have=show_memory(limit),
+            need_bytes=need, have_bytes=limit,
+        )  # fmt: skip
+
+
+def _device() -> torch.device:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda is not None
+        reason = "the driver shows none" if built else "this build of torch has no CUDA"
+        raise fail("MD-GPU-01", reason=reason)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _vram_bytes(device: torch.device, limit: int | None) -> int:
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    if limit is not None and limit > total:
+        raise fail("MD-GPU-05", need=show_memory(limit), have=show_memory(total))
+    return int(VRAM_SHARE * free) if limit is None else limit
+
+
+def _gpu(device: torch.device) -> Mapping[str, Any]:
+    import torch
+
+    return {"gpu": torch.cuda.get_device_name(device), "driver": _driver()}
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, check=False, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return next(iter(found.stdout.split()), None)
+
+
+def make_record(shape: Shape, wishes: ShapeWishes, figures: Figures, n_rows: int) -> dict[str, Any]:
+    """The figures in the schema of bench/records (design §13), without the machine."""
+    steps, bandwidth = figures.steps, figures.bandwidth
+    marks = quantiles(steps.times_ms, n=20)
+    groups = figures.by_group
+    return {
+        "command": command_line(),
+        "shape": shape.name,
+        "note": shape.note,
+        "weights": "synthetic",
+        "vram_limit_gib": _gib(wishes.vram_limit),
+        "ram_limit_gib": _gib(wishes.ram_limit),
+        "base_slots": figures.n_slots,
+        "rows": n_rows,
+        "hit_rate_wanted": wishes.hit_rate,
+        "hit_rate": rounded(steps.hit_rate, 4),
+        "misses_per_step": rounded(steps.misses),
+        "tokens_per_step": wishes.rows,
+        "acceptance": None,
+        "context": wishes.context,
+        "kv_format": "nvfp4",
+        "decode_tok_per_s": rounded(1e3 * wishes.rows / steps.median_ms, 1),
+        "prefill_tokens": wishes.prefill or None,
+        "prefill_tok_per_s": rounded(figures.prefill_tok_per_s, 1),
+        "step_ms": {
+            "median": rounded(steps.median_ms, 3), "p05": rounded(marks[0], 3),
+            "p95": rounded(marks[-1], 3),
+            "by_group": groups and {name: rounded(ms, 3) for name, ms in groups.items()},
+        },
+        "bytes_per_step": {"vram": figures.vram_bytes, "pcie": figures.pcie_bytes, "nvme": None},
+        "achieved_bw": {
+            "vram_bytes_per_s": round(1e3 * figures.vram_bytes / steps.median_ms),
+            "pcie_bytes_per_s": round(1e3 * figures.pcie_bytes / steps.median_ms),
+        },
+        "measured_bw": bandwidth
+        and {
+            "vram_bytes_per_s": round(bandwidth.vram),
+            "pcie_bytes_per_s": round(bandwidth.pcie),
+        },
+        "roofline_ratio": rounded(figures.roofline_ratio, 3),
+        "peak_vram_gib": _gib(figures.peak_vram_bytes),
+        "peak_rss_gib": _gib(peak_rss()),
+        "repeats": len(steps.times_ms),
+    }  # fmt: skip
+
+
+def _gib(n_bytes: int | None) -> float | None:
+    return None if n_bytes is None else rounded(n_bytes / GIB)
+
+
+_WORDS = {
+    "attention": "attention",
+    "dense": "dense products",
+    "router_lookup": "router, look-up",
+    "fetch": "fetch",
+    "experts": "experts",
+    "norms_other": "norms, other",
+    "gaps_host": "gaps, host",
+}
+
+
+def for_people(record: Mapping[str, Any]) -> str:
+    """A record as lines of text."""
+    step, moved = record["step_ms"], record["bytes_per_step"]
+    limit = record["vram_limit_gib"]
+    within = "" if limit is None else f" in {show_memory(limit * GIB)} of VRAM"
+    lines = [f"{record['shape']}, made-up weights, on {record['gpu']}{within}"]
+    if record["note"]:
+        lines.append(f"  note           {record['note']}")
+    lines += [
+        f"  decode         {record['decode_tok_per_s']} tokens/s,"
+        f" {record['tokens_per_step']} per step, context of {record['context']}",
+        f"  step           {step['median']:.2f} ms  (p05 {step['p05']:.2f}, p95 {step['p95']:.2f})",
+        *_group_lines(step),
+        f"  hits           {record['hit_rate']:.1%}, {record['hit_rate_wanted']:.1%} wanted;"
+        f" {record['base_slots']} slots of {record['rows']} experts",
+        f"  VRAM           {show_disk(moved['vram'])} per step{_rates(record, 'vram')}",
+        f"  PCIe           {show_disk(moved['pcie'])} per step{_rates(record, 'pcie')}",
+        f"  roofline       {_or_unknown(record['roofline_ratio'])} of the step is what its bytes"
+        " take at the speed of copies",
+    ]
+    if record["prefill_tok_per_s"] is not None:
+        lines.append(
+            f"  prefill        {record['prefill_tok_per_s']} tokens/s,"
+            f" prompt of {record['prefill_tokens']}"
+        )
+    vram = record["peak_vram_gib"]
+    on_card = "" if vram is None else f"{show_memory(vram * GIB)} of VRAM, "
+    rss = show_memory(record["peak_rss_gib"] * GIB)
+    return "\n".join([*lines, f"  memory         {on_card}{rss} of RAM at most"])
+
+
+def _group_lines(step: Mapping[str, Any]) -> list[str]:
+    groups = step["by_group"]
+    if groups is None:
+        return ["    by kernel    not measured: the driver lets nothing be traced"]
+    return [
+        f"    {_WORDS[name]:<16} {ms:7.3f} ms  {ms / step['median']:4.0%}"
+        for name, ms in groups.items()
+    ]
+
+
+def _rates(record: Mapping[str, Any], tier: str) -> str:
+    """What was reached, and what copies reach."""
+    name = f"{tier}_bytes_per_s"
+    reached, known = show_rate(record["achieved_bw"][name]), record["measured_bw"]
+    return f", {reached}" if known is None else f", {reached} of {show_rate(known[name])}"
+
+
+def _or_unknown(value: float | None) -> str:
+    return "–" if value is None else str(value)

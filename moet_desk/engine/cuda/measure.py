@@ -1,0 +1,401 @@
+"""Decode steps of a model of real shape with made-up weights, measured as the engine runs them.
+
+A step is: host inputs, one graph, logits back on the host, the best token of each row. Tokens are
+random, so that routing follows the routers' biases; those are adjusted until the pool answers the
+wanted share of look-ups. Owned by the thread that measures.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moet_desk.engine.cuda.bandwidth import Bandwidth, copy_bandwidth
+from moet_desk.engine.cuda.kernel_groups import kernel_times, split
+from moet_desk.engine.cuda.pinned import PinnedMemory
+from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
+from moet_desk.engine.cuda.popularity import find_popularity
+from moet_desk.engine.cuda.shapes import Shape
+from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.cuda.synthetic import (
+    SyntheticLoader,
+    dense_bytes,
+    dense_read_bytes,
+    make_arena,
+)
+from moet_desk.engine.kv_cache import KvCache, KvSequence
+from moet_desk.errors import fail
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.layouts import ExpertLayout
+from moet_desk.kernels.reference import mla_entry_bytes
+from moet_desk.store.arena import plain_memory
+from moet_desk.store.pack_format import Plane
+from moet_desk.units import GIB, show_memory
+
+KV_FORM = KvFormat.NVFP4
+RESERVE_BYTES = 3 * GIB // 2
+"""VRAM for activations, graphs and what the allocator cannot use."""
+
+_PAGE_TOKENS = 64
+
+ReadPrompt = Callable[[Sequence[int], KvSequence], None]
+"""Reads tokens into a sequence, behind what it holds, and moves its length on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is measured.
+
+    Attributes:
+        vram_bytes: all that may be used of the card.
+        context: tokens that each step sees, its own included.
+        rows: rows of a step, neighbours in one sequence.
+        prefill: tokens of the prompt that is read at the end, 0 for none.
+        warm, steps, traced: steps before a measurement, in it, and under the profiler.
+        attempts: most measurements in search of the hit rate.
+    """
+
+    shape: Shape
+    device: torch.device
+    vram_bytes: int
+    context: int
+    rows: int = 1
+    prefill: int = 0
+    warm: int = 200
+    steps: int = 300
+    traced: int = 20
+    attempts: int = 8
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of rows whose step is run."""
+        return (self.rows, self.shape.most_rows) if self.prefill else (self.rows,)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the base plane: one per expert and MoE layer."""
+        spec = self.shape.spec
+        return len(spec.main_moe_layers) * spec.moe_ffn.router.n_experts
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """Sizes of an expert."""
+        return ExpertLayout(self.shape.spec.hidden, self.shape.spec.moe_ffn.inter)
+
+    @property
+    def kv_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-max(self.context, self.prefill) // _PAGE_TOKENS) + 1
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """KV bytes per token of all layers."""
+        spec = self.shape.spec
+        mixer = spec.layers[0].mixer
+        return len(spec.layers) * mla_entry_bytes(KV_FORM, mixer.kv_rank, mixer.rope_dim)
+
+    def n_slots(self) -> int:
+        """Slots of the pool: what the limit leaves beside dense weights, KV and activations.
+
+        Raises:
+            MoetError: MD-GPU-05, not even the experts of one layer fit.
+        """
+        least = max(self.widths) * self.shape.spec.moe_ffn.router.top_k
+        fixed = dense_bytes(self.shape.spec) + RESERVE_BYTES
+        fixed += self.kv_pages * _PAGE_TOKENS * self.kv_token_bytes
+        slots = (self.vram_bytes - fixed) // self.layout.base_stride
+        if slots < least:
+            need = fixed + least * self.layout.base_stride
+            have = show_memory(self.vram_bytes)
+            raise fail("MD-GPU-05", need=show_memory(need), have=have)
+        return min(self.n_rows, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Some steps in a row.
+
+    Attributes:
+        times_ms: of each, from the tokens to the next ones.
+        hit_rate: share of look-ups that found their expert in a slot.
+        misses, distinct: per step, rows fetched and distinct experts read.
+    """
+
+    times_ms: tuple[float, ...]
+    hit_rate: float
+    misses: float
+    distinct: float
+
+    @property
+    def median_ms(self) -> float:
+        return median(self.times_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What was measured; None for what this device or request does not give.
+
+    Attributes:
+        vram_bytes, pcie_bytes: per step, read in VRAM and brought over PCIe.
+        by_group: milliseconds of a step by kernel group.
+        attempts: popularities tried.
+    """
+
+    steps: Steps
+    n_slots: int
+    attempts: int
+    vram_bytes: int
+    pcie_bytes: int
+    by_group: Mapping[str, float] | None
+    bandwidth: Bandwidth | None
+    prefill_tok_per_s: float | None
+    peak_vram_bytes: int | None
+
+    @property
+    def roofline_ratio(self) -> float | None:
+        """Share of a step that its bytes alone would take at the bandwidth of copies."""
+        if self.bandwidth is None:
+            return None
+        least_s = max(self.vram_bytes / self.bandwidth.vram, self.pcie_bytes / self.bandwidth.pcie)
+        return 1e3 * least_s / self.steps.median_ms
+
+
+def measure(
+    setup: Setup, *, hit_rate: float, progress: Callable[[str], None] = lambda _: None
+) -> Figures:
+    """Measure decode steps at a hit rate.
+
+    Args:
+        setup: what to measure.
+        hit_rate: the wanted one; with all experts in slots it is 1 whatever is wanted.
+        progress: told what is being done.
+
+    Raises:
+        MoetError: MD-GPU-05, MD-RAM-02, MD-ENG-04.
+    """
+    pinned = PinnedMemory()
+    on_card = setup.device.type == "cuda"
+    if on_card:
+        share = setup.vram_bytes / torch.cuda.mem_get_info(setup.device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), setup.device)
+    try:
+        bench = ShapeBench(setup, pinned.allocate if on_card else plain_memory, progress)
+        return bench.run(hit_rate)
+    except torch.OutOfMemoryError as error:
+        have = show_memory(setup.vram_bytes)
+        raise fail("MD-GPU-05", need=f"more than {have}", have=have) from error
+    finally:
+        pinned.release()
+
+
+class ShapeBench:
+    """A model of made-up weights that is ready to step.
+
+    Args:
+        setup: what to measure; a device that is not a card runs launch by launch, interpreted.
+        allocate: gives the memory of the arena.
+        progress: told what is being done.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        allocate: Callable[[int], mmap.mmap],
+        progress: Callable[[str], None],
+    ) -> None:
+        spec, device, self._setup, self._progress = setup.shape.spec, setup.device, setup, progress
+        n_layers, router = len(spec.main_moe_layers), spec.moe_ffn.router
+        n_slots = setup.n_slots()
+        progress("Pinning rows")
+        arena, memory = make_arena(setup.layout, setup.n_rows, allocate=allocate, device=device)
+        self.bandwidth = copy_bandwidth(memory, device) if device.type == "cuda" else None
+        self._memory = memory  # kernels know its address only
+        progress("Making dense weights")
+        self.kv = KvCache(
+            spec.layers[0].mixer, n_layers=len(spec.layers), n_pages=setup.kv_pages,
+            page_tokens=_PAGE_TOKENS, form=KV_FORM, device=device,
+        )  # fmt: skip
+        self.pool = DevicePool.make(
+            Plane.BASE, arena, n_layers=n_layers, n_experts=router.n_experts, n_slots=n_slots,
+            top_k=router.top_k, device=device,
+        )  # fmt: skip
+        experts = PoolExperts(
+            self.pool, None, setup.layout, n_layers=n_layers, mailbox=None, host=_NoHost()
+        )
+        self.loader = SyntheticLoader(spec, device)
+        self.model = StepModel(
+            spec, self.loader, self.kv, {Plane.BASE: experts},
+            context=self.kv.free_tokens, device=device,
+            error=torch.zeros(1, dtype=torch.int32, device=device),
+        )  # fmt: skip
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the pieces that weights were made from
+        self._random = np.random.default_rng(0)
+        popular = self.loader.rows_by_popularity()[:n_slots]
+        places = [row % memory.shape[0] for row in popular]
+        self.pool.preload(popular[::-1], places[::-1], memory)
+        for rows in sorted(set(setup.widths)):
+            self._capture(rows)
+
+    def run(self, hit_rate: float) -> Figures:
+        """Find the popularity that gives the hit rate, then measure everything there."""
+        setup, tried = self._setup, dict[float, Steps]()
+
+        def rate_at(popularity: float) -> float:
+            self.loader.set_popularity(popularity)
+            self.steps(setup.warm)
+            found = tried[popularity] = self.steps(setup.steps)
+            self._progress(
+                f"Popularity {popularity:.5f}: {found.hit_rate:.2%} hits,"
+                f" {found.median_ms:.2f} ms per step"
+            )
+            return found.hit_rate
+
+        n_slots = self.pool.tables.n_slots
+        guess = (
+            0.25 * self.pool.tables.n_layers / n_slots
+        )  # spans more experts than a layer's share
+        if n_slots == setup.n_rows:
+            rate_at(guess)
+            popularity = guess
+        else:
+            popularity = find_popularity(rate_at, hit_rate, guess=guess, attempts=setup.attempts)
+        steps = tried[popularity]
+        if popularity != next(reversed(tried)):
+            self.loader.set_popularity(popularity)
+            self.steps(setup.warm)
+        by_group, prefill_tok_per_s = self._by_group(steps), self._prefill()
+        return Figures(
+            steps=steps,
+            n_slots=n_slots,
+            attempts=len(tried),
+            vram_bytes=self._vram_bytes(steps),
+            pcie_bytes=round(steps.misses * setup.layout.base_stride),
+            by_group=by_group,
+            bandwidth=self.bandwidth,
+            prefill_tok_per_s=prefill_tok_per_s,
+            peak_vram_bytes=self._peak_vram(),
+        )
+
+    def steps(self, count: int) -> Steps:
+        """Run some steps and say what they took.
+
+        Raises:
+            MoetError: MD-ENG-04, the model gave numbers that are not finite.
+        """
+        sequence, before, times = self._sequence(), self._counts(), []
+        found = self.pool.found[self._setup.rows - 1].n_uniq
+        distinct = torch.zeros_like(found)
+        for _ in range(count):
+            began = time.perf_counter()
+            logits = self._step(sequence)
+            times.append(1e3 * (time.perf_counter() - began))
+            distinct += found  # of the last MoE layer, for all of them
+        self.kv.release(sequence)
+        if not bool(torch.isfinite(logits).all()):
+            raise fail("MD-ENG-04", reason="made-up weights gave invalid numbers", model="MODEL")
+        asked, hits, misses, _ = (self._counts() - before).tolist()
+        n_layers = self.pool.tables.n_layers
+        return Steps(tuple(times), hits / asked, misses / count, int(distinct) * n_layers / count)
+
+    def _step(self, sequence: KvSequence) -> Tensor:
+        rows = self._setup.rows
+        tokens = self._random.integers(self._setup.shape.spec.vocab, size=rows).tolist()
+        steps = [StepRow(token, sequence, i) for i, token in enumerate(tokens)]
+        logits = self.model.run(steps, Plane.BASE)
+        logits.argmax(-1)  # what an answer without sampling costs on the host
+        return logits
+
+    def _sequence(self) -> KvSequence:
+        """A sequence whose next step sees the whole context."""
+        sequence = self.kv.reserve(self._setup.context)
+        if sequence is None:
+            raise ValueError("no KV pages are free")
+        sequence.length = self._setup.context - self._setup.rows
+        return sequence
+
+    def _capture(self, rows: int) -> None:
+        """Run a step once, so that its kernels are compiled, then record it."""
+        self._progress(f"Compiling the step of {rows} rows" if rows > 1 else "Compiling the step")
+        sequence = self._sequence()
+        sequence.length = 0
+        self.model.run([StepRow(0, sequence, i) for i in range(rows)], Plane.BASE)
+        if self._setup.device.type == "cuda":
+            self.model.capture(rows, Plane.BASE)
+        self.kv.release(sequence)
+
+    def _counts(self) -> NDArray[np.int64]:
+        counts: NDArray[np.int64] = self.pool.tables.counters.cpu().numpy().astype(np.int64).sum(0)
+        return counts
+
+    def _vram_bytes(self, steps: Steps) -> int:
+        """Bytes that a step must read: dense weights once, each distinct expert once, KV once."""
+        setup = self._setup
+        experts = steps.distinct * setup.layout.base_bytes
+        kv = setup.context * setup.kv_token_bytes
+        return dense_read_bytes(setup.shape.spec, setup.rows) + round(experts) + kv
+
+    def _by_group(self, steps: Steps) -> Mapping[str, float] | None:
+        count = self._setup.traced
+        if self._setup.device.type != "cuda":
+            return None
+        sequence = self._sequence()
+
+        def some_steps() -> None:
+            for _ in range(count):
+                self._step(sequence)
+
+        times = kernel_times(some_steps)
+        self.kv.release(sequence)
+        return split(times, n_steps=count, step_ms=steps.median_ms) if times else None
+
+    def _peak_vram(self) -> int | None:
+        on_card = self._setup.device.type == "cuda"
+        return torch.cuda.max_memory_reserved(self._setup.device) if on_card else None
+
+    def _prefill(self) -> float | None:
+        if not self._setup.prefill:
+            return None
+        self._progress(f"Reading a prompt of {self._setup.prefill} tokens")
+        read = read_in_steps(self.model, self._setup.shape.most_rows)
+        prompt = self._random.integers(self._setup.shape.spec.vocab, size=self._setup.prefill)
+        return measure_prefill(read, self.kv, prompt.tolist())
+
+
+def measure_prefill(read: ReadPrompt, kv: KvCache, prompt: Sequence[int]) -> float:
+    """Prompt tokens per second; the kernels of `read` must have run before."""
+    sequence = kv.reserve(len(prompt))
+    if sequence is None:
+        raise ValueError(f"no KV pages for a prompt of {len(prompt)} tokens")
+    began = time.perf_counter()
+    read(prompt, sequence)
+    took_s = time.perf_counter() - began
+    kv.release(sequence)
+    return len(prompt) / took_s
+
+
+def read_in_steps(model: StepModel, rows: int) -> ReadPrompt:
+    """Prompts through the decode step, as `CudaPrefiller` reads them."""
+
+    def read(prompt: Sequence[int], sequence: KvSequence) -> None:
+        for at in range(0, len(prompt), rows):
+            tokens = prompt[at : at + rows]
+            model.run([StepRow(t, sequence, i) for i, t in enumerate(tokens)], Plane.BASE)
+            sequence.length += len(tokens)
+
+    return read
+
+
+class _NoHost:
+    """Stands for the host's arena: every row is in it, so no step fails for one."""
+
+    def table(self, plane: Plane) -> NDArray[np.int32]:
+        raise RuntimeError("no row is ever late here")

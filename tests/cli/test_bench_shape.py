@@ -1,0 +1,184 @@
+"""`bench --shape`: refusals, the record and the text, with a measurement that is made up too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moet_desk.cli import bench_shape
+from moet_desk.engine.cuda import measure as measuring
+from moet_desk.engine.cuda.bandwidth import Bandwidth
+from moet_desk.engine.cuda.measure import Figures, Setup, Steps
+from moet_desk.engine.cuda.shapes import SHAPES
+from moet_desk.errors import ExitCode
+from moet_desk.units import GIB
+from tests.cli.conftest import Command
+
+FIELDS = """
+gpu driver cpu ram_gib os commit date command shape weights vram_limit_gib ram_limit_gib hit_rate
+tokens_per_step acceptance context decode_tok_per_s prefill_tok_per_s step_ms bytes_per_step
+measured_bw roofline_ratio peak_vram_gib peak_rss_gib repeats
+""".split()
+
+FIGURES = Figures(
+    steps=Steps(tuple(8 + i / 100 for i in range(301)), 0.9612, 10.01, 258.0),
+    n_slots=3386,
+    attempts=4,
+    vram_bytes=10_000_000_000,
+    pcie_bytes=70_850_000,
+    by_group={
+        "attention": 2.0, "dense": 3.5, "router_lookup": 0.5, "fetch": 1.5, "experts": 1.0,
+        "norms_other": 0.25, "gaps_host": 0.75,
+    },
+    bandwidth=Bandwidth(vram=4e12, pcie=50e9),
+    prefill_tok_per_s=None,
+    peak_vram_bytes=31 * GIB,
+)  # fmt: skip
+
+
+class FakeCard:
+    """Stands for a card: notes what is to be measured and answers at once."""
+
+    def __init__(self) -> None:
+        self.figures = FIGURES
+        self.setups: list[Setup] = []
+        self.hit_rates: list[float] = []
+
+    def measure(self, setup: Setup, *, hit_rate: float, progress: Any) -> Figures:
+        self.setups.append(setup)
+        self.hit_rates.append(hit_rate)
+        progress("Pinning rows")
+        return self.figures
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCard]:
+    fake = FakeCard()
+    monkeypatch.setattr(bench_shape, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(bench_shape, "_gpu", lambda _: {"gpu": "NVIDIA X", "driver": "580.1"})
+    monkeypatch.setattr(bench_shape, "_vram_bytes", lambda _, limit: limit or 24 * GIB)
+    monkeypatch.setattr(measuring, "measure", fake.measure)
+    return fake
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_bench_shape__no_gpu__says_so_and_what_to_do(moet: Command) -> None:
+    result = moet("bench", "--shape", "gpt-oss-120b", "--json")
+    assert result.code == ExitCode.UNFIT
+    assert result.error_code == "MD-GPU-01"
+    assert "nvidia-smi" in result.err
+
+
+def test_bench_shape__rows_over_the_ram_limit__refused_with_both_sizes(moet: Command) -> None:
+    result = moet("bench", "--shape", "deepseek-v4-flash", "--ram-limit", "64GiB", "--json")
+    assert result.code == ExitCode.NO_ROOM
+    assert result.error_code == "MD-RAM-05"
+    assert "72.6 GiB" in result.err
+    assert "64.0 GiB" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--shape", "gpt-5"], "is not one of 'deepseek-v4-flash'"),
+        (["--shape", "glm-5.2", "--vram-limit", "lots"], "lots"),
+        (["--shape", "glm-5.2", "--hit-rate", "96"], "--hit-rate"),
+        (["--shape", "glm-5.2", "--exact"], "--exact cannot be used with --shape"),
+        (["demo", "--shape", "glm-5.2"], "MODEL cannot be used with --shape"),
+        (["--shape", "qwen3-next-80b", "--rows", "7"], "6 rows at most"),
+        (["--prefill", "100"], "--prefill needs --shape"),
+        (["demo", "--vram-limit", "8GiB"], "--vram-limit needs --shape"),
+    ],
+)
+def test_bench_shape__wrong_usage__exit_2_and_words(
+    moet: Command, arguments: list[str], words: str
+) -> None:
+    result = moet("bench", *arguments)
+    assert result.code == ExitCode.USAGE
+    assert words in result.err
+
+
+def test_bench_shape__options__reach_the_measurement(moet: Command, card: FakeCard) -> None:
+    result = moet(
+        "bench", "--shape", "deepseek-v4-flash", "--vram-limit", "32GiB", "--ram-limit", "96 GiB",
+        "--hit-rate", "0.9", "--context", "4096", "--rows", "2", "--prefill", "10000", "--json",
+    )  # fmt: skip
+    assert result.code == 0
+    (setup,) = card.setups
+    assert (setup.vram_bytes, setup.context, setup.rows) == (32 * GIB, 4096, 2)
+    assert (setup.prefill, setup.shape.spec.context) == (10000, 10000)
+    assert setup.widths == (2, 8)
+    assert card.hit_rates == [0.9]
+    assert "Pinning rows" in result.err
+    record = result.document
+    assert (record["vram_limit_gib"], record["ram_limit_gib"]) == (32, 96)
+    assert record["decode_tok_per_s"] == pytest.approx(2000 / 9.5, abs=0.1)
+
+
+def test_bench_shape__record__schema_of_the_bench_records(moet: Command, card: FakeCard) -> None:
+    card.figures = replace(FIGURES, prefill_tok_per_s=812.345)
+    record = moet("bench", "--shape", "deepseek-v4-flash", "--json").document
+    assert set(FIELDS) <= set(record)
+    assert (record["gpu"], record["weights"]) == ("NVIDIA X", "synthetic")
+    assert (record["vram_limit_gib"], record["ram_limit_gib"]) == (None, None)
+    assert (record["tokens_per_step"], record["acceptance"]) == (1, None)
+    assert record["step_ms"]["median"] == 9.5
+    assert record["step_ms"]["p05"] < 8.2
+    assert record["step_ms"]["p95"] > 10.8
+    assert sum(record["step_ms"]["by_group"].values()) == pytest.approx(9.5)
+    assert record["bytes_per_step"] == {"vram": 10**10, "pcie": 70_850_000, "nvme": None}
+    assert record["measured_bw"] == {"vram_bytes_per_s": 4 * 10**12, "pcie_bytes_per_s": 5 * 10**10}
+    assert record["achieved_bw"]["pcie_bytes_per_s"] == pytest.approx(70_850_000 / 9.5e-3, rel=1e-6)
+    assert record["roofline_ratio"] == pytest.approx(2.5 / 9.5, abs=0.001)
+    assert (record["hit_rate"], record["hit_rate_wanted"]) == (0.9612, 0.96)
+    assert (record["decode_tok_per_s"], record["prefill_tok_per_s"]) == (105.3, 812.3)
+    assert (record["peak_vram_gib"], record["repeats"]) == (31, 301)
+    assert "stands in for" in record["note"]
+
+
+def test_bench_shape__nothing_traced__null_and_never_0(moet: Command, card: FakeCard) -> None:
+    card.figures = replace(FIGURES, by_group=None, bandwidth=None, peak_vram_bytes=None)
+    arguments = ("bench", "--shape", "deepseek-v4-flash")
+    record = moet(*arguments, "--json").document
+    absent = ("measured_bw", "roofline_ratio", "peak_vram_gib", "prefill_tok_per_s")
+    assert [record[name] for name in absent] == [None] * 4
+    assert record["step_ms"]["by_group"] is None
+    text = moet(*arguments).out
+    assert "by kernel    not measured" in text
+    assert "None" not in text
+
+
+def test_bench_shape__for_people__one_line_per_figure(moet: Command, card: FakeCard) -> None:
+    card.figures = replace(FIGURES, prefill_tok_per_s=812.345)
+    lines = moet(
+        "bench", "--shape", "deepseek-v4-flash", "--vram-limit", "32GiB", "--prefill", "512"
+    ).out.splitlines()
+    assert lines[0] == "deepseek-v4-flash, made-up weights, on NVIDIA X in 32.0 GiB of VRAM"
+    assert lines[1].startswith("  note           attention: MLA of about equal weight bytes")
+    assert lines[2:] == [
+        "  decode         105.3 tokens/s, 1 per step, context of 8192",
+        "  step           9.50 ms  (p05 8.14, p95 10.86)",
+        "    attention          2.000 ms   21%",
+        "    dense products     3.500 ms   37%",
+        "    router, look-up    0.500 ms    5%",
+        "    fetch              1.500 ms   16%",
+        "    experts            1.000 ms   11%",
+        "    norms, other       0.250 ms    3%",
+        "    gaps, host         0.750 ms    8%",
+        "  hits           96.1%, 96.0% wanted; 3386 slots of 11008 experts",
+        "  VRAM           10.0 GB per step, 1.1 TB/s of 4.0 TB/s",
+        "  PCIe           70.8 MB per step, 7.5 GB/s of 50.0 GB/s",
+        "  roofline       0.263 of the step is what its bytes take at the speed of copies",
+        "  prefill        812.3 tokens/s, prompt of 512",
+        lines[-1],
+    ]
+    assert lines[-1].startswith("  memory         31.0 GiB of VRAM, ")
+
+
+def test_shapes__every_name__can_be_asked_for(moet: Command, card: FakeCard) -> None:
+    for name in SHAPES:
+        assert moet("bench", "--shape", name, "--json").document["shape"] == name

@@ -1,0 +1,283 @@
+"""Measuring made-up models of real shape: numbers, bytes, the search, and one tiny run."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from moet_desk.engine.cuda import measure as measuring
+from moet_desk.engine.cuda.bandwidth import Bandwidth
+from moet_desk.engine.cuda.buffers import MAX_ROWS
+from moet_desk.engine.cuda.kernel_groups import GROUP_OF_KERNEL, Group, group_of, split
+from moet_desk.engine.cuda.measure import RESERVE_BYTES, Figures, Setup, Steps
+from moet_desk.engine.cuda.popularity import TOLERANCE, find_popularity
+from moet_desk.engine.cuda.shapes import SHAPES, Shape
+from moet_desk.engine.cuda.synthetic import (
+    SyntheticLoader,
+    dense_bytes,
+    dense_read_bytes,
+    make_arena,
+    stored_bytes,
+)
+from moet_desk.engine.kv_cache import KvCache, KvSequence
+from moet_desk.engine.spec import DenseFfn, Layer, Mla, MoeFfn, Rope, Router, Spec
+from moet_desk.errors import MoetError
+from moet_desk.kernels.kinds import KvFormat, Score
+from moet_desk.kernels.layouts import ExpertLayout
+from moet_desk.kernels.reference import mla_entry_bytes
+from moet_desk.kernels.triton.cache import MOST_PAIRS
+from moet_desk.store.arena import plain_memory
+from moet_desk.units import GIB, MIB
+
+CPU = torch.device("cpu")
+
+PUBLISHED = {  # routed GiB at 2.25 bits, MiB of an expert, layers, experts chosen
+    "deepseek-v4-flash": (72.6, 6.75, 43, 6),
+    "qwen3-30b-a3b": (7.6, 1.27, 48, 8),
+    "qwen3-next-80b": (20.2, 0.84, 48, 10),
+    "gpt-oss-120b": (30.0, 6.67, 36, 4),
+    "glm-4.5-air": (26.1, 4.64, 46, 8),
+    "glm-5.2": (189.8, 10.12, 78, 8),
+}
+
+
+def tiny_spec() -> Spec:
+    """Every kernel of a step: query latent, a dense layer, a shared expert."""
+    mixer = Mla(2, 32, 32, 16, 16, 16, 0.2, 1e-6, Rope(16, 1e4, interleaved=True))
+    moe = MoeFfn(Router(8, 2, Score.SIGMOID, True, 1, 1, True, 1.0), 32, 128)
+    layers = (Layer(0, mixer, DenseFfn(128)), Layer(1, mixer, moe))
+    return Spec("deepseek_v3", 64, 32, 64, 1e-6, False, layers, None)
+
+
+def tiny(vram_bytes: int) -> Setup:
+    shape = Shape("tiny", tiny_spec(), None, 1, 1)
+    return Setup(shape, CPU, vram_bytes, context=64, warm=1, steps=2, attempts=2)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shape__bytes__are_those_of_the_model(name: str) -> None:
+    shape = SHAPES[name](8192)
+    spec, moe = shape.spec, shape.spec.moe_ffn
+    routed_gib, expert_mib, n_layers, top_k = PUBLISHED[name]
+    layout = ExpertLayout(spec.hidden, moe.inter)
+    n_rows = len(spec.main_moe_layers) * moe.router.n_experts
+    assert n_rows * layout.base_bytes / GIB == pytest.approx(routed_gib, abs=0.06)
+    assert layout.base_bytes / MIB == pytest.approx(expert_mib, abs=0.006)
+    assert (len(spec.layers), moe.router.top_k) == (n_layers, top_k)
+    assert dense_bytes(spec) == pytest.approx(shape.dense_bytes, rel=0.012)
+    assert shape.name == name
+    assert shape.note is not None
+    assert "stands in for" in shape.note
+
+
+def test_shape__limits__are_those_of_the_kernels() -> None:
+    for name, make in SHAPES.items():
+        shape = make(64)
+        mixer, router = shape.spec.layers[0].mixer, shape.spec.moe_ffn.router
+        most = min(MAX_ROWS, MOST_PAIRS // router.top_k)
+        assert shape.most_rows == most, name
+        entry = mla_entry_bytes(KvFormat.NVFP4, mixer.kv_rank, mixer.rope_dim)
+        ratio = len(shape.spec.layers) * entry / shape.kv_token_bytes
+        assert f"{ratio:.2f} times" in str(shape.note)
+        # FP8 scales of gate and up must not share a block
+        for layer in shape.spec.layers:
+            ffn = layer.ffn
+            shared = ffn.inter if isinstance(ffn, DenseFfn) else ffn.shared_inter
+            assert shared % 128 == 0
+
+
+def test_loader__every_tensor__takes_the_bytes_that_are_counted() -> None:
+    loader = SyntheticLoader(tiny_spec(), CPU)
+    for name, shape in loader._shapes.items():
+        if len(shape) == 1:
+            made = [loader.vector(name)]
+        elif name.endswith("embed_tokens"):
+            made = [loader.table(name)]
+        else:
+            weight = loader.matrix(name)
+            made = [weight.values, *([] if weight.scales is None else [weight.scales])]
+        assert sum(t.numel() * t.element_size() for t in made) == stored_bytes(name, shape), name
+    spec = tiny_spec()
+    assert dense_bytes(spec) - dense_read_bytes(spec, 4) == 60 * 32 * 2
+
+
+def test_loader__popularity__ranks_experts_in_place() -> None:
+    loader = SyntheticLoader(tiny_spec(), CPU)
+    bias = loader.vector("model.layers.1.mlp.gate.e_score_correction_bias")
+    loader.set_popularity(0.5)
+    order = torch.argsort(bias, descending=True).tolist()
+    assert sorted(bias.tolist()) == [-3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0]
+    assert loader.rows_by_popularity() == order
+    loader.set_popularity(0.0)
+    assert bias.tolist() == [0.0] * 8
+
+
+def test_arena__few_places__shared_by_all_rows() -> None:
+    layout = ExpertLayout(64, 32)
+    arena, memory = make_arena(
+        layout, 10, allocate=plain_memory, device=CPU, most_bytes=3 * layout.base_stride
+    )
+    assert memory.shape == (3, layout.base_stride)
+    assert arena.place_of.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    blocks = layout.gate_up.n * layout.gate_up.groups
+    assert memory[1, 8 * blocks : 9 * blocks].unique().tolist() == [120]
+    assert memory[2, layout.base_bytes - 1] == 120
+
+
+# -- how even routing must be ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("goal", [0.5, 0.83, 0.96, 0.964, 0.997])
+@pytest.mark.parametrize("scale", [0.0003, 0.004, 0.02])
+def test_find_popularity__smooth_pool__within_tolerance(goal: float, scale: float) -> None:
+    def rate_at(popularity: float) -> float:
+        return 1 - 0.68 * math.exp(-popularity / scale)
+
+    found = find_popularity(rate_at, goal, guess=0.0039)
+    assert abs(rate_at(found) - goal) <= TOLERANCE
+
+
+def test_find_popularity__steep_and_noisy_pool__within_tolerance() -> None:
+    calls: list[float] = []
+
+    def rate_at(popularity: float) -> float:
+        calls.append(popularity)
+        noise = 0.001 * (-1) ** len(calls)
+        return 1 / (1 + math.exp(-(popularity - 0.007) / 0.0008)) * 0.68 + 0.32 + noise
+
+    found = find_popularity(rate_at, 0.96, guess=0.0039)
+    assert abs(rate_at(found) - 0.96) <= TOLERANCE + 0.002
+    assert len(calls) <= 9
+
+
+def test_find_popularity__goal_out_of_reach__nearest_and_it_ends() -> None:
+    calls: list[float] = []
+
+    def rate_at(popularity: float) -> float:
+        calls.append(popularity)
+        return 0.6 + popularity
+
+    assert find_popularity(rate_at, 0.2, guess=0.01, attempts=5) == min(calls)
+    assert len(calls) == 5
+
+
+# -- the plan and what it says of bytes ------------------------------------------------------
+
+
+def test_setup__deepseek_in_32_gib__slots_fill_what_is_left() -> None:
+    setup = Setup(SHAPES["deepseek-v4-flash"](8192), CPU, 32 * GIB, context=8192)
+    slots = setup.n_slots()
+    used = dense_bytes(setup.shape.spec) + slots * setup.layout.base_stride
+    assert 3200 < slots < 3500
+    assert 0 < 32 * GIB - RESERVE_BYTES - used < 200 * MIB
+    whole = Setup(SHAPES["qwen3-30b-a3b"](8192), CPU, 32 * GIB, context=8192)
+    assert whole.n_slots() == whole.n_rows == 48 * 128
+
+
+def test_setup__too_little_vram__says_how_much() -> None:
+    setup = Setup(SHAPES["glm-5.2"](8192), CPU, 12 * GIB, context=8192)
+    with pytest.raises(MoetError) as caught:
+        setup.n_slots()
+    assert caught.value.code == "MD-GPU-05"
+    assert "12.0 GiB" in caught.value.cause
+
+
+def test_figures__roofline__the_slower_bus_counts() -> None:
+    def ratio(vram: int, pcie: int) -> float | None:
+        steps = Steps((9.0, 10.0, 11.0), 0.96, 2.0, 10.0)
+        bandwidth = Bandwidth(vram=4e12, pcie=50e9)
+        return Figures(steps, 10, 1, vram, pcie, None, bandwidth, None, None).roofline_ratio
+
+    assert ratio(8 * 10**9, 0) == pytest.approx(0.2)
+    assert ratio(8 * 10**9, 400 * 10**6) == pytest.approx(0.8)
+
+
+# -- kernel groups ---------------------------------------------------------------------------
+
+
+def test_groups__every_kernel_of_the_step_s_modules__is_in_the_table() -> None:
+    modules = "attention cache dense experts fetch kv_entries latent norms prepare quant route"
+    for name in modules.split():
+        module = importlib.import_module(f"moet_desk.kernels.triton.{name}")
+        launched = re.findall(r"^ +(_\w+_kernel)\[", Path(str(module.__file__)).read_text(), re.M)
+        assert launched or name == "latent", name
+        for kernel in launched:
+            assert kernel in GROUP_OF_KERNEL, f"{kernel} of {name}.py has no group"
+
+
+def test_split__kernels__by_group_with_the_rest_as_gaps() -> None:
+    times = [("_gemv_kernel", 3000.0), ("_down_kernel", 1000.0), ("Memcpy HtoD", 500.0)]
+    found = split(times, n_steps=2, step_ms=5.0)
+    assert found == {
+        "attention": 0, "dense": 1.5, "router_lookup": 0, "fetch": 0, "experts": 0.5,
+        "norms_other": 0.25, "gaps_host": 2.75,
+    }  # fmt: skip
+    assert split(times, n_steps=1, step_ms=2.0)["gaps_host"] == 0
+    assert group_of("_rms_norm_kernel_0d1d2") is Group.OTHER
+    assert group_of("_fetch_kernel_0d1") is Group.FETCH
+
+
+# -- all of it, interpreted ------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the kernels that the interpreter is asked to run."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    seen: set[str] = set()
+    intact: Callable[..., object] = InterpretedFunction.run
+
+    def run(self: InterpretedFunction, *args: object, **kwargs: object) -> object:
+        seen.add(self.fn.__name__)
+        return intact(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    return seen
+
+
+def test_measure_prefill__any_reader__tokens_per_second() -> None:
+    mixer = tiny_spec().layers[0].mixer
+    kv = KvCache(mixer, n_layers=1, n_pages=2, page_tokens=64, form=KvFormat.NVFP4)
+
+    def read(prompt: Sequence[int], sequence: KvSequence) -> None:
+        time.sleep(0.02)
+        sequence.length += len(prompt)
+
+    assert 1000 < measuring.measure_prefill(read, kv, [1] * 100) <= 5000
+    assert kv.free_tokens == 128
+    with pytest.raises(ValueError, match="129 tokens"):
+        measuring.measure_prefill(read, kv, [1] * 129)
+
+
+@pytest.mark.slow
+def test_measure__tiny_model_interpreted__whole_figures(launched: set[str]) -> None:
+    setup, told = tiny(0), list[str]()
+    fixed = dense_bytes(setup.shape.spec) + setup.kv_pages * 64 * setup.kv_token_bytes
+    setup = tiny(RESERVE_BYTES + fixed + 6 * 4096)
+    bench = measuring.ShapeBench(setup, plain_memory, told.append)
+    found = bench.run(0.6)
+    assert (found.n_slots, setup.n_rows, len(found.steps.times_ms)) == (6, 8, 2)
+    assert 1 <= found.attempts <= 2
+    assert found.steps.distinct == 2
+    assert found.steps.hit_rate == 1 - found.steps.misses / 2
+    assert found.vram_bytes == (
+        dense_read_bytes(setup.shape.spec, 1)
+        + 2 * setup.layout.base_bytes
+        + setup.context * setup.kv_token_bytes
+    )
+    assert found.pcie_bytes == round(found.steps.misses * 4096)
+    assert (found.by_group, found.bandwidth, found.roofline_ratio) == (None, None, None)
+    assert sum("hits" in line for line in told) == found.attempts
+    read = measuring.read_in_steps(bench.model, 2)
+    assert measuring.measure_prefill(read, bench.kv, [1, 2, 3]) > 0
+    assert bench.kv.free_tokens == setup.kv_pages * 64
+    assert launched - set(GROUP_OF_KERNEL) == set()
+    assert {"_fetch_kernel", "_lookup_kernel", "_swiglu_gemv_kernel"} <= launched
