@@ -33,13 +33,14 @@ SHAPES = [  # what, outputs, inputs
     ("deepseek q_b", 24576, 1536),
     ("deepseek out", 7168, 16384),
     ("qwen joined", 5120, 2048),
+    ("router", 256, 4096),
     ("demo", 512, 512),
 ]
-SWEPT = ("square", "deepseek joined")
+SWEPT = ("square", "wide", "deepseek joined", "router")
 SWEEP = [
-    GemvTile(rows, warps, stages)
-    for rows, warps in ((4, 4), (8, 4), (8, 8), (16, 4), (16, 8), (32, 8))
-    for stages in (2, 3, 5)
+    GemvTile(rows, warps, unroll)
+    for rows, warps in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (16, 4), (16, 8))
+    for unroll in (1, 2, 4)
 ]
 GEMM_SWEEP = [
     GemmTile(m=128, n=128, k=64, warps=8, stages=3),
@@ -78,7 +79,7 @@ def products(sweep: bool) -> None:
             for rows in (1, 3, 8):
                 x, out = torch.randn(rows, k, device=DEVICE), torch.empty(rows, n, device=DEVICE)
                 used = tile_for(n, rows)
-                others = SWEEP if sweep and rows == 1 and what in SWEPT else []
+                others = SWEEP if sweep and rows in (1, 3) and what in SWEPT else []
                 for tile in [used, *others]:
                     report(
                         "gemv",
@@ -87,7 +88,7 @@ def products(sweep: bool) -> None:
                         shape=f"{what} {n}x{k}",
                         weights=str(dtype).removeprefix("torch."),
                         rows=rows,
-                        tile=f"{tile.rows} rows, {tile.warps} warps, {tile.stages} stages",
+                        tile=f"{tile.rows} rows, {tile.warps} warps, unrolled {tile.unroll}",
                         used=tile == used,
                     )
 

@@ -111,7 +111,7 @@ def test_bench_shape__options__reach_the_measurement(moet: Command, card: FakeCa
     (setup,) = card.setups
     assert (setup.vram_bytes, setup.context, setup.rows) == (32 * GIB, 4096, 2)
     assert (setup.prefill, setup.shape.spec.context) == (10000, 10000)
-    assert setup.widths == (2, 8)
+    assert (setup.entries, setup.chunk) == (setup.shape.seen(4096), 8192)
     assert card.hit_rates == [0.9]
     assert "Pinning rows" in result.err
     record = result.document

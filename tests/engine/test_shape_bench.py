@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,8 @@ import torch
 from moet_desk.engine.cuda import measure as measuring
 from moet_desk.engine.cuda.bandwidth import Bandwidth
 from moet_desk.engine.cuda.buffers import MAX_ROWS
+from moet_desk.engine.cuda.chunk_buffers import chunk_bytes
+from moet_desk.engine.cuda.expert_stream import stage_bytes
 from moet_desk.engine.cuda.kernel_groups import GROUP_OF_KERNEL, Group, group_of, split
 from moet_desk.engine.cuda.measure import RESERVE_BYTES, Figures, Setup, Steps
 from moet_desk.engine.cuda.popularity import TOLERANCE, find_popularity
@@ -26,7 +27,6 @@ from moet_desk.engine.cuda.synthetic import (
     make_arena,
     stored_bytes,
 )
-from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.spec import DenseFfn, Layer, Mla, MoeFfn, Rope, Router, Spec
 from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import KvFormat, Score
@@ -57,8 +57,8 @@ def tiny_spec() -> Spec:
 
 
 def tiny(vram_bytes: int) -> Setup:
-    shape = Shape("tiny", tiny_spec(), None, 1, 1)
-    return Setup(shape, CPU, vram_bytes, context=64, warm=1, steps=2, attempts=2)
+    shape = Shape("tiny", tiny_spec(), None, 1, 2 * 352)
+    return Setup(shape, CPU, vram_bytes, context=64, prefill=3, warm=1, steps=2, attempts=2)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -84,8 +84,9 @@ def test_shape__limits__are_those_of_the_kernels() -> None:
         most = min(MAX_ROWS, MOST_PAIRS // router.top_k)
         assert shape.most_rows == most, name
         entry = mla_entry_bytes(KvFormat.NVFP4, mixer.kv_rank, mixer.rope_dim)
-        ratio = len(shape.spec.layers) * entry / shape.kv_token_bytes
-        assert f"{ratio:.2f} times" in str(shape.note)
+        own = len(shape.spec.layers) * entry
+        assert shape.seen(8192) * own == pytest.approx(8192 * shape.kv_token_bytes, rel=0.01)
+        assert f"{shape.seen(1000) / 1000:.2f} entries" in str(shape.note)
         # FP8 scales of gate and up must not share a block
         for layer in shape.spec.layers:
             ffn = layer.ffn
@@ -121,9 +122,9 @@ def test_loader__popularity__ranks_experts_in_place() -> None:
 
 def test_arena__few_places__shared_by_all_rows() -> None:
     layout = ExpertLayout(64, 32)
-    arena, memory = make_arena(
-        layout, 10, allocate=plain_memory, device=CPU, most_bytes=3 * layout.base_stride
-    )
+    rows = make_arena(layout, 10, allocate=plain_memory, most_bytes=3 * layout.base_stride)
+    memory = rows.memory
+    arena = rows.on(CPU)
     assert memory.shape == (3, layout.base_stride)
     assert arena.place_of.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
     blocks = layout.gate_up.n * layout.gate_up.groups
@@ -243,24 +244,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return seen
 
 
-def test_measure_prefill__any_reader__tokens_per_second() -> None:
-    mixer = tiny_spec().layers[0].mixer
-    kv = KvCache(mixer, n_layers=1, n_pages=2, page_tokens=64, form=KvFormat.NVFP4)
-
-    def read(prompt: Sequence[int], sequence: KvSequence) -> None:
-        time.sleep(0.02)
-        sequence.length += len(prompt)
-
-    assert 1000 < measuring.measure_prefill(read, kv, [1] * 100) <= 5000
-    assert kv.free_tokens == 128
-    with pytest.raises(ValueError, match="129 tokens"):
-        measuring.measure_prefill(read, kv, [1] * 129)
-
-
 @pytest.mark.slow
 def test_measure__tiny_model_interpreted__whole_figures(launched: set[str]) -> None:
     setup, told = tiny(0), list[str]()
     fixed = dense_bytes(setup.shape.spec) + setup.kv_pages * 64 * setup.kv_token_bytes
+    fixed += stage_bytes(setup.layout, 8)
+    fixed += chunk_bytes(setup.shape.spec, 3, context=setup.kv_pages * 64)
     setup = tiny(RESERVE_BYTES + fixed + 6 * 4096)
     bench = measuring.ShapeBench(setup, plain_memory, told.append)
     found = bench.run(0.6)
@@ -276,8 +265,11 @@ def test_measure__tiny_model_interpreted__whole_figures(launched: set[str]) -> N
     assert found.pcie_bytes == round(found.steps.misses * 4096)
     assert (found.by_group, found.bandwidth, found.roofline_ratio) == (None, None, None)
     assert sum("hits" in line for line in told) == found.attempts
-    read = measuring.read_in_steps(bench.model, 2)
-    assert measuring.measure_prefill(read, bench.kv, [1, 2, 3]) > 0
+    assert found.prefill_tok_per_s is not None
+    assert found.prefill_tok_per_s > 0
+    assert "_grouped_kernel" in launched
     assert bench.kv.free_tokens == setup.kv_pages * 64
+    launched.clear()
+    bench.steps(1)
     assert launched - set(GROUP_OF_KERNEL) == set()
     assert {"_fetch_kernel", "_lookup_kernel", "_swiglu_gemv_kernel"} <= launched

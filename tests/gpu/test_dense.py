@@ -61,7 +61,7 @@ def invariant(
         (WeightKind.FP8, 2112, 7168),
         (WeightKind.BF16, 2112, 2048),
         (WeightKind.BF16, 512, 512),
-        (WeightKind.FP8, 500, 520),
+        (WeightKind.FP8, 500, 528),
     ],
 )
 def test_gemv__real_shapes__near_float64_for_any_number_of_rows(
@@ -137,7 +137,7 @@ def test_e4m3__converted_in_hardware_or_by_bits__same_results(
 
 
 @pytest.mark.parametrize("kind", list(WeightKind))
-@pytest.mark.parametrize(("m", "n", "k"), [(300, 4096, 4096), (65, 576, 7168), (33, 500, 520)])
+@pytest.mark.parametrize(("m", "n", "k"), [(300, 4096, 4096), (65, 576, 7168), (33, 500, 528)])
 def test_gemm__chunks_of_a_prompt__within_2e_5(kind: WeightKind, m: int, n: int, k: int) -> None:
     weight, x = dense_weight(n, k, kind, device=GPU), torch.randn(m, k, device=GPU)
     residual = torch.randn(m, n, device=GPU)

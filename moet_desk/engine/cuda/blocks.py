@@ -6,8 +6,11 @@ be captured as one graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.buffers import StepBuffers
@@ -40,6 +43,34 @@ class Experts(Protocol):
     def recover(self) -> None:
         """After a failed step: make the device's view of the arena true again."""
         ...
+
+
+class Branch:
+    """A second stream, for launches that need not wait for those of the main one.
+
+    Between `beside` and `join` the main stream goes on; a capture records both as parallel branches
+    of the graph. On a CPU everything runs in order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Launches inside follow what was launched so far and run beside what comes."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """What is launched from here on follows the branch too."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class MlaLaunches:
@@ -106,7 +137,10 @@ class DenseLaunches:
 class MoeLaunches:
     """Router, routed experts and shared expert: x += shared(n) + sum of weight * expert(n)."""
 
-    def __init__(self, ffn: MoeFfn, load: DenseSource, name: str, *, moe_layer: int) -> None:
+    def __init__(
+        self, ffn: MoeFfn, load: DenseSource, name: str, *, moe_layer: int, branch: Branch
+    ) -> None:
+        self._branch = branch
         self.router: Router = ffn.router
         self.moe_layer = moe_layer
         self.w_router = load.matrix(name + "gate")
@@ -118,15 +152,18 @@ class MoeLaunches:
 
     def launch(self, b: StepBuffers, rows: int, experts: Experts) -> None:
         router, t = self.router, slice(0, rows)
+        if self.shared is not None:  # beside the router, the look-up and the fetch
+            with self._branch.beside():
+                self.shared.launch(b, rows, out=b.shared_out[t], residual=None)
         gemv(b.normed[t], self.w_router, b.router[t])
         route(
             b.router[t], self.bias, ids=b.ids[t], weights=b.weights[t], score=router.score,
             n_groups=router.n_groups, kept_groups=router.kept_groups,
             renormalize=router.renormalize, scale=router.scale,
         )  # fmt: skip
-        if self.shared is not None:
-            self.shared.launch(b, rows, out=b.shared_out[t], residual=None)
         experts(self.moe_layer, b, rows)
+        if self.shared is not None:
+            self._branch.join()
         pairs = rows * router.top_k
         base = None if self.shared is None else b.shared_out[t]
         combine(b.part[:pairs], b.weights[t], base=base, residual=b.x[t], out=b.x[t])
@@ -135,7 +172,7 @@ class MoeLaunches:
 class LayerLaunches:
     """One decoder layer."""
 
-    def __init__(self, layer: Layer, load: DenseSource, *, moe_layer: int) -> None:
+    def __init__(self, layer: Layer, load: DenseSource, *, moe_layer: int, branch: Branch) -> None:
         name = f"model.layers.{layer.index}."
         self.attention_norm = load.vector(name + "input_layernorm")
         self.ffn_norm = load.vector(name + "post_attention_layernorm")
@@ -144,7 +181,9 @@ class LayerLaunches:
         if isinstance(layer.ffn, DenseFfn):
             self.ffn = DenseLaunches(load, name + "mlp.", layer.ffn.inter)
         else:
-            self.ffn = MoeLaunches(layer.ffn, load, name + "mlp.", moe_layer=moe_layer)
+            self.ffn = MoeLaunches(
+                layer.ffn, load, name + "mlp.", moe_layer=moe_layer, branch=branch
+            )
 
     def launch(
         self,

@@ -7,9 +7,9 @@ wanted share of look-ups. Owned by the thread that measures.
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 
@@ -19,13 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moet_desk.engine.cuda.bandwidth import Bandwidth, copy_bandwidth
+from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, chunk_bytes
+from moet_desk.engine.cuda.expert_stream import ChunkExperts, stage_bytes
 from moet_desk.engine.cuda.kernel_groups import kernel_times, split
 from moet_desk.engine.cuda.pinned import PinnedMemory
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
 from moet_desk.engine.cuda.popularity import find_popularity
+from moet_desk.engine.cuda.prefill import ChunkModel
 from moet_desk.engine.cuda.shapes import Shape
 from moet_desk.engine.cuda.step import StepModel, StepRow
 from moet_desk.engine.cuda.synthetic import (
+    SyntheticHost,
     SyntheticLoader,
     dense_bytes,
     dense_read_bytes,
@@ -36,7 +40,7 @@ from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.reference import mla_entry_bytes
-from moet_desk.store.arena import plain_memory
+from moet_desk.store.arena import Allocate, plain_memory
 from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB, show_memory
 
@@ -46,8 +50,11 @@ RESERVE_BYTES = 3 * GIB // 2
 
 _PAGE_TOKENS = 64
 
-ReadPrompt = Callable[[Sequence[int], KvSequence], None]
-"""Reads tokens into a sequence, behind what it holds, and moves its length on."""
+CHUNK_TOKENS = 8192
+"""Prompt tokens that are read together, as the planner chooses for cards of 24 GiB and more."""
+
+PROMPTS = 4
+"""Prompts that are read, the first one to compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ class Setup:
 
     Attributes:
         vram_bytes: all that may be used of the card.
-        context: tokens that each step sees, its own included.
+        context: tokens of the model that each step sees, its own included.
         rows: rows of a step, neighbours in one sequence.
         prefill: tokens of the prompt that is read at the end, 0 for none.
         warm, steps, traced: steps before a measurement, in it, and under the profiler.
@@ -75,11 +82,6 @@ class Setup:
     attempts: int = 8
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Numbers of rows whose step is run."""
-        return (self.rows, self.shape.most_rows) if self.prefill else (self.rows,)
-
-    @property
     def n_rows(self) -> int:
         """Rows of the base plane: one per expert and MoE layer."""
         spec = self.shape.spec
@@ -91,9 +93,19 @@ class Setup:
         return ExpertLayout(self.shape.spec.hidden, self.shape.spec.moe_ffn.inter)
 
     @property
+    def entries(self) -> int:
+        """KV entries that each step sees."""
+        return max(self.rows, self.shape.seen(self.context))
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prompt chunk."""
+        return min(self.prefill, CHUNK_TOKENS)
+
+    @property
     def kv_pages(self) -> int:
         """Pages of the longest sequence."""
-        return -(-max(self.context, self.prefill) // _PAGE_TOKENS) + 1
+        return -(-max(self.entries, self.prefill) // _PAGE_TOKENS) + 1
 
     @property
     def kv_token_bytes(self) -> int:
@@ -108,9 +120,13 @@ class Setup:
         Raises:
             MoetError: MD-GPU-05, not even the experts of one layer fit.
         """
-        least = max(self.widths) * self.shape.spec.moe_ffn.router.top_k
-        fixed = dense_bytes(self.shape.spec) + RESERVE_BYTES
+        spec = self.shape.spec
+        least = self.rows * spec.moe_ffn.router.top_k
+        fixed = dense_bytes(spec) + RESERVE_BYTES
         fixed += self.kv_pages * _PAGE_TOKENS * self.kv_token_bytes
+        if self.prefill:
+            fixed += stage_bytes(self.layout, spec.moe_ffn.router.n_experts)
+            fixed += chunk_bytes(spec, self.chunk, context=self.kv_pages * _PAGE_TOKENS)
         slots = (self.vram_bytes - fixed) // self.layout.base_stride
         if slots < least:
             need = fixed + least * self.layout.base_stride
@@ -208,27 +224,28 @@ class ShapeBench:
     def __init__(
         self,
         setup: Setup,
-        allocate: Callable[[int], mmap.mmap],
+        allocate: Allocate,
         progress: Callable[[str], None],
     ) -> None:
         spec, device, self._setup, self._progress = setup.shape.spec, setup.device, setup, progress
         n_layers, router = len(spec.main_moe_layers), spec.moe_ffn.router
         n_slots = setup.n_slots()
         progress("Pinning rows")
-        arena, memory = make_arena(setup.layout, setup.n_rows, allocate=allocate, device=device)
-        self.bandwidth = copy_bandwidth(memory, device) if device.type == "cuda" else None
-        self._memory = memory  # kernels know its address only
+        rows = make_arena(setup.layout, setup.n_rows, allocate=allocate)
+        self._host = SyntheticHost({Plane.BASE: rows})
+        on_card = device.type == "cuda"
+        self.bandwidth = copy_bandwidth(rows.memory, device) if on_card else None
         progress("Making dense weights")
         self.kv = KvCache(
             spec.layers[0].mixer, n_layers=len(spec.layers), n_pages=setup.kv_pages,
             page_tokens=_PAGE_TOKENS, form=KV_FORM, device=device,
         )  # fmt: skip
         self.pool = DevicePool.make(
-            Plane.BASE, arena, n_layers=n_layers, n_experts=router.n_experts, n_slots=n_slots,
-            top_k=router.top_k, device=device,
+            Plane.BASE, rows.on(device), n_layers=n_layers, n_experts=router.n_experts,
+            n_slots=n_slots, top_k=router.top_k, device=device,
         )  # fmt: skip
         experts = PoolExperts(
-            self.pool, None, setup.layout, n_layers=n_layers, mailbox=None, host=_NoHost()
+            self.pool, None, setup.layout, n_layers=n_layers, mailbox=None, host=self._host
         )
         self.loader = SyntheticLoader(spec, device)
         self.model = StepModel(
@@ -240,10 +257,9 @@ class ShapeBench:
             torch.cuda.empty_cache()  # the pieces that weights were made from
         self._random = np.random.default_rng(0)
         popular = self.loader.rows_by_popularity()[:n_slots]
-        places = [row % memory.shape[0] for row in popular]
-        self.pool.preload(popular[::-1], places[::-1], memory)
-        for rows in sorted(set(setup.widths)):
-            self._capture(rows)
+        places = rows.table[popular].tolist()
+        self.pool.preload(popular[::-1], places[::-1], rows.memory)
+        self._capture(setup.rows)
 
     def run(self, hit_rate: float) -> Figures:
         """Find the popularity that gives the hit rate, then measure everything there."""
@@ -316,10 +332,10 @@ class ShapeBench:
 
     def _sequence(self) -> KvSequence:
         """A sequence whose next step sees the whole context."""
-        sequence = self.kv.reserve(self._setup.context)
+        sequence = self.kv.reserve(self._setup.entries)
         if sequence is None:
             raise ValueError("no KV pages are free")
-        sequence.length = self._setup.context - self._setup.rows
+        sequence.length = self._setup.entries - self._setup.rows
         return sequence
 
     def _capture(self, rows: int) -> None:
@@ -340,7 +356,7 @@ class ShapeBench:
         """Bytes that a step must read: dense weights once, each distinct expert once, KV once."""
         setup = self._setup
         experts = steps.distinct * setup.layout.base_bytes
-        kv = setup.context * setup.kv_token_bytes
+        kv = setup.entries * setup.kv_token_bytes
         return dense_read_bytes(setup.shape.spec, setup.rows) + round(experts) + kv
 
     def _by_group(self, steps: Steps) -> Mapping[str, float] | None:
@@ -362,40 +378,38 @@ class ShapeBench:
         return torch.cuda.max_memory_reserved(self._setup.device) if on_card else None
 
     def _prefill(self) -> float | None:
-        if not self._setup.prefill:
+        """Prompt tokens per second, with routing so even that every expert is needed."""
+        setup, spec = self._setup, self._setup.shape.spec
+        if not setup.prefill:
             return None
-        self._progress(f"Reading a prompt of {self._setup.prefill} tokens")
-        read = read_in_steps(self.model, self._setup.shape.most_rows)
-        prompt = self._random.integers(self._setup.shape.spec.vocab, size=self._setup.prefill)
-        return measure_prefill(read, self.kv, prompt.tolist())
+        self._progress(f"Reading a prompt of {setup.prefill} tokens")
+        self.loader.set_popularity(0.0)
+        buffers = ChunkBuffers.make(
+            spec, setup.chunk, context=self.kv.free_tokens, device=setup.device
+        )
+        with ThreadPoolExecutor(1) as readers:
+            experts = ChunkExperts(
+                {Plane.BASE: self.pool}, self._host, setup.layout, buffers,
+                n_experts=spec.moe_ffn.router.n_experts, readers=readers, bounce={},
+            )  # fmt: skip
+            model = ChunkModel(self.model, self.kv, buffers, experts)
+            prompt = self._random.integers(spec.vocab, size=setup.prefill).tolist()
+            times = [read_prompt(model, self.kv, prompt) for _ in range(PROMPTS)]
+        return setup.prefill / median(times[1:])  # the first one compiles
 
 
-def measure_prefill(read: ReadPrompt, kv: KvCache, prompt: Sequence[int]) -> float:
-    """Prompt tokens per second; the kernels of `read` must have run before."""
+def read_prompt(model: ChunkModel, kv: KvCache, prompt: Sequence[int]) -> float:
+    """Seconds from a prompt's tokens to the scores behind its last one."""
     sequence = kv.reserve(len(prompt))
     if sequence is None:
         raise ValueError(f"no KV pages for a prompt of {len(prompt)} tokens")
     began = time.perf_counter()
-    read(prompt, sequence)
+    for at in range(0, len(prompt), model.most_rows):
+        chunk = model.begin(prompt[at : at + model.most_rows], sequence, Plane.BASE)
+        while chunk.next_layer < model.n_layers:
+            model.layer(chunk)
+        model.logits(chunk)
+        sequence.length += chunk.rows.n
     took_s = time.perf_counter() - began
     kv.release(sequence)
-    return len(prompt) / took_s
-
-
-def read_in_steps(model: StepModel, rows: int) -> ReadPrompt:
-    """Prompts through the decode step, as `CudaPrefiller` reads them."""
-
-    def read(prompt: Sequence[int], sequence: KvSequence) -> None:
-        for at in range(0, len(prompt), rows):
-            tokens = prompt[at : at + rows]
-            model.run([StepRow(t, sequence, i) for i, t in enumerate(tokens)], Plane.BASE)
-            sequence.length += len(tokens)
-
-    return read
-
-
-class _NoHost:
-    """Stands for the host's arena: every row is in it, so no step fails for one."""
-
-    def table(self, plane: Plane) -> NDArray[np.int32]:
-        raise RuntimeError("no row is ever late here")
+    return took_s

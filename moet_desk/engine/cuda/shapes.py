@@ -46,11 +46,16 @@ class Shape:
         """What differs from the model, None if nothing does."""
         if self.stands_for is None:
             return None
-        share = len(self.spec.layers) * _NVFP4_ENTRY_BYTES / self.kv_token_bytes
         return (
             f"attention: MLA of about equal weight bytes stands in for {self.stands_for};"
-            f" KV per token is {share:.2f} times the model's"
+            f" decode reads {self.seen(1000) / 1000:.2f} entries per token of context, so that"
+            " the KV bytes are the model's; a prompt's rows see all rows before them"
         )
+
+    def seen(self, context: int) -> int:
+        """Entries of MLA that have the bytes of the model's KV of `context` tokens."""
+        own = len(self.spec.layers) * _NVFP4_ENTRY_BYTES
+        return max(1, -(-context * self.kv_token_bytes // own))
 
 
 def _mla(*, heads: int, q_rank: int | None, nope: int, value: int) -> Mla:
@@ -83,7 +88,7 @@ def _deepseek_v4_flash(context: int) -> Shape:
         _mla(heads=128, q_rank=1152, nope=128, value=128), context, hidden=4096, layers=43,
         experts=256, top_k=6, inter=2048, shared=2048, vocab=129280,
     )  # fmt: skip
-    attention = "window, CSA and HCA layers, without mHC, and reads the whole context"
+    attention = "window, CSA and HCA layers, without mHC"
     return Shape("deepseek-v4-flash", spec, attention, _gib(7.93), 1935)
 
 

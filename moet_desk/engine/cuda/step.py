@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moet_desk.engine.cuda.blocks import Experts, LayerLaunches
+from moet_desk.engine.cuda.blocks import Branch, Experts, LayerLaunches
 from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers, StepInputs
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
@@ -80,9 +80,9 @@ class StepModel:
         self.cos, self.sin = rope.cos.to(device), rope.sin.to(device)
         self.interleaved = spec.layers[0].mixer.rope.interleaved
         self.layers: list[LayerLaunches] = []
-        n_moe = 0
+        n_moe, branch = 0, Branch(device)
         for layer in spec.layers:
-            self.layers.append(LayerLaunches(layer, load, moe_layer=n_moe))
+            self.layers.append(LayerLaunches(layer, load, moe_layer=n_moe, branch=branch))
             n_moe += isinstance(layer.ffn, MoeFfn)
         self.buffers = StepBuffers.make(spec, device)
         self._inputs = StepInputs(-(-context // kv.page_tokens), device)

@@ -8,11 +8,13 @@ look-ups. Owned by the thread that measures.
 from __future__ import annotations
 
 import math
-import mmap
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moet_desk.engine.families.deepseek_v3 import dense_shapes
@@ -20,6 +22,8 @@ from moet_desk.engine.spec import Spec
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton import fetch
 from moet_desk.kernels.triton.dense import DenseWeight
+from moet_desk.store.arena import Allocate
+from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB
 
 ARENA_BYTES = 4 * GIB
@@ -122,23 +126,60 @@ def make_arena(
     layout: ExpertLayout,
     n_rows: int,
     *,
-    allocate: Callable[[int], mmap.mmap],
-    device: torch.device,
+    allocate: Allocate,
+    plane: Plane = Plane.BASE,
     most_bytes: int = ARENA_BYTES,
-) -> tuple[fetch.Arena, Tensor]:
-    """Rows with sane scales in memory from `allocate`; row r lies at place r modulo the places.
-
-    Returns:
-        the arena as kernels see it, and its memory, uint8 [places, stride]
-    """
-    stride = layout.base_stride
+) -> SyntheticRows:
+    """Rows with sane scales in memory from `allocate`; row r lies at place r modulo the places."""
+    stride = layout.base_stride if plane is Plane.BASE else layout.fine_stride
     places = max(1, min(n_rows, most_bytes // stride))
-    memory = torch.frombuffer(allocate(places * stride), dtype=torch.uint8).view(places, stride)
-    row = torch.randint(0, 256, (stride,), dtype=torch.uint8)
-    at = layout.gate_up.base_bytes
-    for begin, matrix in ((0, layout.gate_up), (at, layout.down)):
-        scales = begin + 8 * matrix.n * matrix.groups
-        row[scales : begin + matrix.base_bytes] = _ROW_SCALE
-    memory[:] = row
-    place_of = (torch.arange(n_rows) % places).int().to(device)
-    return fetch.Arena(memory.data_ptr(), place_of, stride), memory
+    memory = torch.frombuffer(allocate(places * stride, stride), dtype=torch.uint8)
+    row = torch.zeros(stride, dtype=torch.uint8)  # of the fine plane: digits
+    if plane is Plane.BASE:
+        row = torch.randint(0, 256, (stride,), dtype=torch.uint8)
+        at = layout.gate_up.base_bytes
+        for begin, matrix in ((0, layout.gate_up), (at, layout.down)):
+            scales = begin + 8 * matrix.n * matrix.groups
+            row[scales : begin + matrix.base_bytes] = _ROW_SCALE
+    rows = memory.view(places, stride)
+    rows[:] = row
+    return SyntheticRows(rows, (np.arange(n_rows) % places).astype(np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticRows:
+    """Made-up rows of one plane.
+
+    Attributes:
+        memory: uint8 [places, stride].
+        table: int32 [rows], the place of each.
+    """
+
+    memory: Tensor
+    table: NDArray[np.int32]
+
+    def on(self, device: torch.device) -> fetch.Arena:
+        """The rows as kernels see them; `memory` must outlive it."""
+        place_of = torch.from_numpy(self.table).to(device)
+        return fetch.Arena(self.memory.data_ptr(), place_of, self.memory.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticHost:
+    """Stands for the host's arena: every row is in RAM, so none is read from a drive."""
+
+    rows: Mapping[Plane, SyntheticRows]
+
+    def table(self, plane: Plane) -> NDArray[np.int32]:
+        """Row -> place."""
+        return self.rows[plane].table
+
+    def memory(self, plane: Plane) -> Tensor:
+        """The places."""
+        return self.rows[plane].memory
+
+    def read_aside(
+        self, plane: Plane, rows: Sequence[int], into: Sequence[Tensor], run: ThreadPoolExecutor
+    ) -> None:
+        """Never called."""
+        raise RuntimeError("no row is ever late here")

@@ -20,12 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moet_desk.kernels.triton.numbers import (
-    e4m3_value,
-    halving_sum,
-    has_e4m3,
-    lanes_of,
-)
+from moet_desk.kernels.triton.numbers import e4m3_value, halving_sum, has_e4m3
+from moet_desk.kernels.triton.portable import PTX
 
 SCALE_BLOCK = 128
 """Rows and columns of an e4m3 weight that share one scale."""
@@ -71,6 +67,8 @@ class DenseWeight:
             raise ValueError(
                 f"scales {found} do not fit a {self.kind.value} weight of {wanted} blocks"
             )
+        if self.k % RUN[self.kind]:
+            raise ValueError(f"{self.k} inputs are not whole runs of {RUN[self.kind]}")
 
     @property
     def kind(self) -> WeightKind:
@@ -108,7 +106,7 @@ class GemvTile:
 
     rows: int
     warps: int
-    stages: int
+    unroll: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +132,116 @@ def weight_tile(pointers, mask, KIND: tl.constexpr, HARDWARE: tl.constexpr):
         return raw.to(tl.float32)
 
 
+_FOUR_E4M3 = tl.constexpr(
+    "{ .reg .b16 low, high, a, b, c, d; .reg .b32 p, q;"
+    " mov.b32 {low, high}, $4;"
+    " cvt.rn.f16x2.e4m3x2 p, low; cvt.rn.f16x2.e4m3x2 q, high;"
+    " mov.b32 {a, b}, p; mov.b32 {c, d}, q;"
+    " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"
+)
+# Weights are read once: they need no room in L1.
+_SIXTEEN_BYTES = tl.constexpr("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
+_SIXTEEN_BYTES_OR_0 = tl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $5, 0;"
+    " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+    " @p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
+)
+_FOUR_FLOATS = tl.constexpr("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];")
+_FOUR_FLOATS_OR_0 = tl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $5, 0;"
+    " mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; mov.f32 $2, 0f00000000;"
+    " mov.f32 $3, 0f00000000; @p ld.global.v4.f32 {$0, $1, $2, $3}, [$4]; }"
+)
+_ONE_FLOAT = tl.constexpr("ld.global.nc.f32 $0, [$1];")
+
+
+@triton.jit
+def _four_words(pointers, seen, EVEN: tl.constexpr, PTX: tl.constexpr):
+    """The four int32 from each pointer on, as tensors of the pointers' shape; 0 where not `seen`.
+
+    Written as PTX, because a 16-byte load of Triton's own comes in a layout that makes every use
+    of it cross shared memory (seen in the SASS: 16 barriers per 512 weights).
+    """
+    if PTX and EVEN:
+        words = tl.inline_asm_elementwise(
+            _SIXTEEN_BYTES, "=r,=r,=r,=r,l", [pointers.to(tl.int64)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    elif PTX:
+        words = tl.inline_asm_elementwise(
+            _SIXTEEN_BYTES_OR_0, "=&r,=&r,=&r,=&r,l,r",
+            [pointers.to(tl.int64), tl.broadcast_to(seen, pointers.shape).to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        words = (
+            tl.load(pointers, mask=seen, other=0),
+            tl.load(pointers + 1, mask=seen, other=0),
+            tl.load(pointers + 2, mask=seen, other=0),
+            tl.load(pointers + 3, mask=seen, other=0),
+        )
+    return words
+
+
+@triton.jit
+def _four_floats(pointers, seen, EVEN: tl.constexpr, PTX: tl.constexpr):
+    """Like `_four_words` for float32 that stays in L1."""
+    if PTX and EVEN:
+        values = tl.inline_asm_elementwise(
+            _FOUR_FLOATS, "=f,=f,=f,=f,l", [pointers.to(tl.int64)],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    elif PTX:
+        values = tl.inline_asm_elementwise(
+            _FOUR_FLOATS_OR_0, "=&f,=&f,=&f,=&f,l,r",
+            [pointers.to(tl.int64), tl.broadcast_to(seen, pointers.shape).to(tl.int32)],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        values = (
+            tl.load(pointers, mask=seen, other=0.0),
+            tl.load(pointers + 1, mask=seen, other=0.0),
+            tl.load(pointers + 2, mask=seen, other=0.0),
+            tl.load(pointers + 3, mask=seen, other=0.0),
+        )
+    return values
+
+
+@triton.jit
+def _one_float(pointers, PTX: tl.constexpr):
+    """A float32 behind each pointer; a load of Triton's own would choose everyone's layout."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _ONE_FLOAT, "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _run_values(words, KIND: tl.constexpr, HARDWARE: tl.constexpr):
+    """The weights in four words, in order: a float32 tensor per place of a lane's run."""
+    values = ()
+    for i in tl.static_range(4):
+        if KIND == "f32":
+            values = values + (words[i].to(tl.float32, bitcast=True),)
+        elif KIND == "bf16":
+            values = values + (
+                (words[i] << 16).to(tl.float32, bitcast=True),
+                (words[i] & -65536).to(tl.float32, bitcast=True),
+            )
+        elif HARDWARE:
+            values = values + tl.inline_asm_elementwise(
+                _FOUR_E4M3, "=f,=f,=f,=f,r", [words[i]],
+                dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            for byte in tl.static_range(4):
+                code = ((words[i] >> (8 * byte)) & 255).to(tl.uint8)
+                values = values + (e4m3_value(code, False),)
+    return values
+
+
 @triton.jit
 def _gemv_sums(
     x,
@@ -141,54 +249,42 @@ def _gemv_sums(
     weight,
     scales,
     rows,
-    live,
     K: tl.constexpr,
     SCALE_K: tl.constexpr,
     T: tl.constexpr,
     ROWS: tl.constexpr,
     RUN: tl.constexpr,
     KIND: tl.constexpr,
-    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
     HARDWARE: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Products of T rows of x with weight rows `rows` [ROWS]: a tuple of T tensors [ROWS]."""
     STEP: tl.constexpr = 32 * RUN  # 32: lanes of the summing order, and of a warp
-    lane = tl.arange(0, 32)
-    column = tl.arange(0, STEP)
-    line = weight + rows.to(tl.int64) * K
+    EVEN: tl.constexpr = K % STEP == 0
+    lane = tl.arange(0, 32)[None, :]
+    line = weight.to(tl.pointer_type(tl.int32)) + (rows.to(tl.int64) * (K * 4 // RUN))[:, None]
     sums = ()
     for _ in tl.static_range(T):
         sums = sums + (tl.zeros([ROWS, 32], tl.float32),)
-    for k0 in tl.range(0, K, STEP, num_stages=STAGES):
-        k = k0 + column
-        if K % STEP == 0:
-            mask = live[:, None] & (column >= 0)[None, :]
-            seen = column >= 0
-        else:
-            seen = k < K
-            mask = live[:, None] & seen[None, :]
-        tile = lanes_of(weight_tile(line[:, None] + k[None, :], mask, KIND, HARDWARE), ROWS, RUN)
+    for k0 in tl.range(0, K, STEP, num_stages=1, loop_unroll_factor=UNROLL):
+        k = k0 + lane * RUN
+        tile = _run_values(
+            _four_words(line + k0 * 4 // RUN + lane * 4, k < K, EVEN, PTX), KIND, HARDWARE
+        )
         if KIND == "fp8":
-            block = (k0 + lane * RUN) // 128
-            scale = tl.load(
-                scales + (rows // 128 * SCALE_K)[:, None] + block[None, :],
-                mask=live[:, None] & (block < SCALE_K)[None, :],
-                other=0.0,
-            )
+            at = (rows // 128 * SCALE_K)[:, None] + tl.minimum(k // 128, SCALE_K - 1)
+            scale = _one_float(scales + at, PTX)
         moved = ()
         for t in tl.static_range(T):
-            xs = tl.load(x + t * x_stride + k, mask=seen, other=0.0)
-            xs = lanes_of(xs[None, :], 1, RUN)
+            run = tl.zeros([ROWS, 32], tl.float32) if KIND == "fp8" else sums[t]
+            for j in tl.static_range(RUN // 4):
+                xs = _four_floats(x + t * x_stride + k + 4 * j, k < K, EVEN, PTX)
+                for i in tl.static_range(4):
+                    run = tl.fma(tile[4 * j + i], tl.broadcast_to(xs[i], (ROWS, 32)), run)
             if KIND == "fp8":
-                run = tile[0] * xs[0]
-                for i in tl.static_range(1, RUN):
-                    run = tl.fma(tile[i], tl.broadcast_to(xs[i], (ROWS, 32)), run)
-                moved = moved + (tl.fma(run, scale, sums[t]),)
-            else:
-                run = sums[t]
-                for i in tl.static_range(RUN):
-                    run = tl.fma(tile[i], tl.broadcast_to(xs[i], (ROWS, 32)), run)
-                moved = moved + (run,)
+                run = tl.fma(run, scale, sums[t])
+            moved = moved + (run,)
         sums = moved
     out = ()
     for t in tl.static_range(T):
@@ -216,8 +312,9 @@ def _gemv_kernel(
     ROWS: tl.constexpr,
     RUN: tl.constexpr,
     KIND: tl.constexpr,
-    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
     HARDWARE: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     head = tl.program_id(1)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -227,16 +324,16 @@ def _gemv_kernel(
         x_stride,
         weight,
         scales,
-        FIRST + head * PITCH + n,
-        live,
+        FIRST + head * PITCH + tl.where(live, n, 0),
         K,
         (K + 127) // 128,
         T,
         ROWS,
         RUN,
         KIND,
-        STAGES,
+        UNROLL,
         HARDWARE,
+        PTX,
     )
     at = head * COUNT + n
     for t in tl.static_range(T):
@@ -263,8 +360,9 @@ def _swiglu_gemv_kernel(
     ROWS: tl.constexpr,
     RUN: tl.constexpr,
     KIND: tl.constexpr,
-    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
     HARDWARE: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     lane = tl.arange(0, 2 * ROWS)
     # Gate and up rows alternate, so that one pass loads both and a split takes them apart.
@@ -275,16 +373,16 @@ def _swiglu_gemv_kernel(
         x_stride,
         weight,
         scales,
-        n + (lane % 2) * INTER,
-        live,
+        tl.where(live, n, 0) + (lane % 2) * INTER,
         K,
         (K + 127) // 128,
         T,
         2 * ROWS,
         RUN,
         KIND,
-        STAGES,
+        UNROLL,
         HARDWARE,
+        PTX,
     )
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     for t in tl.static_range(T):
@@ -368,7 +466,7 @@ def swiglu_gemv(
     _swiglu_gemv_kernel[(triton.cdiv(inter, rows),)](
         x, x.stride(0), gate_up.raw, gate_up.scales, out, out.stride(0), limit,
         INTER=inter, K=gate_up.k, T=x.shape[0], ROWS=rows, RUN=RUN[gate_up.kind],
-        KIND=gate_up.kind.value, STAGES=tile.stages, HARDWARE=has_e4m3(x.device),
+        KIND=gate_up.kind.value, UNROLL=tile.unroll, HARDWARE=has_e4m3(x.device), PTX=PTX,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -403,7 +501,7 @@ def _launch(
         0 if residual is None else residual.stride(0), out, out.stride(0),
         COUNT=rows.count, K=weight.k, FIRST=rows.first, PITCH=rows.pitch, HEAD_X=x_pitch,
         T=x.shape[0], ROWS=tile.rows, RUN=RUN[weight.kind], KIND=weight.kind.value,
-        STAGES=tile.stages, HARDWARE=has_e4m3(x.device),
+        UNROLL=tile.unroll, HARDWARE=has_e4m3(x.device), PTX=PTX,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -416,11 +514,9 @@ def tile_for(n: int, rows: int) -> GemvTile:
     straight into registers: the way through shared memory costs more than it hides. With several
     tokens more rows share what a program reads of x (4 tokens, N = 4096: 19 us).
     """
-    if rows > 4:  # 32 rows would spill
-        return GemvTile(rows=16, warps=8, stages=3) if n >= 4096 else GemvTile(8, 4, 3)
     if rows > 1:
-        return GemvTile(rows=32, warps=8, stages=1) if n >= 4096 else GemvTile(8, 4, 3)
-    return GemvTile(rows=16, warps=4, stages=1) if n >= 8192 else GemvTile(4, 4, 1)
+        return GemvTile(rows=8, warps=4)
+    return GemvTile(rows=16, warps=4) if n >= 8192 else GemvTile(rows=4, warps=4, unroll=2)
 
 
 def _check_rows(x: Tensor, k: int) -> None:

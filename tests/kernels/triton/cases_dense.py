@@ -27,7 +27,8 @@ def _gemv(n: int, k: int, rows: int, kind: WeightKind, *, swiglu: bool = False) 
     tile = dense.tile_for(n, rows)
     types, values = _weight(kind)
     types |= {"x": "*fp32", "x_stride": "i32", "out": "*fp32", "out_stride": "i32"}
-    values |= {"K": k, "T": rows, "RUN": dense.RUN[kind], "STAGES": tile.stages}
+    values |= {"K": k, "T": rows, "RUN": dense.RUN[kind], "UNROLL": tile.unroll}
+    values |= {"PTX": True}
     if swiglu:
         values |= {"limit": None, "INTER": n // 2, "ROWS": tile.rows // 2}
     else:
@@ -37,8 +38,7 @@ def _gemv(n: int, k: int, rows: int, kind: WeightKind, *, swiglu: bool = False) 
     name = f"{'swiglu_gemv' if swiglu else 'gemv'} {kind.value} {n}x{k} T={rows}"
     kernel = dense._swiglu_gemv_kernel if swiglu else dense._gemv_kernel
     # Weights come in by 16 bytes a thread, or the memory's speed is out of reach.
-    wide = "LDG.E.EF.128" if tile.stages == 1 else "LDGSTS.E.BYPASS.128"
-    wants = (wide, "FFMA") if k > 1024 else ("FFMA",)
+    wants = ("LDG.E.128", "FFMA")
     return Case(name, kernel, types, values, tile.warps, EXACT, wants=wants)
 
 
