@@ -283,7 +283,7 @@ def mailbox() -> None:
             end.synchronize()
             server.end()
             whole.append(1e3 * start.elapsed_time(end))
-            waiting.append(1e-3 * int(box.waited[1]))
+            waiting.append(1e-3 * int(box.waited))
         return whole[20:], waiting[20:]
 
     found.miss_n.zero_()
