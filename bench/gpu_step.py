@@ -2,6 +2,7 @@
 
     python bench/gpu_step.py agree     demo model: logits against the CPU path, tiers, rows per step
     python bench/gpu_step.py kernels   one JSON line per kernel at DeepSeek-V4-Flash's expert shape
+    python bench/gpu_step.py mailbox   what asking the host for rows costs beside the drive's own time
 
 Prints JSON lines. Needs a CUDA device; writes nothing.
 """
@@ -12,9 +13,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -235,5 +236,79 @@ def kernels() -> None:
     pinned.release()
 
 
+class AtHand:
+    """Stands for the host's arena: every row is there as soon as it is asked for."""
+
+    def bring(self, plane: Plane, rows: Sequence[int], **_: Any) -> list[tuple[int, int]]:
+        return [(place, -1) for place in range(len(rows))]
+
+
+def mailbox() -> None:
+    """Post and wait in a graph, with the engine's own server at the other end.
+
+    `round_trip_us` is the graph's time over that of a graph without a request; `waiting_us` what the
+    waiting kernel itself counts.
+    """
+    from moet_desk.engine.cuda.mailbox_server import MailboxServer
+    from moet_desk.engine.cuda.pinned import PinnedMemory
+    from moet_desk.kernels.mailbox import MAILBOX
+    from moet_desk.kernels.triton.cache import GpuTables, LookupOutput
+    from moet_desk.kernels.triton.fetch import Arena, Mailbox, post, wait
+
+    pinned = PinnedMemory()
+    page = pinned.allocate(MAILBOX.n_bytes)
+    error = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    box = Mailbox.at(torch.frombuffer(page, dtype=torch.uint8).data_ptr(), error=error)
+    tables = GpuTables.empty(1, 64, 64, device=DEVICE)
+    found = LookupOutput.empty(1, 6, device=DEVICE)
+    found.miss_row.copy_(torch.arange(6))
+    found.miss_slot.copy_(torch.arange(6))
+    arena = Arena(0, torch.full((64,), -1, dtype=torch.int32, device=DEVICE), 4096)
+    server = MailboxServer(page, AtHand())  # type: ignore[arg-type]
+
+    def once() -> None:
+        post(box, arena, found, layer=0)
+        wait(box, arena, tables)
+
+    def measured(rows: int, *, announced: bool, pause_s: float) -> tuple[list[float], list[float]]:
+        whole, waiting = [], []
+        found.miss_n.fill_(rows)
+        for _ in range(300):
+            time.sleep(pause_s)
+            arena.place_of.fill_(-1)
+            box.waited.zero_()
+            torch.cuda.synchronize()
+            if announced:
+                server.begin()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            server.end()
+            whole.append(1e3 * start.elapsed_time(end))
+            waiting.append(1e-3 * int(box.waited))
+        return whole[20:], waiting[20:]
+
+    found.miss_n.zero_()
+    once()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    for announced in (True, False):
+        for pause_s in (0.0, 0.005):
+            idle = median(measured(0, announced=announced, pause_s=pause_s)[0])
+            for rows in (1, 6):
+                whole, waiting = measured(rows, announced=announced, pause_s=pause_s)
+                late = quantiles(whole, n=20)[-1]
+                say("mailbox", rows=rows, announced=announced, pause_ms=1e3 * pause_s,
+                    round_trip_us=round(median(whole) - idle, 1), p95_us=round(late - idle, 1),
+                    waiting_us=round(median(waiting), 1), no_request_us=round(idle, 1),
+                    error=int(error))
+    server.close()
+    pinned.release()
+
+
 if __name__ == "__main__":
-    {"agree": agree, "kernels": kernels}[sys.argv[1]]()
+    {"agree": agree, "kernels": kernels, "mailbox": mailbox}[sys.argv[1]]()

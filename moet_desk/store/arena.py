@@ -146,7 +146,8 @@ class Arena:
             plane: whose rows.
             rows: what to read; none of them may be in RAM.
             keep: rows whose places must not be taken for this.
-            run: reads run here.
+            run: all reads but the first run here; that one runs on the calling thread, because to
+                hand a single row over takes longer than to read it from a fast drive's cache.
 
         Returns:
             for each row its place, and the row that lost it or ABSENT.
@@ -160,14 +161,23 @@ class Arena:
         if region.places - kept < len(rows):
             raise ValueError("the arena is too small for the rows of one layer")
         taken = [self._free_place(region, keep) for _ in rows]
-        reads = [
-            run.submit(self._reader.read_row, plane, row, region.slice(place))
-            for row, (place, _) in zip(rows, taken, strict=True)
+
+        def attempt(row: int, place: int) -> Exception | None:
+            try:
+                self._reader.read_row(plane, row, region.slice(place))
+            except Exception as error:  # told after all reads have ended
+                return error
+            return None
+
+        places = [place for place, _ in taken]
+        others = [
+            run.submit(attempt, row, place) for row, place in zip(rows[1:], places[1:], strict=True)
         ]
-        problem: BaseException | None = None
-        for row, (place, _), read in zip(rows, taken, reads, strict=True):
-            failed = read.exception()
-            if failed is None:
+        ends = [attempt(row, place) for row, place in zip(rows[:1], places[:1], strict=True)]
+        ends += [other.result() for other in others]
+        problem: Exception | None = None
+        for row, place, end in zip(rows, places, ends, strict=True):
+            if end is None:
                 region.place_of_row[row] = place
                 region.table[row] = place
                 self.counters.from_nvme += 1
@@ -175,7 +185,7 @@ class Arena:
             else:
                 self.counters.read_errors += 1
                 region.free.append(place)
-                problem = failed
+                problem = end
         if problem is not None:
             raise problem
         return taken

@@ -136,16 +136,22 @@ def test_e4m3__converted_in_hardware_or_by_bits__same_results(
     assert torch.equal(results[0][1], results[1][1])
 
 
+# Two bfloat16 parts leave 2.3e-6 of a float32 (rms; at most 2**-17); cutting the weight too and
+# leaving out low x low makes it 4e-6. Within a chunk of 64 inputs the tensor core's sum loses at
+# most 2**-23 in each of its 4 large additions and as much again where it aligns products: 1e-6.
+GEMM_LIMIT = 1e-5
+
+
 @pytest.mark.parametrize("kind", list(WeightKind))
 @pytest.mark.parametrize(("m", "n", "k"), [(300, 4096, 4096), (65, 576, 7168), (33, 500, 528)])
-def test_gemm__chunks_of_a_prompt__within_2e_5(kind: WeightKind, m: int, n: int, k: int) -> None:
+def test_gemm__chunks_of_a_prompt__near_float64(kind: WeightKind, m: int, n: int, k: int) -> None:
     weight, x = dense_weight(n, k, kind, device=GPU), torch.randn(m, k, device=GPU)
     residual = torch.randn(m, n, device=GPU)
     parts = torch.empty(2, m, k, dtype=torch.bfloat16, device=GPU)
     out = torch.empty(m, n, device=GPU)
     split(x, parts)
     gemm(parts, weight, out, residual=residual)
-    assert relative_error(out - residual, x.double() @ real_values(weight).T) < 2e-5
+    assert relative_error(out - residual, x.double() @ real_values(weight).T) < GEMM_LIMIT
 
 
 def test_gemm__one_sign__no_drift_of_the_sum() -> None:
@@ -156,7 +162,7 @@ def test_gemm__one_sign__no_drift_of_the_sum() -> None:
     out = torch.empty(64, 256, device=GPU)
     split(x, parts)
     gemm(parts, weight, out)
-    assert relative_error(out, x.double() @ real_values(weight).T) < 2e-5
+    assert relative_error(out, x.double() @ real_values(weight).T) < GEMM_LIMIT
 
 
 def test_swiglu_split__halves_of_rows__parts_of_the_twins_result() -> None:

@@ -3,7 +3,8 @@ waits.
 
 One thread watches the mailbox, a few others read in parallel. During a step the arena belongs to
 this thread; the engine thread does not touch it until the step's event. A failed read is answered
-as such, so the step ends at once and its requests fail with the error kept here.
+as such, so the step ends at once and its requests fail with the error kept here. A step that gave
+up leaves its request behind: the engine thread lets it come to its end (`settle`) before the next.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ READERS = 8
 """
 
 _IDLE_S = 0.0005
-_SPIN_S = 0.002  # keep looking this long after a request: a step asks once per layer
+"""Between looks while no step is announced; during one the thread looks all the time."""
+
+_SETTLE_LOOK_S = 0.001
 
 
 class MailboxServer:
@@ -43,7 +46,7 @@ class MailboxServer:
     def __init__(self, memory: mmap.mmap, arena: Arena) -> None:
         self._words: NDArray[np.int32] = np.frombuffer(memory, dtype=np.int32)
         self._arena = arena
-        self._stop = threading.Event()
+        self._stop, self._step = threading.Event(), threading.Event()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="io")
         self.error: MoetError | None = None
         self.served = 0
@@ -56,6 +59,23 @@ class MailboxServer:
         error, self.error = self.error, None
         return error
 
+    def begin(self) -> None:
+        """A step is about to run: wait for its requests without sleeping."""
+        self._step.set()
+
+    def end(self) -> None:
+        """The step has ended; the next one may be far away."""
+        self._step.clear()
+
+    def settle(self, limit_s: float) -> bool:
+        """Wait until all that was posted is answered; between steps only. False: not in time."""
+        deadline = time.perf_counter() + limit_s
+        while self._words[MAILBOX.done] != self._words[MAILBOX.posted]:
+            if time.perf_counter() >= deadline:
+                return False
+            time.sleep(_SETTLE_LOOK_S)
+        return True
+
     def close(self) -> None:
         """End the threads."""
         self._stop.set()
@@ -64,16 +84,17 @@ class MailboxServer:
 
     def _serve(self) -> None:
         last = int(self._words[MAILBOX.done])
-        busy_until = 0.0
         while not self._stop.is_set():
             request = read_request(self._words, last)
             if request is None:
-                time.sleep(0 if time.perf_counter() < busy_until else _IDLE_S)
+                if self._step.is_set():
+                    time.sleep(0)  # lets other threads have the interpreter's lock
+                else:
+                    self._step.wait(_IDLE_S)
                 continue
             last = request.number
             began = time.perf_counter()
             self._answer(request)
-            busy_until = time.perf_counter() + _SPIN_S
             self.seconds += time.perf_counter() - began
             self.served += 1
 

@@ -30,6 +30,9 @@ from moet_desk.store.pack_format import Plane
 ERROR_TIMEOUT, ERROR_READ, ERROR_NAN = 1, 2, 4
 """Bits of the error word that a step's kernels set."""
 
+SETTLE_S = 1.0
+"""How long a step waits for reads that an earlier one gave up on, before it fails as well."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
@@ -91,6 +94,7 @@ class StepModel:
         self._host_logits = torch.zeros((MAX_ROWS, spec.vocab), pin_memory=pinned)
         self._host_error = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
         self._graphs: dict[tuple[int, Plane], torch.cuda.CUDAGraph] = {}
+        self._broken = False  # a step failed, and what it left is not cleared up yet
 
     def run(self, rows: Sequence[StepRow], plane: Plane) -> Tensor:
         """Compute a step and store its KV; the callers move the sequences' lengths on.
@@ -101,9 +105,24 @@ class StepModel:
         Raises:
             MoetError: MD-NVME-04 a row could not be read in time or at all; no token may be taken.
         """
+        if self._broken:
+            self._recover()
         self._fill(rows)
+        if self._server is not None:
+            self._server.begin()
+        try:
+            self._replay(len(rows), plane)
+        finally:
+            if self._server is not None:
+                self._server.end()
+        if int(self._host_error[0]):
+            self._broken = True
+            raise self._reason(int(self._host_error[0]))
+        return self._host_logits[: len(rows)]
+
+    def _replay(self, count: int, plane: Plane) -> None:
+        """Inputs to the device, the launches, results to the host; returns when all is done."""
         self._inputs.send()
-        count = len(rows)
         graph = self._graphs.get((count, plane))
         if graph is not None:
             graph.replay()
@@ -113,9 +132,6 @@ class StepModel:
         self._host_error.copy_(self.error, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        if int(self._host_error[0]):
-            raise self._failed(int(self._host_error[0]))
-        return self._host_logits[:count]
 
     def capture(self, rows: int, plane: Plane) -> None:
         """Record the step of `rows` rows; its kernels must have run once before."""
@@ -163,14 +179,28 @@ class StepModel:
             lines[i, 0], lines[i, 1], lines[i, 2] = row.token, position, position + 1
             lines[i, 3 : 3 + len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
-    def _failed(self, error: int) -> MoetError:
-        self.error.zero_()
-        for experts in self._experts.values():
-            experts.recover()
+    def _reason(self, error: int) -> MoetError:
+        """Why a step failed."""
         known = None if self._server is None else self._server.take_error()
         if known is not None:
             return known
         if error & ERROR_NAN:
             return fail("MD-ENG-04", reason="the model gave invalid numbers", model="MODEL")
-        reason = "no answer in time" if error & ERROR_TIMEOUT else "read error"
-        return fail("MD-NVME-04", layer="?", expert="?", path="the pack", model="M", reason=reason)
+        return _unread("no answer in time" if error & ERROR_TIMEOUT else "read error")
+
+    def _recover(self) -> None:
+        """Clear up after a failed step. Reads that it gave up on must end first: they change the
+        host's table, and a place that one of them fills may be another row's in the device's.
+        """
+        if self._server is not None:
+            if not self._server.settle(SETTLE_S):
+                raise _unread("no answer in time")
+            self._server.take_error()  # of a request that failed long ago
+        self.error.zero_()
+        for experts in self._experts.values():
+            experts.recover()
+        self._broken = False
+
+
+def _unread(reason: str) -> MoetError:
+    return fail("MD-NVME-04", layer="?", expert="?", path="the pack", model="M", reason=reason)

@@ -70,7 +70,8 @@ class Mailbox:
         address: the pinned page, as the device sees it.
         sequence: int32 [1], number of the last request.
         late_n, late_row, late_slot: int32 [1], [P], [P]: rows of this layer that are on disk.
-        waited: int64 [2]: the step (its clock) and the nanoseconds spent waiting in it.
+        waited: int64 [1]: nanoseconds that this step has waited; the post of its first rows (base,
+            layer 0) sets it to 0.
         error: int32 [1], the step's error word; bits are added.
     """
 
@@ -89,7 +90,7 @@ class Mailbox:
         def ints(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=error.device)
 
-        waited = torch.zeros(2, dtype=torch.int64, device=error.device)
+        waited = torch.zeros(1, dtype=torch.int64, device=error.device)
         return cls(address, ints(1), ints(1), ints(MOST_PAIRS), ints(MOST_PAIRS), waited, error)
 
 
@@ -149,9 +150,12 @@ def _fetch_kernel(
 
 @triton.jit(do_not_specialize=["box", "layer"])
 def _post_kernel(
-    box, sequence, late_n, late_row, late_slot, error, place_of, miss_n, miss_row, miss_slot, layer,
+    box, sequence, late_n, late_row, late_slot, waited, error, place_of,
+    miss_n, miss_row, miss_slot, layer,
     PLANE: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    if layer + PLANE == 0:  # base rows of layer 0: a step begins
+        tl.store(waited, 0)
     i = tl.arange(0, PAIRS)
     missing = i < tl.load(miss_n)
     row = tl.load(miss_row + i, mask=missing, other=0)
@@ -178,10 +182,9 @@ def _post_kernel(
 
 
 @triton.jit
-def _answered(words, number, waited, step, LIMIT: tl.constexpr, POLLS: tl.constexpr,
-              PTX: tl.constexpr):  # fmt: skip
+def _answered(words, number, waited, LIMIT: tl.constexpr, POLLS: tl.constexpr, PTX: tl.constexpr):
     """Spin until the host has answered `number` or this step has waited long enough."""
-    before = tl.where(tl.load(waited) == step, tl.load(waited + 1), 0)
+    before = tl.load(waited)
     began = _now_ns(PTX)
     done = _load_acquire(words + _DONE, PTX)
     spent = before
@@ -192,8 +195,7 @@ def _answered(words, number, waited, step, LIMIT: tl.constexpr, POLLS: tl.conste
         if not PTX:
             polls += 1
     tl.debug_barrier()
-    tl.store(waited, step)
-    tl.store(waited + 1, spent)
+    tl.store(waited, spent)
     return done - number >= 0
 
 
@@ -216,7 +218,7 @@ def _give_up(late_row, late_slot, n_late, slot_of, owner, last_used, free, n_fre
 @triton.jit(do_not_specialize=["box"])
 def _wait_kernel(
     box, sequence, late_n, late_row, late_slot, waited, error, place_of,
-    slot_of, owner, last_used, free, n_free, clock,
+    slot_of, owner, last_used, free, n_free,
     LIMIT: tl.constexpr, POLLS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     n_late = tl.load(late_n)
@@ -224,8 +226,7 @@ def _wait_kernel(
         words = box.to(tl.int64).to(tl.pointer_type(tl.int32))
         failed = tl.load(error)
         if failed == 0:
-            number, step = tl.load(sequence), tl.load(clock).to(tl.int64)
-            if not _answered(words, number, waited, step, LIMIT, POLLS, PTX):
+            if not _answered(words, tl.load(sequence), waited, LIMIT, POLLS, PTX):
                 failed = _TIMED_OUT
             elif tl.load(words + _STATUS, volatile=True) != _READ:
                 failed = _READ_FAILED
@@ -268,10 +269,14 @@ def fetch(
 def post(
     mailbox: Mailbox, arena: Arena, misses: LookupOutput, *, layer: int, fine: bool = False
 ) -> None:
-    """List the missing rows that are on disk and, if there are any, ask the host for them."""
+    """List the missing rows that are on disk and, if there are any, ask the host for them.
+
+    The base rows of layer 0 begin a step: its time to wait starts anew.
+    """
     _post_kernel[(1,)](
         mailbox.address, mailbox.sequence, mailbox.late_n, mailbox.late_row, mailbox.late_slot,
-        mailbox.error, arena.place_of, misses.miss_n, misses.miss_row, misses.miss_slot, layer,
+        mailbox.waited, mailbox.error, arena.place_of, misses.miss_n, misses.miss_row,
+        misses.miss_slot, layer,
         int(fine), triton.next_power_of_2(misses.miss_row.shape[0]), PTX, num_warps=1,
     )  # fmt: skip
 
@@ -290,6 +295,6 @@ def wait(
     _wait_kernel[(1,)](
         mailbox.address, mailbox.sequence, mailbox.late_n, mailbox.late_row, mailbox.late_slot,
         mailbox.waited, mailbox.error, arena.place_of,
-        tables.slot_of, tables.owner, tables.last_used, tables.free, tables.n_free, tables.clock,
+        tables.slot_of, tables.owner, tables.last_used, tables.free, tables.n_free,
         limit_ns, _POLLS, MOST_PAIRS, PTX, num_warps=1,
     )  # fmt: skip

@@ -3,7 +3,11 @@
 Owns the prompt's dense products; the step's are in `dense`. A float32 activation becomes two
 bfloat16 parts whose sum has 16 bits of it, so two tensor-core products with a weight that bfloat16
 holds exactly (bfloat16, or e4m3 before its block scale) come within a few 1e-6 of float64. A
-float32 weight is cut the same way and takes three products. Launchers allocate nothing. Called on
+float32 weight is cut the same way and takes three products.
+
+Tensor cores cut what does not fit when they add to their sum, so a long sum drifts towards zero: by
+3.5e-5 over 7168 inputs of one sign (H200). Therefore each chunk of inputs starts from zero and is
+added to the total outside, where float32 rounds to nearest. Launchers allocate nothing. Called on
 the engine thread.
 """
 
@@ -68,24 +72,24 @@ def _swiglu_split_kernel(gate_up, parts, M, limit, INTER: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _product(high, low, raw, acc, KIND: tl.constexpr, MMA: tl.constexpr, HARDWARE: tl.constexpr):
-    """acc + (high + low) x raw^T; small products first."""
+def _product(high, low, raw, KIND: tl.constexpr, MMA: tl.constexpr, HARDWARE: tl.constexpr):
+    """(high + low) x raw^T of a chunk; small products first."""
     if MMA:
         if KIND == "fp8":
             w = tl.trans(e4m3_value(raw, HARDWARE).to(tl.bfloat16))
-            return tl.dot(high, w, tl.dot(low, w, acc))
+            return tl.dot(high, w, tl.dot(low, w))
         elif KIND == "bf16":
             w = tl.trans(raw)
-            return tl.dot(high, w, tl.dot(low, w, acc))
+            return tl.dot(high, w, tl.dot(low, w))
         else:
             first = bf16_part(raw)
             w = tl.trans(first.to(tl.bfloat16))
             rest = tl.trans((raw - first).to(tl.bfloat16))
-            return tl.dot(high, w, tl.dot(high, rest, tl.dot(low, w, acc)))
+            return tl.dot(high, w, tl.dot(high, rest, tl.dot(low, w)))
     else:
         x = high.to(tl.float32) + low.to(tl.float32)
         w = e4m3_value(raw, HARDWARE) if KIND == "fp8" else raw.to(tl.float32)
-        return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        return tl.dot(x, tl.trans(w), input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -129,12 +133,11 @@ def _gemm_kernel(
             high = tl.load(x + k0, mask=seen, other=0.0)
             low = tl.load(x + size + k0, mask=seen, other=0.0)
             raw = tl.load(w + k0, mask=seen, other=0)
+        product = _product(high, low, raw, KIND, MMA, HARDWARE)
         if KIND == "fp8":
-            product = _product(high, low, raw, tl.zeros([BM, BN], tl.float32), KIND, MMA, HARDWARE)
             scale = tl.load(scales + n // 128 * SCALE_K + k0 // 128, mask=n < N, other=0.0)
-            acc += product * scale[None, :]
-        else:
-            acc = _product(high, low, raw, acc, KIND, MMA, HARDWARE)
+            product *= scale[None, :]
+        acc += product
     live = (m < M)[:, None] & (n < N)[None, :]
     at = (m.to(tl.int64) * out_stride)[:, None] + n[None, :]
     if bias is not None:
@@ -177,7 +180,7 @@ def gemm(
     residual: Tensor | None = None,
     tile: GemmTile | None = None,
 ) -> None:
-    """Multiply many rows by W^T; relative error against float64 below 2e-5.
+    """Multiply many rows by W^T; relative error against float64 below 1e-5.
 
     Shapes:
         parts [2, M, K] bfloat16 from `split`; out [M, N] float32 (rows may lie apart)

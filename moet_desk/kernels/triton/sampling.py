@@ -375,7 +375,8 @@ def _finish_kernel(
         rank = (target - before) // w
         chosen = tl.load(first_ids + t * 256 + (order & 255)) % V
         first = 0
-        while (rank > 0) & (first < V):
+        searching = rank > 0
+        while searching & (first < V):
             at = first + tl.arange(0, BLOCK)
             x = tl.load(logits + t * stride + at, mask=at < V, other=float("-inf"))
             equal = ((_order(x) == order) & (at < V)).to(tl.int64)
@@ -383,9 +384,9 @@ def _finish_kernel(
             if rank < count:
                 mine = (equal > 0) & (tl.cumsum(equal, 0) == rank + 1)
                 chosen = tl.sum(tl.where(mine, at, 0), 0)
-                rank = rank * 0
+                searching = searching & False
             else:
-                rank -= count
+                rank -= count  # may become 0: then it is the first one of a later block
             first += BLOCK
         tl.store(tokens + t, chosen)
 

@@ -137,7 +137,7 @@ def _cases() -> Iterator[Case]:
         yield _gqa_prepare(form, 32, 4, 128)
     for hidden in (512, 2048, 4096, 7168):
         yield _norm(hidden)
-    for kind in (WeightKind.FP8, WeightKind.BF16):
+    for kind in WeightKind:
         for capability in TILES:
             yield _gemm(kind, capability)
 

@@ -152,7 +152,7 @@ def fetch_cases() -> Iterator[Case]:
     yield Case(
         "post",
         fetch._post_kernel,
-        misses | late | {"box": "i64", "layer": "i32"},
+        misses | late | {"box": "i64", "layer": "i32", "waited": "*i64"},
         {"PLANE": 0, "PAIRS": 8, "PTX": True},
         1,
         wants=("MEMBAR",),
@@ -161,7 +161,7 @@ def fetch_cases() -> Iterator[Case]:
         "wait",
         fetch._wait_kernel,
         late
-        | pointers("*i32", "place_of slot_of owner last_used free n_free clock")
+        | pointers("*i32", "place_of slot_of owner last_used free n_free")
         | {"box": "i64", "waited": "*i64"},
         {"LIMIT": fetch.WAIT_LIMIT_NS, "POLLS": 65536, "PAIRS": 64, "PTX": True},
         1,

@@ -194,6 +194,18 @@ def test_step__after_a_late_answer__next_request_is_not_confused(
     world.check_pool()
 
 
+def test_step__earlier_one_waited_long__its_own_time_to_wait(world: World) -> None:
+    world.mailbox.waited.fill_(fetch_module.WAIT_LIMIT_NS)
+    with Host(world):
+        world.step([2, 9])
+    assert int(world.mailbox.error) == 0
+    out = world.look_up([10])
+    world.mailbox.waited.fill_(fetch_module.WAIT_LIMIT_NS)
+    post(world.mailbox, world.arena, out, layer=1)
+    wait(world.mailbox, world.arena, world.tables)
+    assert int(world.mailbox.error) == TIMED_OUT  # a later layer has what is left
+
+
 def test_mailbox_layout__words__apart_and_within_a_page() -> None:
     ends = [MAILBOX.rows, MAILBOX.kept, MAILBOX.places, MAILBOX.dropped, MAILBOX.n_words]
     assert all(b - a >= MAILBOX.most_rows for a, b in pairwise(ends))

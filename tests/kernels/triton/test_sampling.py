@@ -94,6 +94,16 @@ def test_sample__equal_logits__every_id_by_its_share_of_the_draw() -> None:
     assert got.tokens == [wanted(logits[0], Wish(), 11, p) for p in range(8)]
 
 
+def test_sample__equal_logits_blocks_apart__the_first_of_a_later_block_too() -> None:
+    logits = torch.full((8, 9000), float("-inf"))
+    equal = [5, 70, 4100, 4200, 8999]  # blocks of 4096 hold two, two and one of them
+    logits[:, equal] = 1.0
+    draws = [(3, position) for position in range(8)]
+    got = run(logits, [Wish(top_k=3)] * 8, draws)
+    assert got.tokens == [wanted(logits[0], Wish(top_k=3), 3, p) for p in range(8)]
+    assert {4100, 8999} <= set(got.tokens)
+
+
 def test_sample__row_beside_others__same_token() -> None:
     logits = torch.randn(4, 300)
     wishes = [Wish(top_p=0.8), Wish(temperature=0.0), Wish(top_k=7), Wish(min_p=0.2)]
