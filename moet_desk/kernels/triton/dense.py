@@ -5,9 +5,9 @@ or e4m3 with a float32 scale per 128 x 128). The prompt's products are in `gemm`
 nothing. Called on the engine thread.
 
 Summing order, the same for every number of rows, tile and card: K is walked in steps of 32 runs of
-`RUN` consecutive weights (16 of e4m3, 8 of bfloat16, 4 of float32: one 16-byte load of a lane).
-Lane c fuses the products of its run in a fixed order, times the block's scale, onto its sum; at the
-end the 32 lanes are added by halves.
+16 bytes. Lane c fuses the products of its run, in an order that depends on c alone (`loads`), onto
+its sum (of e4m3: onto zero, and that times the block's scale onto its sum); at the end the 32 lanes
+are added by halves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moet_desk.kernels.triton.numbers import e4m3_value, halving_sum, has_e4m3
+from moet_desk.kernels.triton.loads import (
+    four_floats,
+    four_words,
+    one_float,
+    run_values,
+    turn_of,
+)
+from moet_desk.kernels.triton.numbers import e4m3_value, halving_sum, has_e4m3, loop_bound
 from moet_desk.kernels.triton.portable import PTX
 
 SCALE_BLOCK = 128
@@ -39,6 +46,7 @@ class WeightKind(Enum):
 
 
 RUN = {WeightKind.F32: 4, WeightKind.BF16: 8, WeightKind.FP8: 16}
+"""Weights of 16 bytes, which a lane loads at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,116 +140,6 @@ def weight_tile(pointers, mask, KIND: tl.constexpr, HARDWARE: tl.constexpr):
         return raw.to(tl.float32)
 
 
-_FOUR_E4M3 = tl.constexpr(
-    "{ .reg .b16 low, high, a, b, c, d; .reg .b32 p, q;"
-    " mov.b32 {low, high}, $4;"
-    " cvt.rn.f16x2.e4m3x2 p, low; cvt.rn.f16x2.e4m3x2 q, high;"
-    " mov.b32 {a, b}, p; mov.b32 {c, d}, q;"
-    " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"
-)
-# Weights are read once: they need no room in L1.
-_SIXTEEN_BYTES = tl.constexpr("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
-_SIXTEEN_BYTES_OR_0 = tl.constexpr(
-    "{ .reg .pred p; setp.ne.s32 p, $5, 0;"
-    " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-    " @p ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4]; }"
-)
-_FOUR_FLOATS = tl.constexpr("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];")
-_FOUR_FLOATS_OR_0 = tl.constexpr(
-    "{ .reg .pred p; setp.ne.s32 p, $5, 0;"
-    " mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; mov.f32 $2, 0f00000000;"
-    " mov.f32 $3, 0f00000000; @p ld.global.v4.f32 {$0, $1, $2, $3}, [$4]; }"
-)
-_ONE_FLOAT = tl.constexpr("ld.global.nc.f32 $0, [$1];")
-
-
-@triton.jit
-def _four_words(pointers, seen, EVEN: tl.constexpr, PTX: tl.constexpr):
-    """The four int32 from each pointer on, as tensors of the pointers' shape; 0 where not `seen`.
-
-    Written as PTX, because a 16-byte load of Triton's own comes in a layout that makes every use
-    of it cross shared memory (seen in the SASS: 16 barriers per 512 weights).
-    """
-    if PTX and EVEN:
-        words = tl.inline_asm_elementwise(
-            _SIXTEEN_BYTES, "=r,=r,=r,=r,l", [pointers.to(tl.int64)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    elif PTX:
-        words = tl.inline_asm_elementwise(
-            _SIXTEEN_BYTES_OR_0, "=&r,=&r,=&r,=&r,l,r",
-            [pointers.to(tl.int64), tl.broadcast_to(seen, pointers.shape).to(tl.int32)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        words = (
-            tl.load(pointers, mask=seen, other=0),
-            tl.load(pointers + 1, mask=seen, other=0),
-            tl.load(pointers + 2, mask=seen, other=0),
-            tl.load(pointers + 3, mask=seen, other=0),
-        )
-    return words
-
-
-@triton.jit
-def _four_floats(pointers, seen, EVEN: tl.constexpr, PTX: tl.constexpr):
-    """Like `_four_words` for float32 that stays in L1."""
-    if PTX and EVEN:
-        values = tl.inline_asm_elementwise(
-            _FOUR_FLOATS, "=f,=f,=f,=f,l", [pointers.to(tl.int64)],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    elif PTX:
-        values = tl.inline_asm_elementwise(
-            _FOUR_FLOATS_OR_0, "=&f,=&f,=&f,=&f,l,r",
-            [pointers.to(tl.int64), tl.broadcast_to(seen, pointers.shape).to(tl.int32)],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        values = (
-            tl.load(pointers, mask=seen, other=0.0),
-            tl.load(pointers + 1, mask=seen, other=0.0),
-            tl.load(pointers + 2, mask=seen, other=0.0),
-            tl.load(pointers + 3, mask=seen, other=0.0),
-        )
-    return values
-
-
-@triton.jit
-def _one_float(pointers, PTX: tl.constexpr):
-    """A float32 behind each pointer; a load of Triton's own would choose everyone's layout."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            _ONE_FLOAT, "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.load(pointers)
-
-
-@triton.jit
-def _run_values(words, KIND: tl.constexpr, HARDWARE: tl.constexpr):
-    """The weights in four words, in order: a float32 tensor per place of a lane's run."""
-    values = ()
-    for i in tl.static_range(4):
-        if KIND == "f32":
-            values = values + (words[i].to(tl.float32, bitcast=True),)
-        elif KIND == "bf16":
-            values = values + (
-                (words[i] << 16).to(tl.float32, bitcast=True),
-                (words[i] & -65536).to(tl.float32, bitcast=True),
-            )
-        elif HARDWARE:
-            values = values + tl.inline_asm_elementwise(
-                _FOUR_E4M3, "=f,=f,=f,=f,r", [words[i]],
-                dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-            )  # fmt: skip
-        else:
-            for byte in tl.static_range(4):
-                code = ((words[i] >> (8 * byte)) & 255).to(tl.uint8)
-                values = values + (e4m3_value(code, False),)
-    return values
-
-
 @triton.jit
 def _gemv_sums(
     x,
@@ -249,39 +147,48 @@ def _gemv_sums(
     weight,
     scales,
     rows,
+    width,
     K: tl.constexpr,
-    SCALE_K: tl.constexpr,
     T: tl.constexpr,
     ROWS: tl.constexpr,
-    RUN: tl.constexpr,
     KIND: tl.constexpr,
     UNROLL: tl.constexpr,
     HARDWARE: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Products of T rows of x with weight rows `rows` [ROWS]: a tuple of T tensors [ROWS]."""
-    STEP: tl.constexpr = 32 * RUN  # 32: lanes of the summing order, and of a warp
-    EVEN: tl.constexpr = K % STEP == 0
+    """Products of T rows of x with weight rows `rows` [ROWS]: a tuple of T tensors [ROWS].
+
+    `width` is K as a run-time number: a loop whose length the compiler knows is unrolled whole, or
+    disappears, and then the sum at its end gives every tensor another layout.
+    """
+    RUN: tl.constexpr = 16 if KIND == "fp8" else 8 if KIND == "bf16" else 4
+    PIECES: tl.constexpr = RUN // 4
+    SCALE_K: tl.constexpr = (K + 127) // 128
+    EVEN: tl.constexpr = K % (32 * RUN) == 0
     lane = tl.arange(0, 32)[None, :]
-    line = weight.to(tl.pointer_type(tl.int32)) + (rows.to(tl.int64) * (K * 4 // RUN))[:, None]
+    turn = turn_of(lane, PIECES)
+    line = weight.to(tl.pointer_type(tl.int32)) + (rows.to(tl.int64) * (K // PIECES))[:, None]
+    grid = scales
+    if KIND == "fp8":
+        grid = scales + (rows // 128 * SCALE_K)[:, None]
     sums = ()
     for _ in tl.static_range(T):
         sums = sums + (tl.zeros([ROWS, 32], tl.float32),)
-    for k0 in tl.range(0, K, STEP, num_stages=1, loop_unroll_factor=UNROLL):
+    STEP: tl.constexpr = 32 * RUN
+    for k0 in tl.range(0, loop_bound(width, PTX), STEP, num_stages=1, loop_unroll_factor=UNROLL):
         k = k0 + lane * RUN
-        tile = _run_values(
-            _four_words(line + k0 * 4 // RUN + lane * 4, k < K, EVEN, PTX), KIND, HARDWARE
-        )
+        words = four_words(line + k // PIECES, turn, k < K, PIECES, EVEN, PTX)
+        w = run_values(words, KIND, HARDWARE)
         if KIND == "fp8":
-            at = (rows // 128 * SCALE_K)[:, None] + tl.minimum(k // 128, SCALE_K - 1)
-            scale = _one_float(scales + at, PTX)
+            scale = one_float(grid + tl.minimum(k // 128, SCALE_K - 1), PTX)
         moved = ()
         for t in tl.static_range(T):
             run = tl.zeros([ROWS, 32], tl.float32) if KIND == "fp8" else sums[t]
-            for j in tl.static_range(RUN // 4):
-                xs = _four_floats(x + t * x_stride + k + 4 * j, k < K, EVEN, PTX)
+            for j in tl.static_range(PIECES):
+                at = k + 4 * ((turn + j) % PIECES)
+                xs = four_floats(x + t * x_stride + at, k < K, EVEN, PTX)
                 for i in tl.static_range(4):
-                    run = tl.fma(tile[4 * j + i], tl.broadcast_to(xs[i], (ROWS, 32)), run)
+                    run = tl.fma(w[4 * j + i], tl.broadcast_to(xs[i], (ROWS, 32)), run)
             if KIND == "fp8":
                 run = tl.fma(run, scale, sums[t])
             moved = moved + (run,)
@@ -292,7 +199,7 @@ def _gemv_sums(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _gemv_kernel(
     x,
     x_stride,
@@ -303,6 +210,7 @@ def _gemv_kernel(
     residual_stride,
     out,
     out_stride,
+    width,
     COUNT: tl.constexpr,
     K: tl.constexpr,
     FIRST: tl.constexpr,
@@ -310,7 +218,6 @@ def _gemv_kernel(
     HEAD_X: tl.constexpr,
     T: tl.constexpr,
     ROWS: tl.constexpr,
-    RUN: tl.constexpr,
     KIND: tl.constexpr,
     UNROLL: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -325,11 +232,10 @@ def _gemv_kernel(
         weight,
         scales,
         FIRST + head * PITCH + tl.where(live, n, 0),
+        width,
         K,
-        (K + 127) // 128,
         T,
         ROWS,
-        RUN,
         KIND,
         UNROLL,
         HARDWARE,
@@ -345,7 +251,7 @@ def _gemv_kernel(
         tl.store(out + t * out_stride + at, y, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _swiglu_gemv_kernel(
     x,
     x_stride,
@@ -353,12 +259,12 @@ def _swiglu_gemv_kernel(
     scales,
     out,
     out_stride,
+    width,
     limit,
     INTER: tl.constexpr,
     K: tl.constexpr,
     T: tl.constexpr,
     ROWS: tl.constexpr,
-    RUN: tl.constexpr,
     KIND: tl.constexpr,
     UNROLL: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -374,11 +280,10 @@ def _swiglu_gemv_kernel(
         weight,
         scales,
         tl.where(live, n, 0) + (lane % 2) * INTER,
+        width,
         K,
-        (K + 127) // 128,
         T,
         2 * ROWS,
-        RUN,
         KIND,
         UNROLL,
         HARDWARE,
@@ -464,8 +369,8 @@ def swiglu_gemv(
     tile = tile or tile_for(gate_up.n, x.shape[0])
     rows = max(1, tile.rows // 2)
     _swiglu_gemv_kernel[(triton.cdiv(inter, rows),)](
-        x, x.stride(0), gate_up.raw, gate_up.scales, out, out.stride(0), limit,
-        INTER=inter, K=gate_up.k, T=x.shape[0], ROWS=rows, RUN=RUN[gate_up.kind],
+        x, x.stride(0), gate_up.raw, gate_up.scales, out, out.stride(0), gate_up.k, limit,
+        INTER=inter, K=gate_up.k, T=x.shape[0], ROWS=rows,
         KIND=gate_up.kind.value, UNROLL=tile.unroll, HARDWARE=has_e4m3(x.device), PTX=PTX,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
@@ -498,27 +403,30 @@ def _launch(
     grid = (triton.cdiv(rows.count, tile.rows), rows.heads)
     _gemv_kernel[grid](
         x, x.stride(0), weight.raw, weight.scales, bias, residual,
-        0 if residual is None else residual.stride(0), out, out.stride(0),
+        0 if residual is None else residual.stride(0), out, out.stride(0), weight.k,
         COUNT=rows.count, K=weight.k, FIRST=rows.first, PITCH=rows.pitch, HEAD_X=x_pitch,
-        T=x.shape[0], ROWS=tile.rows, RUN=RUN[weight.kind], KIND=weight.kind.value,
+        T=x.shape[0], ROWS=tile.rows, KIND=weight.kind.value,
         UNROLL=tile.unroll, HARDWARE=has_e4m3(x.device), PTX=PTX,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def tile_for(n: int, rows: int) -> GemvTile:
-    """Tile by the number of weight rows and of x rows; `bench/gpu_gemv_sweep.py` compares them.
+    """Tile by the number of weight rows and of x rows; `bench/kernels_dense.py` compares them.
 
-    H200, 2026-11-29, FP8 with K = 4096, one token: N = 16384 takes 24 us with (16, 4, 1) and 57
-    with three stages; N = 4096 takes 10 us with (4, 4, 1) and 17 with (16, 4, 3). The weights come
-    straight into registers: the way through shared memory costs more than it hides. With several
-    tokens more rows share what a program reads of x (4 tokens, N = 4096: 19 us).
+    H200, 2026-11-29, FP8 unless said, microseconds for 1, 3 and 8 rows: 4096 x 16384 24, 29, 53;
+    24576 x 1152 12, 17, 36; 1728 x 4096 6, 8, 11; bfloat16 129280 x 4096 240, 246, 359.
     """
-    if rows > 1:
-        return GemvTile(rows=8, warps=4)
-    return GemvTile(rows=16, warps=4) if n >= 8192 else GemvTile(rows=4, warps=4, unroll=2)
+    if rows == 1:
+        if n < 1024:
+            return GemvTile(rows=4, warps=4, unroll=4)
+        return GemvTile(rows=16, warps=4, unroll=4) if n >= 8192 else GemvTile(4, 4, 2)
+    wide = n >= 8192 if rows <= 4 else n >= 4096
+    return GemvTile(rows=16, warps=4, unroll=1) if wide else GemvTile(16, 8, 2)
 
 
 def _check_rows(x: Tensor, k: int) -> None:
+    if x.stride(0) % 4:
+        raise ValueError(f"rows of x lie {x.stride(0)} numbers apart, no multiple of 4")
     if not 1 <= x.shape[0] <= MAX_ROWS or x.shape[-1] != k:
         raise ValueError(f"x {tuple(x.shape)} is not 1..{MAX_ROWS} rows of {k}")

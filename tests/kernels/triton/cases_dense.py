@@ -27,7 +27,8 @@ def _gemv(n: int, k: int, rows: int, kind: WeightKind, *, swiglu: bool = False) 
     tile = dense.tile_for(n, rows)
     types, values = _weight(kind)
     types |= {"x": "*fp32", "x_stride": "i32", "out": "*fp32", "out_stride": "i32"}
-    values |= {"K": k, "T": rows, "RUN": dense.RUN[kind], "UNROLL": tile.unroll}
+    types |= {"width": "i32"}
+    values |= {"K": k, "T": rows, "UNROLL": tile.unroll}
     values |= {"PTX": True}
     if swiglu:
         values |= {"limit": None, "INTER": n // 2, "ROWS": tile.rows // 2}
