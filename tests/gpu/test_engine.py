@@ -28,13 +28,13 @@ pytestmark = [
 ]
 
 RMS_LIMIT, SAME_LIMIT, MARGIN_LIMIT = 5e-3, 0.995, 0.05
-"""Of the FP4 experts' logits: RMS over their spread, share of the same best tokens, and nats by which
-the CPU may prefer its token where the two disagree."""
+"""Of the FP4 experts' logits: RMS over their spread, share of the same best tokens, and nats by
+which the CPU may prefer its token where the two disagree."""
 
 NOISE = 1.5
-"""With 2-bit rows activations are int8, and one that rounds the other way because a sum before it was
-added in another order changes all that follows. So much more than the CPU differs from itself, rows
-one by one against rows together, may the GPU differ from it (docs/adr/0010)."""
+"""With 2-bit rows activations are int8, and one that rounds the other way because a sum before it
+was added in another order changes all that follows. So much more than the CPU differs from itself,
+rows one by one against rows together, may the GPU differ from it (docs/adr/0010)."""
 
 
 def open_core(pack: Path, widths: tuple[int, ...], **sizes: int) -> CudaCore:
