@@ -14,6 +14,8 @@ from torch import Tensor
 from moet_desk.engine.cuda.expert_stream import cut_batches
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
+from moet_desk.engine.cuda.prefill import CudaPrefiller
+from moet_desk.engine.cuda.step import StepRow
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.store.pack_format import Plane
@@ -71,9 +73,9 @@ def test_chunks__tiny_model__near_the_cpu_engine_whatever_the_tiers(pack: Path) 
     with on_device(pack) as core:
         found = {plane: read_anew(core, plane) for plane in Plane}
         assert core.residency.counters(step_s=0.0).evictions == 0
-    for plane in Plane:
-        # one int8 activation that rounds the other way is worth about 0.4 % here
-        assert (found[plane] - want[plane]).abs().max() < 2e-2 * want[plane].std()
+    # one int8 activation that rounds the other way is worth about 0.4 % here
+    for plane, limit in ((Plane.BASE, 2e-2), (Plane.FINE, 1e-3)):
+        assert (found[plane] - want[plane]).abs().max() < limit * want[plane].std(), plane
     least = 8 * core.spec.moe_ffn.router.top_k
     with on_device(pack, pool_slots=least, fine_slots=least, arena_rows=1) as core:
         for plane in Plane:
@@ -81,6 +83,55 @@ def test_chunks__tiny_model__near_the_cpu_engine_whatever_the_tiers(pack: Path) 
         counters = core.residency.counters(step_s=0.0)
         assert counters.from_nvme > 0
         assert counters.bytes_nvme_to_ram > 0
+
+
+class Reading:
+    """What a prefiller needs of a request."""
+
+    def __init__(self, core: CudaCore) -> None:
+        sequence = core.kv.reserve(len(IDS) + 1)
+        assert sequence is not None
+        self.kv, self.prompt_ids, self.plane = sequence, IDS, Plane.BASE
+        self.error: Exception | None = None
+        self.logits = torch.empty(0)
+        self.sampler = self
+
+    def note_read(self) -> None:
+        pass
+
+    def choose(self, logits: Tensor) -> Tensor:
+        return logits.clone()
+
+    def accept(self, chosen: Tensor) -> None:
+        self.logits = chosen
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+
+
+@pytest.mark.slow
+def test_prefiller__turns_end_at_layers__other_steps_between_change_nothing(pack: Path) -> None:
+    with on_device(pack) as core:
+        want = read_anew(core, Plane.BASE)
+        other = core.kv.reserve(16)
+        assert other is not None
+        alone = core.model.run([StepRow(7, other)], Plane.BASE).clone()
+        seconds = iter(range(1000))
+        prefiller = CudaPrefiller(
+            core.prefiller._model, chunk=8, plane_of=lambda r: r.plane,
+            clock=lambda: float(next(seconds)),
+        )  # fmt: skip
+        request: Any = Reading(core)
+        turns = []
+        while not len(request.logits):
+            turns.append(prefiller.step(request))
+            assert request.error is None
+            between = core.model.run([StepRow(7, other)], Plane.BASE)
+            assert torch.equal(between, alone)
+        n = core.prefiller._model.n_layers
+        assert turns == [*[0] * (n - 1), 8, *[0] * (n - 1), len(IDS) - 8]
+        assert request.kv.length == len(IDS)
+        assert torch.equal(request.logits, want)
 
 
 def test_cut_batches__any_counts__every_expert_once_and_within_the_limits() -> None:
