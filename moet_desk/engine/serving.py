@@ -246,6 +246,7 @@ class Serving:
             tier_share=residency.tier_share(),
             counters=residency.counters(step_s=meter.step_s),
             sizes=residency.sizes(),
+            reads=self.core.arena.read_times(),
             cache=residency.view(),
             generation=self._generation,
         )
