@@ -151,6 +151,14 @@ _CLASS_OF_REACTION: dict[Reaction, type[MoetError]] = {
 }
 
 
+def without_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error and of what led to it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+
+
 def fail(code: str, **facts: Any) -> MoetError:
     """Make the exception for a catalogue code; the caller raises it.
 

@@ -14,6 +14,7 @@ from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.engine.sampling import Chosen, Sampler
 from moet_desk.engine.stops import StopScanner
 from moet_desk.engine.text import Text
+from moet_desk.errors import without_frames
 from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import (
     Failed,
@@ -133,9 +134,13 @@ class ActiveRequest:
             self._finish(FinishReason.CANCELLED)
 
     def fail(self, error: Exception) -> None:
-        """End with an error; the text so far is sent first."""
+        """End with an error; the text so far is sent first.
+
+        Its traceback is dropped: the frames in it would keep the tensors of the failed work.
+        """
         if not self.ended:
             self.ended = True
+            without_frames(error)
             self._flush()
             self.stream.push(Failed(error, self._usage()))
 

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moet_desk.errors import MoetError
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from moet_desk.telemetry import ReadTimes
@@ -209,30 +210,23 @@ class Arena:
             raise problem
         return taken
 
-    def read_aside(
-        self, plane: Plane, rows: Sequence[int], into: Sequence[Tensor], run: Executor
-    ) -> None:
-        """Read rows side by side into memory of the caller's, beside what is kept here.
+    def read_into(self, plane: Plane, row: int, place: Tensor) -> None:
+        """Read a row into memory of the caller's, beside what is kept here.
 
-        The queue of `run` is bounded: `rows` are as many as there are places in `into`, a batch of
-        one layer's, and they have all ended when this returns.
+        May be called from several threads at once.
 
         Shapes:
-            into: for each row uint8 [stride]
+            place: uint8 [stride]
 
         Raises:
-            MoetError: a read failed (MD-NVME-04, MD-PACK-04).
+            MoetError: MD-NVME-04 the read failed, MD-PACK-04 the checksum does not match.
         """
-        views = [memoryview(place.numpy()) for place in into]  # type: ignore[arg-type]
-        reads = [
-            run.submit(self._read_row, plane, row, view)
-            for row, view in zip(rows, views, strict=True)
-        ]
-        problems = [read.exception() for read in reads]
-        problem = next((found for found in problems if found is not None), None)
-        self.counters.read_errors += sum(found is not None for found in problems)
-        if problem is not None:
-            raise problem
+        view = memoryview(place.numpy())  # type: ignore[arg-type]
+        self._read_row(plane, row, view)
+
+    def no_answer(self, row: int) -> MoetError:
+        """The error of a row whose read does not end."""
+        return self._reader.unreadable_row(row, "no answer in time")
 
     def _free_place(self, region: _Region, keep: Collection[int]) -> tuple[int, int]:
         """A place to read into and the row that lost it: the oldest that is not kept."""

@@ -132,7 +132,7 @@ class PackReader:
         try:
             self._fill(plane, view, row * stride)
         except OSError as error:
-            raise self._failed(row, error.strerror or str(error)) from error
+            raise self.unreadable_row(row, error.strerror or str(error)) from error
         if verify and row_digest(view) != self._digests.of(plane, row):
             raise damaged_rows(self.path, self.meta, [(plane, row)])
 
@@ -148,7 +148,8 @@ class PackReader:
             done += n_read
             fd = self._fds[plane]  # the rest of a short direct read is no longer aligned
 
-    def _failed(self, row: int, reason: str) -> MoetError:
+    def unreadable_row(self, row: int, reason: str) -> MoetError:
+        """MD-NVME-04 for a row, with the expert's name."""
         layer, expert = self.meta.expert_of(row)
         names = {"path": str(self.path), "model": self.path.name}
         return fail("MD-NVME-04", layer=layer, expert=expert, reason=reason, **names)

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from moet_desk.engine import serving
+from moet_desk.engine.cuda import expert_stream
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.engine import Engine
 from moet_desk.engine.handle import (
@@ -166,7 +167,7 @@ def broken_drive() -> None:
     raise OSError(errno.EIO, "the drive is gone")
 
 
-def test_read_error__in_a_step__request_fails_and_names_the_expert_next_one_works(
+def test_read_error__in_a_prompt__request_fails_and_names_the_expert_next_one_works(
     engine: Engine, wanted: dict[Quality, str]
 ) -> None:
     with reads_that(broken_drive):
@@ -196,15 +197,14 @@ def test_truncated_pack__while_running__request_fails_next_one_works(
     assert text_of(ask(engine, 0, quality)) == wanted[quality]
 
 
-def test_no_answer_in_time__steps_fail_until_the_drive_is_back(
+def test_no_answer_in_time__prompts_fail_until_the_drive_is_back(
     engine: Engine, wanted: dict[Quality, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back = threading.Event()
     with reads_that(lambda: back.wait(60) or None), monkeypatch.context() as patch:
-        patch.setattr(fetch, "_POLLS", 64)  # the bound where there is no clock
+        patch.setattr(expert_stream, "READ_S", 0.5)
         try:
-            # 0 may have all it needs, but the late read could be filling places of its rows
-            for number in (4, 0):
+            for number in (4, 0):  # the second meets the first one's reads
                 began = time.monotonic()
                 last = ask(engine, number)[-1]
                 assert reason_of(last) == "no answer in time"
@@ -212,6 +212,39 @@ def test_no_answer_in_time__steps_fail_until_the_drive_is_back(
         finally:
             back.set()
     assert isinstance(ask(engine, 4)[-1], Finished)
+    assert text_of(ask(engine, 0)) == wanted[Quality.FAST]
+    assert arena_is_whole(engine)
+
+
+# hot enough to wander: some token soon needs a row that is not there
+WANDER = {"sampling": Sampling(temperature=2.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)}
+
+
+def wandering(engine: Engine, number: int) -> RequestStream:
+    """A request for a long answer; its prompt is read when this returns."""
+    assert engine._serving is not None
+    scheduler = engine._serving._scheduler
+    writing = len(scheduler.to_write())
+    tokens = 200 if ON_GPU else 40
+    stream = submit(engine, prompt(number)[:4], max_tokens=tokens, **WANDER)
+    soon(lambda: len(scheduler.to_write()) > writing)
+    return stream
+
+
+def test_no_answer_in_time__in_a_step__requests_fail_until_the_drive_is_back(
+    engine: Engine, wanted: dict[Quality, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = threading.Event()
+    stream = wandering(engine, 5)
+    with reads_that(lambda: back.wait(60) or None), monkeypatch.context() as patch:
+        patch.setattr(fetch, "_POLLS", 64)  # the bound where there is no clock
+        patch.setattr(expert_stream, "READ_S", 0.5)
+        try:
+            assert reason_of(events_of(stream)[-1]) == "no answer in time"
+            # it may have all it needs, but the late read could be filling places of its rows
+            assert reason_of(ask(engine, 0)[-1]) == "no answer in time"
+        finally:
+            back.set()
     assert text_of(ask(engine, 0)) == wanted[Quality.FAST]
     assert arena_is_whole(engine)
 
@@ -230,14 +263,7 @@ def arena_is_whole(engine: Engine) -> bool:
 def test_two_requests_in_one_launch__drive_fails__both_fail_and_the_next_works(
     engine: Engine, wanted: dict[Quality, str]
 ) -> None:
-    assert engine._serving is not None
-    scheduler = engine._serving._scheduler
-    # hot enough to wander: some token soon needs a row that is not there
-    wander = {"sampling": Sampling(temperature=2.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)}
-    streams = [
-        submit(engine, prompt(n)[:4], max_tokens=200 if ON_GPU else 40, **wander) for n in (6, 7)
-    ]
-    soon(lambda: len(scheduler.to_write()) == 2)
+    streams = [wandering(engine, 6), wandering(engine, 7)]
     with reads_that(broken_drive):
         first, second = [events_of(stream)[-1] for stream in streams]
     assert reason_of(first) == reason_of(second) == "the drive is gone"

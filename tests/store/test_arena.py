@@ -155,7 +155,7 @@ def test_read_times__side_by_side__every_row_counts(reader: PackReader) -> None:
     with ThreadPoolExecutor(4) as run:
         arena.bring(Plane.BASE, [1, 2, 3], keep=(), run=run)
         assert len(arena._read_s) == 3
-        arena.read_aside(Plane.BASE, [4, 5], list(aside), run)
+        list(run.map(arena.read_into, [Plane.BASE] * 2, [4, 5], aside))
     assert len(arena._read_s) == 5
 
 

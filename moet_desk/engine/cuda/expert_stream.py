@@ -9,7 +9,7 @@ Called on the engine thread, between steps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.pools import DevicePool
+from moet_desk.errors import MoetError
 from moet_desk.kernels.layouts import GROUP, ExpertLayout
 from moet_desk.kernels.triton.grouped import (
     Batch,
@@ -44,6 +45,11 @@ TURNS = 2
 STAGE_BYTES = 256 * MIB
 """All staging buffers together, at most: 8 experts of DeepSeek-V4-Flash in a batch."""
 
+READ_S = 10.0
+"""Seconds that a prompt waits for the rows of a batch. No kernel waits meanwhile, so this may be long
+enough for a slow drive.
+"""
+
 MOST_BATCHED = 32
 """Experts of a batch at most: more would not fill the device better."""
 
@@ -55,17 +61,18 @@ class HostRows(Protocol):
 
     def memory(self, plane: Plane) -> Tensor: ...
 
-    def read_aside(
-        self, plane: Plane, rows: Sequence[int], into: Sequence[Tensor], run: ThreadPoolExecutor
-    ) -> None: ...
+    def read_into(self, plane: Plane, row: int, place: Tensor) -> None: ...
+
+    def no_answer(self, row: int) -> MoetError: ...
 
 
 @dataclass(slots=True)
 class StreamCounters:
-    """Rows that prompts brought to the device since the start."""
+    """Rows that prompts brought to the device since the start, and reads that failed."""
 
     from_ram: int = 0
     from_nvme: int = 0
+    read_errors: int = 0
     n_bytes: int = 0
     bytes_from_nvme: int = 0
 
@@ -192,6 +199,7 @@ class ChunkExperts:
         )
         self._turns = _Turns(device)
         self._device = device
+        self._reads: list[Future[None]] = []
         self.counters = StreamCounters()
 
     def run(self, moe_layer: int, plane: Plane, ids: Tensor, weights: Tensor, out: Tensor) -> None:
@@ -260,14 +268,35 @@ class ChunkExperts:
                     place.copy_(sources[row], non_blocking=True)
 
     def _read(self, turn: int, plane: Plane, late: Sequence[tuple[int, int]]) -> dict[int, Tensor]:
-        """Rows on disk into the pinned places that belong to a staging buffer's."""
+        """Rows on disk into the pinned places that belong to a staging buffer's.
+
+        A read that does not end keeps its place, so no later one begins before it has ended. That
+        bounds the readers' queue as well: it holds no more than the rows of one batch.
+        """
+        self._wait_for_reads(late[0][1])
         self._turns.wait_filled(turn)
-        rows = [row for _, row in late]
-        places = [self._bounce[plane][turn * self._size + i] for i, _ in late]
-        self._host.read_aside(plane, rows, places, self._readers)
-        self.counters.from_nvme += len(rows)
-        self.counters.bytes_from_nvme += len(rows) * places[0].shape[0]
-        return dict(zip(rows, places, strict=True))
+        places = {row: self._bounce[plane][turn * self._size + i] for i, row in late}
+        reads = [
+            self._readers.submit(self._host.read_into, plane, row, place)
+            for row, place in places.items()
+        ]
+        self._reads = reads
+        self._wait_for_reads(late[0][1])
+        failed = [error for read in reads if (error := read.exception()) is not None]
+        self.counters.read_errors += len(failed)
+        if failed:
+            raise failed[0]
+        self.counters.from_nvme += len(places)
+        self.counters.bytes_from_nvme += sum(place.numel() for place in places.values())
+        return places
+
+    def _wait_for_reads(self, row: int) -> None:
+        """Until the reads that were begun have ended; `row` names them in the error."""
+        _, pending = wait(self._reads, timeout=READ_S)
+        self._reads = list(pending)
+        if pending:
+            self.counters.read_errors += len(pending)
+            raise self._host.no_answer(row)
 
     def _compute(
         self, rows: RowAddresses, batch: Batch, groups: PairGroups, weights: Tensor, out: Tensor

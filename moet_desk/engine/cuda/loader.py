@@ -83,7 +83,7 @@ class CudaCore:
         """Release files, threads and memory."""
         if self.server is not None:
             self.server.close()
-        self.readers.shutdown()
+        self.readers.shutdown(wait=False)  # a read that does not end would hold up the exit
         self.arena.close()
         self.pinned.release()
         self.reader.close()

@@ -106,7 +106,7 @@ class CudaResidency:
             bytes_nvme_to_ram=arena.bytes_read + prompts.bytes_from_nvme,
             wait_s=self.wait_s,
             step_s=step_s,
-            read_errors=arena.read_errors,
+            read_errors=arena.read_errors + prompts.read_errors,
         )
 
     def sizes(self) -> TierSizes:

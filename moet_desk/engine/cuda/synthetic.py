@@ -8,8 +8,7 @@ look-ups. Owned by the thread that measures.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from moet_desk.engine.families.deepseek_v3 import dense_shapes
 from moet_desk.engine.spec import Spec
+from moet_desk.errors import MoetError
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton import fetch
 from moet_desk.kernels.triton.dense import DenseWeight
@@ -178,8 +178,10 @@ class SyntheticHost:
         """The places."""
         return self.rows[plane].memory
 
-    def read_aside(
-        self, plane: Plane, rows: Sequence[int], into: Sequence[Tensor], run: ThreadPoolExecutor
-    ) -> None:
+    def read_into(self, plane: Plane, row: int, place: Tensor) -> None:
+        """Never called."""
+        raise RuntimeError("no row is ever late here")
+
+    def no_answer(self, row: int) -> MoetError:
         """Never called."""
         raise RuntimeError("no row is ever late here")
