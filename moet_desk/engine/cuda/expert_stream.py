@@ -46,8 +46,8 @@ STAGE_BYTES = 256 * MIB
 """All staging buffers together, at most: 8 experts of DeepSeek-V4-Flash in a batch."""
 
 READ_S = 10.0
-"""Seconds that a prompt waits for the rows of a batch. No kernel waits meanwhile, so this may be long
-enough for a slow drive.
+"""Seconds that a prompt waits for the rows of a batch. No kernel waits meanwhile, so this may be
+long enough for a slow drive.
 """
 
 MOST_BATCHED = 32
