@@ -296,6 +296,11 @@ def read_terminal() -> TerminalFacts:
     return locations.read_terminal(os.environ)
 
 
+def c_compiler() -> str | None:
+    """Return the compiler that the environment names for building C."""
+    return os.environ.get("CC")
+
+
 def child_environment(terminal: TerminalFacts) -> dict[str, str]:
     """Return the environment for child processes.
 

@@ -199,7 +199,16 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "MD-GPU-01",
         "No NVIDIA GPU found",
         "This needs a CUDA device: {reason}.",
-        "Run it on a computer with an NVIDIA GPU and its driver; nvidia-smi must list it.",
+        "Run it on a computer with an NVIDIA GPU and its driver; nvidia-smi must list it. Without"
+        " one, engine.device auto or cpu uses the CPU.",
+        exit=ExitCode.UNFIT,
+        http=503,
+    ),
+    ErrorSpec(
+        "MD-GPU-02",
+        "The graphics card cannot be used",
+        "{name}: {reason}.",
+        "{fix}, or set engine.device to auto or cpu.",
         exit=ExitCode.UNFIT,
         http=503,
     ),
@@ -207,7 +216,8 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "MD-GPU-05",
         "Not enough memory on the graphics card",
         "The plan needs {need} of VRAM and may use {have}.",
-        "Lower the context or the slots, or close other programs that use the card.",
+        "Lower the context or the slots, close other programs that use the card, or set"
+        " engine.device to cpu.",
         exit=ExitCode.NO_ROOM,
         http=503,
     ),

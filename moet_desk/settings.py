@@ -101,6 +101,16 @@ _COUNT: dict[str, Any] = {"least": 1, "largest": 10_000_000}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What computes."""
+
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        _About("What computes: cuda is an NVIDIA GPU, auto takes one that can be used.", _R),
+    ] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """How much memory the engine plans with. Automatic values are sized for this computer."""
 
@@ -199,6 +209,7 @@ class Log:
 class Settings:
     """All settings. `keys` maps binding ids ("chat.stop") to keys ("escape")."""
 
+    engine: Engine = field(default_factory=Engine)
     memory: Memory = field(default_factory=Memory)
     answers: Answers = field(default_factory=Answers)
     ui: Ui = field(default_factory=Ui)
@@ -217,6 +228,7 @@ _WORDS_OF_KIND: Mapping[type, str] = {
 }
 
 GROUPS: Mapping[str, type] = {
+    "engine": Engine,
     "memory": Memory,
     "answers": Answers,
     "ui": Ui,

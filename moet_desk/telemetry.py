@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
 
+CPU = "cpu"
+"""`EngineSnapshot.device` of an engine that computes without a card."""
+
 
 class EngineState(Enum):
     """What the engine is doing, in the words of the status line."""
@@ -88,6 +91,16 @@ class TierSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadTimes:
+    """How long the newest reads of single rows from disk took, with the check of their bytes."""
+
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    direct: bool  # past the page cache; else some may have come from there
+
+
+@dataclass(frozen=True, slots=True)
 class LoadStep:
     """One line of the loading screen. `total` 0 means: no bar, only seconds."""
 
@@ -106,7 +119,7 @@ class EngineSnapshot:
     state: EngineState = EngineState.NO_MODEL
     model: str = ""
     family: str = ""
-    device: str = ""  # "cpu" or the card's name
+    device: str = ""  # CPU or the card's name
     context: int = 0  # tokens a request may use, prompt and answer together
     context_used: int = 0  # tokens of the longest running request
     requests_running: int = 0
@@ -122,6 +135,7 @@ class EngineSnapshot:
     tier_share: tuple[float, float, float, float] | None = None  # recent look-ups by N, R, G, Q
     counters: TierCounters = field(default_factory=TierCounters)
     sizes: TierSizes = field(default_factory=TierSizes)
+    reads: ReadTimes | None = None  # None: no row was read since the model was loaded
     cache: CacheView | None = None
     loading: tuple[LoadStep, ...] = ()
     error: Mapping[str, Any] | None = None  # MoetError.to_dict() of the fault

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -23,14 +23,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from moet_desk.cli.bench_record import command_line, machine, peak_rss, rounded
+from moet_desk.cli.bench_record import command_line, driver, machine, peak_rss, rounded
 from moet_desk.cli.bench_shape import ShapeWishes, bench_shape, shape_options
-from moet_desk.cli.context import Invocation, engine_options, output_options
+from moet_desk.cli.context import Invocation, device_option, engine_options, output_options
 from moet_desk.cli.engine import opened_engine
 from moet_desk.cli.output import Format, print_document, print_text
 from moet_desk.engine.handle import EngineHandle, EngineOptions, GenerateRequest, Quality, Sampling
 from moet_desk.store.library import DEMO, embedded_source
-from moet_desk.telemetry import Finished, TextDelta, TierCounters
+from moet_desk.telemetry import CPU, Finished, TextDelta, TierCounters
 from moet_desk.units import GIB, show_memory
 
 PARAGRAPH = (
@@ -76,6 +76,7 @@ class Measured:
 @click.option("--pool-slots", type=int, help="2-bit slots; a smaller pool shows the tiers.")
 @click.option("--arena-rows", type=int, help="Rows kept in RAM.")
 @click.option("--no-pack", is_flag=True, help="Do not time packing (only the demo is packed).")
+@device_option
 @shape_options
 @output_options
 @click.pass_context
@@ -90,6 +91,7 @@ def bench(
     pool_slots: int | None,
     arena_rows: int | None,
     no_pack: bool,
+    device: str | None,
     **made_up: Any,
 ) -> None:
     """Measure decode, prefill, first token, loading and packing on this computer.
@@ -97,13 +99,13 @@ def bench(
     With --shape: the decode step of made-up weights on the GPU, and where its time goes.
     """
     invocation: Invocation = ctx.obj
-    of_a_model = ("model", "repeat", "exact", "pool_slots", "arena_rows", "no_pack")
+    of_a_model = ("model", "repeat", "exact", "pool_slots", "arena_rows", "no_pack", "device")
     if shape is not None:
         _refuse(ctx, of_a_model, "cannot be used with --shape")
         bench_shape(invocation, shape, ShapeWishes(**made_up))
         return
     _refuse(ctx, made_up, "needs --shape")
-    settings = invocation.load_settings().settings
+    settings = invocation.load_settings(engine__device=device).settings
     options = replace(engine_options(settings), save_heat=False)
     if pool_slots is not None:
         options = replace(options, pool_slots=pool_slots, fine_slots=pool_slots)
@@ -209,13 +211,15 @@ def _record(
     handle: EngineHandle, options: EngineOptions, measured: Measured, quality: Quality, repeat: int
 ) -> dict[str, Any]:
     """The figures in the schema of bench/records (design §13)."""
-    info, sizes, counters = handle.model(), handle.snapshot().sizes, measured.counters
+    info, now, counters = handle.model(), handle.snapshot(), measured.counters
+    sizes = now.sizes
     hits = counters.hits_base + counters.hits_fine
     gaps = sorted(gap for run in measured.short for gap in run.gaps_ms)
     marks = quantiles(gaps, n=20)
     steps = max(measured.steps, 1)
     return {
         **machine(),
+        **_card(now.device),
         "command": command_line(),
         "shape": info.name if info is not None else None,
         "weights": "real",
@@ -243,12 +247,18 @@ def _record(
             "vram": None, "pcie": None, "ram_to_slot": counters.bytes_ram_to_slot // steps,
             "nvme": counters.bytes_nvme_to_ram // steps,
         },
+        "nvme_read_ms": now.reads and asdict(now.reads),
         "measured_bw": None,
         "roofline_ratio": None,
         "peak_vram_gib": None,
         "peak_rss_gib": rounded(peak_rss() / GIB),
         "repeats": repeat,
     }  # fmt: skip
+
+
+def _card(device: str) -> dict[str, str | None]:
+    """The card that an engine ran on, as its snapshots name it; nothing if that was the CPU."""
+    return {} if device == CPU else {"gpu": device, "driver": driver()}
 
 
 def _spread(values: list[float], digits: int = 1) -> dict[str, float | None]:
@@ -266,9 +276,9 @@ def _for_people(record: Mapping[str, Any]) -> str:
 
     step, nothing = record["step_ms"], "not measured"
     share = record["hit_rate"]
+    where = record["gpu"] or f"{record['cpu']} ({record['cores']} cores)"
     lines = [
-        f"{record['shape']}, {record['quality']}, {record['repeats']} runs"
-        f" on {record['cpu']} ({record['cores']} cores)",
+        f"{record['shape']}, {record['quality']}, {record['repeats']} runs on {where}",
         f"  decode        {figure('decode_tok_per_s', 'tokens/s')}",
         f"  step          {step['median']} ms  (p05 {step['p05']}, p95 {step['p95']})",
         f"  prefill       {figure('prefill_tok_per_s', 'tokens/s')},"

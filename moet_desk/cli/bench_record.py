@@ -31,6 +31,16 @@ def machine() -> Mapping[str, Any]:
     }
 
 
+def driver() -> str | None:
+    """Version of the NVIDIA driver, if it tells."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, check=False, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return next(iter(found.stdout.split()), None)
+
+
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -6,7 +6,6 @@ Owns the options, the checks before anything is made, and the record; the measur
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import quantiles
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from moet_desk.cli.bench_record import command_line, machine, peak_rss, rounded
+from moet_desk import hardware
+from moet_desk.cli.bench_record import command_line, driver, machine, peak_rss, rounded
 from moet_desk.cli.context import Invocation
 from moet_desk.cli.models import Size
 from moet_desk.cli.output import Format, print_document, print_text
@@ -80,8 +80,8 @@ def bench_shape(invocation: Invocation, name: str, wishes: ShapeWishes) -> None:
     """Measure a shape and print its record.
 
     Raises:
-        MoetError: MD-GPU-01 no CUDA device, MD-GPU-05 or MD-RAM-05 it does not fit the limits,
-            MD-RAM-02 memory cannot be pinned.
+        MoetError: MD-GPU-01, MD-GPU-02 no CUDA device that can be used, MD-GPU-05 or MD-RAM-05 it
+            does not fit the limits, MD-RAM-02 memory cannot be pinned.
     """
     shape = SHAPES[name](max(wishes.context, wishes.prefill))
     if wishes.rows > shape.most_rows:
@@ -122,10 +122,7 @@ def _check_ram(shape: Shape, limit: int | None) -> None:
 def _device() -> torch.device:
     import torch
 
-    if not torch.cuda.is_available():
-        built = torch.version.cuda is not None
-        reason = "the driver shows none" if built else "this build of torch has no CUDA"
-        raise fail("MD-GPU-01", reason=reason)
+    hardware.choose_device("cuda", hardware.probe_accelerator())
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -141,16 +138,7 @@ def _vram_bytes(device: torch.device, limit: int | None) -> int:
 def _gpu(device: torch.device) -> Mapping[str, Any]:
     import torch
 
-    return {"gpu": torch.cuda.get_device_name(device), "driver": _driver()}
-
-
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, check=False, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return next(iter(found.stdout.split()), None)
+    return {"gpu": torch.cuda.get_device_name(device), "driver": driver()}
 
 
 def make_record(shape: Shape, wishes: ShapeWishes, figures: Figures, n_rows: int) -> dict[str, Any]:

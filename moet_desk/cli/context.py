@@ -103,11 +103,12 @@ class Invocation:
 
 
 def engine_options(settings: Settings) -> EngineOptions:
-    """The memory settings as constraints on the engine's plan."""
+    """What computes, and the memory settings as constraints on the engine's plan."""
     from moet_desk.engine.handle import EngineOptions, Quality
 
     memory = settings.memory
     return EngineOptions(
+        device=settings.engine.device,
         quality=Quality(settings.answers.quality),
         context=memory.context,
         pool_slots=memory.pool_slots,
@@ -117,6 +118,12 @@ def engine_options(settings: Settings) -> EngineOptions:
         kv_format=memory.kv_format,
         threads=memory.threads,
     )
+
+
+def device_option(command: _Decorated) -> _Decorated:
+    """`--device`, which counts before the setting; the command hands it to `load_settings`."""
+    choices = click.Choice(["auto", "cpu", "cuda"])
+    return click.option("--device", type=choices, help="What computes; auto by default.")(command)
 
 
 def global_options(command: _Decorated) -> _Decorated:

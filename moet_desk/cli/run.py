@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moet_desk.cli.context import Invocation, engine_options, output_options
+from moet_desk.cli.context import Invocation, device_option, engine_options, output_options
 from moet_desk.cli.models import complete_model
 from moet_desk.cli.output import Format, print_document, print_event, say
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, Quality, Sampling
@@ -49,6 +49,7 @@ class Question:
 @click.option("--exact", "quality", flag_value="exact", help="Exact experts.")
 @click.option("--fast", "quality", flag_value="fast", help="2-bit experts.")
 @click.option("--raw", is_flag=True, help="Continue PROMPT as text, without the chat template.")
+@device_option
 @output_options
 @click.pass_obj
 def run(
@@ -63,6 +64,7 @@ def run(
     quality: str | None,
     max_tokens: int | None,
     stop: tuple[str, ...],
+    device: str | None,
     **sampling: Any,
 ) -> int:
     """Ask MODEL one question, or talk with it.
@@ -75,7 +77,7 @@ def run(
     question = _question(invocation, model, prompt, interactive=interactive)
     if raw and question.interactive:
         raise click.UsageError("--raw needs a prompt and no -i")
-    settings = invocation.load_settings().settings
+    settings = invocation.load_settings(engine__device=device).settings
     base = _base_request(settings, sampling, quality)
     base = replace(base, stop=stop, max_tokens=max_tokens or settings.answers.max_tokens)
     instruction = settings.answers.system if system is None else system

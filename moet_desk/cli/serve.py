@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moet_desk.cli.context import Invocation, engine_options, output_options
+from moet_desk.cli.context import Invocation, device_option, engine_options, output_options
 from moet_desk.cli.models import complete_model
 from moet_desk.cli.output import Format, print_document, print_event
 from moet_desk.errors import CATALOGUE, MoetError, fail
@@ -28,13 +28,23 @@ _WATCH_S = 0.5
 @click.option("--host", help="Address to listen on; 127.0.0.1 by default.")
 @click.option("--port", type=click.IntRange(0, 65535), help="11500 by default; 0: a free one.")
 @click.option("--key", help="Key that clients must send; needed for other addresses.")
+@device_option
 @output_options
 @click.pass_obj
 def serve(
-    invocation: Invocation, model: str, host: str | None, port: int | None, key: str | None
+    invocation: Invocation,
+    /,
+    model: str,
+    *,
+    host: str | None,
+    port: int | None,
+    key: str | None,
+    device: str | None,
 ) -> int:
     """Serve MODEL to OpenAI clients until Ctrl+C."""
-    loaded = invocation.load_settings(endpoint__host=host, endpoint__port=port, endpoint__key=key)
+    loaded = invocation.load_settings(
+        endpoint__host=host, endpoint__port=port, endpoint__key=key, engine__device=device
+    )
     settings = loaded.settings
 
     from moet_desk import runtime

@@ -206,7 +206,7 @@ class EngineOptions:
     prefill_chunk: int | None = None
     ram_bytes: int | None = None  # what all tiers together may take, on a GPU: the pinned ones
     vram_bytes: int | None = None  # what the engine may take of the card
-    device: str = "cpu"  # or "cuda"
+    device: str = "cpu"  # auto | cpu | cuda; resolved when the engine thread loads
     kv_format: str = "auto"  # auto | nvfp4 | fp8 | bf16 | f32
     threads: int | None = None
     quality: Quality = Quality.FAST  # for requests that do not say

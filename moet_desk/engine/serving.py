@@ -39,18 +39,27 @@ SAVE_HEAT_EVERY_S = 60.0
 def _load(
     pack: Path, options: EngineOptions, show: Callable[[tuple[LoadStep, ...]], None]
 ) -> Core | CudaCore:
-    if options.device == "cpu":
+    if _device(options.device) == "cpu":
         return load(pack, options, show)
     from moet_desk.engine.cuda.loader import load as load_cuda  # brings in triton
 
-    return load_cuda(pack, options, show, device=torch.device(options.device))
+    return load_cuda(pack, options, show, device=torch.device("cuda"))
+
+
+def _device(wanted: str) -> str:
+    """What computes. Raises MD-GPU-01, MD-GPU-02."""
+    if wanted == "cpu":
+        return wanted
+    choice = hardware.choose_device(wanted, hardware.probe_accelerator())
+    log.info("computing on %s: %s", choice.device, choice.why)
+    return choice.device
 
 
 class Serving:
     """A loaded model at work.
 
     Raises (from the constructor):
-        MoetError: as `loader.load` and `Text.load`.
+        MoetError: as `loader.load` and `Text.load`; MD-GPU-01, MD-GPU-02 no card to compute on.
     """
 
     def __init__(
@@ -246,6 +255,7 @@ class Serving:
             tier_share=residency.tier_share(),
             counters=residency.counters(step_s=meter.step_s),
             sizes=residency.sizes(),
+            reads=self.core.arena.read_times(),
             cache=residency.view(),
             generation=self._generation,
         )

@@ -9,7 +9,8 @@ size).
 from __future__ import annotations
 
 import mmap
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ from torch import Tensor
 from moet_desk.errors import MoetError
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
+from moet_desk.telemetry import ReadTimes
+
+RECENT_READS = 512
+"""Reads whose times are kept."""
 
 ABSENT = -1
 """In a table: the row is not in RAM."""
@@ -91,6 +96,16 @@ class Arena:
             Plane.FINE: _Region(fine_rows, meta.fine_stride, meta.n_rows, allocate),
         }
         self.counters = ArenaCounters()
+        # several threads append, the engine thread copies it; the interpreter makes both atomic
+        self._read_s: deque[float] = deque(maxlen=RECENT_READS)
+
+    def read_times(self) -> ReadTimes | None:
+        """How long the newest reads took that somebody waited for; None before the first."""
+        read_s = list(self._read_s)
+        if not read_s:
+            return None
+        p50, p95, p99 = (round(1e3 * float(s), 3) for s in np.percentile(read_s, (50, 95, 99)))
+        return ReadTimes(p50, p95, p99, direct=self._reader.direct)
 
     def row(self, plane: Plane, row: int, *, scan: bool = False) -> Tensor:
         """The packed bytes of a row, read from the file if need be.
@@ -137,11 +152,15 @@ class Arena:
             if row not in region.place_of_row:
                 self._read(region, plane, row, scan=True)
                 progress(region.stride)
+        self._read_s.clear()  # nobody waits for one of these; loading shows its own times
 
     def bring(
         self, plane: Plane, rows: Sequence[int], *, keep: Collection[int], run: Executor
     ) -> list[tuple[int, int]]:
         """Read rows that are not in RAM into places of their own, side by side.
+
+        The queue of `run` is bounded: `rows` are what one layer lacks, no more than there are
+        places (and than a mailbox holds), and they have all ended when this returns.
 
         Args:
             plane: whose rows.
@@ -165,7 +184,7 @@ class Arena:
 
         def attempt(row: int, place: int) -> Exception | None:
             try:
-                self._reader.read_row(plane, row, region.slice(place))
+                self._read_row(plane, row, region.slice(place))
             except Exception as error:  # told after all reads have ended
                 return error
             return None
@@ -203,7 +222,7 @@ class Arena:
             MoetError: MD-NVME-04 the read failed, MD-PACK-04 the checksum does not match.
         """
         view = memoryview(place.numpy())  # type: ignore[arg-type]
-        self._reader.read_row(plane, row, view)
+        self._read_row(plane, row, view)
 
     def no_answer(self, row: int) -> MoetError:
         """The error of a row whose read does not end."""
@@ -230,10 +249,15 @@ class Arena:
         """Forget all rows; the memory goes when the last view of it does."""
         self._regions.clear()
 
+    def _read_row(self, plane: Plane, row: int, out: memoryview) -> None:
+        began = time.perf_counter()
+        self._reader.read_row(plane, row, out)
+        self._read_s.append(time.perf_counter() - began)
+
     def _read(self, region: _Region, plane: Plane, row: int, *, scan: bool) -> int:
         place = self._place(region, scan=scan)
         try:
-            self._reader.read_row(plane, row, region.slice(place))
+            self._read_row(plane, row, region.slice(place))
         except Exception:
             self.counters.read_errors += 1
             if place < region.places:

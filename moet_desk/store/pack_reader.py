@@ -101,6 +101,16 @@ class PackReader:
     def direct(self) -> bool:
         return bool(self._direct_fds)
 
+    def go_direct(self) -> bool:
+        """Read past the page cache from now on, as `open` with `direct`; before other threads read.
+
+        Returns:
+            False: the file system refuses, reads go on as before.
+        """
+        if not self._direct_fds:
+            self._direct_fds = _open_direct(self.path)
+        return self.direct
+
     def read_row(self, plane: Plane, row: int, out: RowBuffer, *, verify: bool = True) -> None:
         """Fill `out` with one padded row.
 

@@ -18,6 +18,9 @@ from moet_desk import cli
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTED = Path(__file__).with_name("scripted_main.py")
 
+ON_CPU = {"MOET_DESK_ENGINE_DEVICE": "cpu"}
+"""These suites test the CPU engine, also where there is a GPU."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -46,13 +49,16 @@ Command = Callable[..., Result]
 def environment(data_dir: Path) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if "MOET_DESK" not in name}
     paths = os.pathsep.join([str(ROOT), *filter(None, [clean.get("PYTHONPATH")])])
-    return {**clean, "PYTHONPATH": paths, "MOET_DESK_DATA_DIR": str(data_dir), "TERM": "xterm"}
+    ours = {"MOET_DESK_DATA_DIR": str(data_dir), **ON_CPU}
+    return {**clean, "PYTHONPATH": paths, "TERM": "xterm", **ours}
 
 
 @pytest.fixture
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "data"
     monkeypatch.setenv("MOET_DESK_DATA_DIR", str(folder))
+    for name, value in ON_CPU.items():
+        monkeypatch.setenv(name, value)
     return folder
 
 

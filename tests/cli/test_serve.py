@@ -14,7 +14,9 @@ import httpx
 import openai
 import pytest
 
-from moet_desk.errors import ExitCode
+from moet_desk.cli.context import Invocation
+from moet_desk.engine.handle import EngineOptions
+from moet_desk.errors import ExitCode, fail
 from tests.cli.conftest import SCRIPTED, Command, environment
 
 
@@ -57,6 +59,22 @@ def test_serve__answers_until_a_signal_ends_it(
         assert "Traceback" not in words
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{ready['address']}/models")
+
+
+def test_serve__device__goes_to_the_engine(
+    moet: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    devices: list[str] = []
+
+    def start_engine(pack: Path, options: EngineOptions) -> None:
+        devices.append(options.device)
+        raise fail("MD-GPU-01", reason="the driver shows none")
+
+    monkeypatch.setattr("moet_desk.engine.handle.start_engine", start_engine)
+    monkeypatch.setattr(Invocation, "model_path", lambda self, name: tmp_path / name)
+    result = moet("serve", "--port", "0", "--device", "cuda")
+    assert (result.code, devices) == (ExitCode.UNFIT, ["cuda"])
+    assert "MD-GPU-01" in result.err
 
 
 def test_serve__second_instance__exit_8_with_the_pid(data_dir: Path, spawn: Command) -> None:

@@ -6,17 +6,22 @@ import mmap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moet_desk.engine.cuda.loader import fast_prompt_plane, load
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
 from moet_desk.engine.cuda.pinned import PIECE_BYTES, PinnedMemory
+from moet_desk.engine.handle import EngineOptions
 from moet_desk.errors import MoetError
 from moet_desk.kernels.mailbox import MAILBOX, Answer
-from moet_desk.plan import DeviceBudget, ModelShape, Wishes, plan_device_tiers
+from moet_desk.plan import DeviceBudget, ModelShape, TierPlan, Wishes, plan_device_tiers
+from moet_desk.store import pack_reader
 from moet_desk.store.arena import ABSENT, Arena
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
@@ -180,6 +185,56 @@ def test_device_plan__any_machine__fits_or_is_refused(
         assert rows <= ram
         assert plan.base_slots >= min(8 * shape.top_k, shape.n_rows)
     assert refused in ("", "MD-GPU-05", "MD-RAM-01")
+
+
+@pytest.mark.parametrize(
+    ("base", "fine", "plane"),
+    [(256, 256, Plane.FINE), (256, 255, Plane.BASE), (255, 256, Plane.BASE), (64, 0, Plane.BASE)],
+)
+def test_fast_prompt_plane__fp4_only_if_no_row_must_come_from_disk(
+    base: int, fine: int, plane: Plane
+) -> None:
+    plan = TierPlan(2048, 32, 64, 64, base, fine, 256, bytes_total=0)
+    assert fast_prompt_plane(plan, 256) is plane
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "plane", "said"),
+    [
+        ({}, Plane.FINE, "read with FP4 rows: all of them are in RAM"),
+        ({"arena_rows": 100}, Plane.BASE, "2-bit rows: RAM holds 100 of 256 FP4 rows"),
+    ],
+)
+def test_load__rows_in_ram_or_not__plane_of_prompts_and_direct_reads(
+    demo_pack: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    sizes: dict[str, int],
+    plane: Plane,
+    said: str,
+    direct: bool,
+) -> None:
+    """Loaded for the CPU: nothing is computed, so nothing here depends on a device."""
+    if not direct:
+        monkeypatch.setattr(pack_reader, "_open_direct", lambda path: {})
+    caplog.set_level("INFO", "moet_desk.engine")
+    options = EngineOptions(
+        save_heat=False, kv_format="f32", context=64, ram_bytes=10**9, vram_bytes=10**9, **sizes
+    )  # type: ignore[arg-type]
+    core = load(demo_pack, options, device=torch.device("cpu"))
+    try:
+        plane_of = core.prefiller._plane_of
+        assert plane_of(SimpleNamespace(plane=Plane.BASE)) is plane
+        assert plane_of(SimpleNamespace(plane=Plane.FINE)) is Plane.FINE
+        wants_direct = plane is Plane.BASE
+        refused = wants_direct and not core.reader.direct  # also by the tests' own file system
+        assert ("through the page cache" in caplog.text) == refused
+        assert wants_direct or not core.reader.direct
+    finally:
+        core.close()
+    assert said in caplog.text
 
 
 def test_device_plan__deepseek_v4_flash_on_a_32_gib_card__two_thousand_slots() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.engine import Engine
 from moet_desk.engine.handle import (
@@ -246,6 +247,33 @@ def test_loading__no_pack_there__error_from_wait_ready_and_snapshot(tmp_path: Pa
     with pytest.raises(MoetError):
         engine.submit(hello())
     engine.close()
+
+
+def test_loading__cuda_asked_for_and_no_card__refused(
+    demo_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = hardware.Accelerator(missing="the driver shows none")
+    monkeypatch.setattr(hardware, "probe_accelerator", lambda: none)
+    engine = start_engine(demo_pack, EngineOptions(device="cuda"))
+    with pytest.raises(MoetError) as caught:
+        engine.wait_ready(60)
+    assert caught.value.code == "MD-GPU-01"
+    engine.close()
+
+
+def test_loading__auto_and_no_card__the_cpu_and_the_log_says_why(
+    demo_pack: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "moet_desk.engine")
+    old = hardware.Accelerator("NVIDIA X", (7, 5), has_triton=True, can_compile=True)
+    monkeypatch.setattr(hardware, "probe_accelerator", lambda: old)
+    engine = start_engine(demo_pack, EngineOptions(device="auto", save_heat=False))
+    try:
+        assert engine.wait_ready(120)
+        assert engine.snapshot().device == "cpu"
+        assert "computing on cpu: NVIDIA X: it is too old" in caplog.text
+    finally:
+        engine.close()
 
 
 def test_loading__too_little_ram__refused_with_numbers(demo_pack: Path) -> None:

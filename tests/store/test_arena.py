@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from moet_desk.errors import MoetError
-from moet_desk.store.arena import Arena
+from moet_desk.store.arena import RECENT_READS, Arena
 from moet_desk.store.pack_format import BASE_FILE, Plane
 from moet_desk.store.pack_reader import PackReader
 
@@ -105,3 +108,67 @@ def test_damaged_row__error_names_it(reader: PackReader, monkeypatch: pytest.Mon
     assert caught.value.code == "MD-PACK-04"
     assert "layer 2" in caught.value.cause
     assert "expert 1" in caught.value.cause
+
+
+class SlowDrive:
+    """A clock that a read moves on: the first takes 1 ms, the second 2 ms, and so on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.n_reads = 0
+        patch.setattr(
+            "moet_desk.store.arena.time", SimpleNamespace(perf_counter=lambda: self.now_s)
+        )
+        patch.setattr(PackReader, "read_row", self.read_row)
+
+    def read_row(self, plane: Plane, row: int, out: memoryview) -> None:
+        self.n_reads += 1
+        self.now_s += self.n_reads / 1000
+
+
+def test_read_times__newest_reads_that_were_waited_for(
+    reader: PackReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(reader, base_rows=4, fine_rows=0)
+    with monkeypatch.context() as patch:
+        drive = SlowDrive(patch)
+        arena.preload(Plane.BASE, range(4), progress=lambda _: None)
+        arena.row(Plane.BASE, 0)
+        assert arena.read_times() is None
+        drive.n_reads = 0
+        for row in range(100, 200):
+            arena.row(Plane.BASE, row)
+        times = arena.read_times()
+        assert times is not None
+        assert (times.p50_ms, times.p95_ms, times.p99_ms) == pytest.approx((50.5, 95.05, 99.01))
+        assert times.direct == reader.direct
+        for _ in range(RECENT_READS):
+            arena.row(Plane.FINE, 7)
+        later = arena.read_times()
+        assert later is not None
+        assert later.p50_ms > 100
+
+
+def test_read_times__side_by_side__every_row_counts(reader: PackReader) -> None:
+    arena = Arena(reader, base_rows=8, fine_rows=0)
+    aside = torch.empty((2, reader.meta.base_stride), dtype=torch.uint8)
+    with ThreadPoolExecutor(4) as run:
+        arena.bring(Plane.BASE, [1, 2, 3], keep=(), run=run)
+        assert len(arena._read_s) == 3
+        list(run.map(arena.read_into, [Plane.BASE] * 2, [4, 5], aside))
+    assert len(arena._read_s) == 5
+
+
+def test_read_times__reader_goes_direct__told(demo_pack: Path) -> None:
+    with PackReader.open(demo_pack) as reader:
+        arena = Arena(reader, base_rows=2, fine_rows=0)
+        arena.row(Plane.BASE, 1)
+        before = arena.read_times()
+        assert before is not None
+        assert not before.direct
+        went = reader.go_direct()
+        got = bytes(arena.row(Plane.BASE, 2).numpy())
+        assert got == wanted(demo_pack, 2, reader.meta.base_stride)
+        after = arena.read_times()
+        assert after is not None
+        assert after.direct == went

@@ -15,6 +15,7 @@ from moet_desk.telemetry import (
     EngineSnapshot,
     EngineState,
     LoadStep,
+    ReadTimes,
     TierCounters,
     TierSizes,
 )
@@ -108,6 +109,16 @@ def test_wait_line__first_words_are_waiting() -> None:
     assert "moved 3.0 GiB, disk 1.0 MiB" in narrow.plain
     unknown = wait_line(EngineSnapshot(), History(), width=79, glyphs=UNICODE)
     assert unknown.plain.startswith("waiting – of time")
+
+
+@pytest.mark.parametrize(("direct", "shown"), [(True, "p95 1.2 ms"), (False, "p95 1.2 ms, cached")])
+def test_wait_line__rows_read_from_disk__how_long(direct: bool, shown: str) -> None:
+    snapshot = replace(SNAPSHOT, reads=ReadTimes(0.8, 1.23, 4.0, direct))
+    assert (
+        f"disk 1.0 MiB ({shown})" in wait_line(snapshot, History(), width=120, glyphs=UNICODE).plain
+    )
+    narrow = wait_line(snapshot, History(), width=100, glyphs=UNICODE)
+    assert narrow.plain.endswith("disk 1.0 MiB")
 
 
 def test_loading_lines__steps__glyph_bar_numbers_seconds() -> None:

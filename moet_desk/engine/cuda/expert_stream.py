@@ -46,8 +46,8 @@ STAGE_BYTES = 256 * MIB
 """All staging buffers together, at most: 8 experts of DeepSeek-V4-Flash in a batch."""
 
 READ_S = 10.0
-"""Seconds that a prompt waits for the rows of a batch; no kernel waits meanwhile, so enough for a
-slow drive.
+"""Seconds that a prompt waits for the rows of a batch. No kernel waits meanwhile, so this may be
+long enough for a slow drive.
 """
 
 MOST_BATCHED = 32
@@ -270,7 +270,8 @@ class ChunkExperts:
     def _read(self, turn: int, plane: Plane, late: Sequence[tuple[int, int]]) -> dict[int, Tensor]:
         """Rows on disk into the pinned places that belong to a staging buffer's.
 
-        A read that does not end keeps its place, so no later one begins before it has ended.
+        A read that does not end keeps its place, so no later one begins before it has ended. That
+        bounds the readers' queue as well: it holds no more than the rows of one batch.
         """
         self._wait_for_reads(late[0][1])
         self._turns.wait_filled(turn)

@@ -7,6 +7,7 @@ capture of each step graph.
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,6 @@ from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
-from moet_desk.engine.request import ActiveRequest
 from moet_desk.engine.spec import Spec
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.mailbox import MAILBOX
@@ -51,6 +51,8 @@ from moet_desk.store.arena import Allocate, Arena, plain_memory
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from moet_desk.telemetry import LoadStep
+
+log = logging.getLogger("moet_desk.engine")
 
 CHUNKS = (8192, 4096, 2048, 1024, 512, 256)
 """Tokens of a prompt chunk that the planner may choose from."""
@@ -115,6 +117,11 @@ def load(
     spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
     form = KvFormat.BF16 if options.kv_format == "auto" else KvFormat(options.kv_format)
     plan = _plan(reader, spec, form, options, device)
+    n_rows = len(spec.main_moe_layers) * reader.meta.n_experts
+    fast_prompts = fast_prompt_plane(plan, n_rows)
+    _say_plane(plan, n_rows, fast_prompts)
+    if not _all_in_ram(plan, n_rows):
+        _pass_page_cache(reader)
     report.end()
 
     pinned = PinnedMemory(progress=lambda _: None)
@@ -122,7 +129,7 @@ def load(
     arena = Arena(
         reader, base_rows=plan.arena_base_rows, fine_rows=plan.arena_fine_rows, allocate=allocate
     )
-    order = _hot_first(pack, len(spec.main_moe_layers) * reader.meta.n_experts)
+    order = _hot_first(pack, n_rows)
     for plane, count in ((Plane.BASE, plan.arena_base_rows), (Plane.FINE, plan.arena_fine_rows)):
         rows = order[: min(count, len(order))]
         stride = arena.memory(plane).shape[1]
@@ -133,7 +140,7 @@ def load(
     report.begin("Dense layers")
     pools = {plane: _pool(plane, arena, reader, spec, plan, device) for plane in Plane}
     error = torch.zeros(1, dtype=torch.int32, device=device)
-    mailbox, server = _mailbox(arena, plan, len(order), allocate, error)
+    mailbox, server = _mailbox(arena, plan, n_rows, allocate, error)
     experts = {
         Plane.BASE: PoolExperts(
             pools[Plane.BASE], None, reader.layout,
@@ -160,11 +167,12 @@ def load(
     buffers = ChunkBuffers.make(spec, plan.prefill_chunk, context=plan.context, device=device)
     streamed = ChunkExperts(
         pools, arena, reader.layout, buffers, n_experts=reader.meta.n_experts, readers=readers,
-        bounce=_bounce(reader, plan, len(order), allocate),
+        bounce=_bounce(reader, plan, n_rows, allocate),
     )  # fmt: skip
     prefiller = CudaPrefiller(
-        ChunkModel(model, kv, buffers, streamed), chunk=plan.prefill_chunk, plane_of=_plane_of
-    )
+        ChunkModel(model, kv, buffers, streamed), chunk=plan.prefill_chunk,
+        plane_of=lambda request: fast_prompts if request.plane is Plane.BASE else request.plane,
+    )  # fmt: skip
     residency = CudaResidency(
         pools, arena, reader.layout, moe_layers=spec.main_moe_layers, server=server,
         streamed=streamed.counters,
@@ -176,15 +184,40 @@ def load(
     )  # fmt: skip
 
 
-def _plane_of(request: ActiveRequest) -> Plane:
-    return request.plane
+def fast_prompt_plane(plan: TierPlan, n_rows: int) -> Plane:
+    """The rows that prompts of fast requests are read with.
+
+    Prompts read at 2 bits made answers 8 to 11 % longer where that was measured (design §8), so FP4
+    rows are worth their time as long as they come from RAM; from disk they take many times as long.
+    """
+    return Plane.FINE if _all_in_ram(plan, n_rows) else Plane.BASE
+
+
+def _all_in_ram(plan: TierPlan, n_rows: int) -> bool:
+    """Whether no row is on disk alone; an FP4 weight needs its rows of both planes."""
+    return min(plan.arena_base_rows, plan.arena_fine_rows) >= n_rows
+
+
+def _say_plane(plan: TierPlan, n_rows: int, plane: Plane) -> None:
+    if plane is Plane.FINE:
+        log.info("prompts of fast requests are read with FP4 rows: all of them are in RAM")
+        return
+    bits, have = "prompts of fast requests are read with 2-bit rows", plan.arena_fine_rows
+    log.info("%s: RAM holds %s of %s FP4 rows", bits, f"{have:,}", f"{n_rows:,}")
+
+
+def _pass_page_cache(reader: PackReader) -> None:
+    """Read rows directly: the page cache would take RAM that the arena makes better use of."""
+    if not reader.go_direct():
+        why = "the file system refuses direct reads"
+        log.warning("rows on disk are read through the page cache: %s (%s)", why, reader.path)
 
 
 def _bounce(
     reader: PackReader, plan: TierPlan, n_rows: int, allocate: Allocate
 ) -> Mapping[Plane, torch.Tensor]:
     """Pinned places for a prompt's rows that are not in RAM; none if all rows are."""
-    if min(plan.arena_base_rows, plan.arena_fine_rows) >= n_rows:
+    if _all_in_ram(plan, n_rows):
         return {}
     places = TURNS * batch_size(reader.layout, reader.meta.n_experts)
     return {
@@ -264,7 +297,7 @@ def _mailbox(
     error: torch.Tensor,
 ) -> tuple[fetch.Mailbox | None, MailboxServer | None]:
     """A mailbox and its server, if some rows are not in RAM."""
-    if min(plan.arena_base_rows, plan.arena_fine_rows) >= n_rows:
+    if _all_in_ram(plan, n_rows):
         return None, None
     page = allocate(MAILBOX.n_bytes, mmap.PAGESIZE)
     address = torch.frombuffer(page, dtype=torch.uint8).data_ptr()

@@ -187,6 +187,9 @@ def wait_line(snapshot: EngineSnapshot, history: History, *, width: int, glyphs:
     if counters.lookups:
         moved = show_memory(counters.bytes_ram_to_slot)
         disk = show_memory(counters.bytes_nvme_to_ram)
+    if snapshot.reads is not None and width >= 110:
+        cached = "" if snapshot.reads.direct else ", cached"
+        disk += f" (p95 {snapshot.reads.p95_ms:.1f} ms{cached})"
     wide = width >= 100 and history.bytes_per_s
     rate = f" ({show_rate(history.bytes_per_s or 0.0)})" if wide else ""
     return Content.assemble(
