@@ -197,6 +197,7 @@ _WORDS = {
     "router_lookup": "router, look-up",
     "fetch": "fetch",
     "experts": "experts",
+    "sampling": "sampling",
     "norms_other": "norms, other",
     "gaps_host": "gaps, host",
 }

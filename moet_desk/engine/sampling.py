@@ -1,6 +1,7 @@
 """The sampler of one request: penalties, biases, the draw and log-probabilities.
 
-Owned and called by the engine thread, one `choose` per token. The choice depends on the logits, the
+Owned and called by the engine thread, one `choose` per token, or one `draw` and `take` where a
+device chooses. The choice depends on the logits, the
 request and the number of tokens chosen so far, on nothing else; a seed therefore gives the same
 answer alone and beside other requests.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from moet_desk.engine.checks import check_sampling
 from moet_desk.engine.handle import Sampling
-from moet_desk.errors import fail
+from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.reference.sampling import sample, uniform
 
 
@@ -31,6 +32,26 @@ class Chosen:
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """All that the next choice depends on beside the logits, for whoever chooses elsewhere.
+
+    Attributes:
+        temperature, top_k, top_p, min_p: as `kernels.reference.sampling.sample` takes them.
+        seed, position: of the uniform number; the position counts the tokens chosen so far.
+    """
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    position: int = 0
+
+
+GREEDY = Draw(temperature=0.0)
 
 
 class Sampler:
@@ -114,7 +135,7 @@ class Sampler:
         adjusted = self._adjust(logits)
         best, best_id = adjusted.max(0)  # the first of equal ones; NaN counts as the largest
         if not math.isfinite(best):
-            raise fail("MD-ENG-04", reason="the model gave invalid numbers", model=self._model)
+            raise self._invalid()
         token_id = int(best_id)
         if self._temperature > 0:
             token_id = sample(
@@ -130,6 +151,32 @@ class Sampler:
             return Chosen(token_id)
         return _with_logprobs(logits, token_id, self._top_logprobs)
 
+    def draw(self) -> Draw | None:
+        """What the next choice takes beside the logits; None if it must be made by `choose`.
+
+        Penalties and biases change the logits first, and log-probabilities need all of them.
+        """
+        alters = self._seen is not None or self._counts is not None or self._bias is not None
+        if alters or self._top_logprobs is not None:
+            return None
+        return Draw(
+            self._temperature, self._top_k, self._top_p, self._min_p, self._seed, self._n_chosen
+        )
+
+    def take(self, token_id: int | None) -> Chosen:
+        """Count the token that was chosen elsewhere, by `draw`.
+
+        Args:
+            token_id: None if the logits held NaN or infinity.
+
+        Raises:
+            MoetError: MD-ENG-04, there is no token.
+        """
+        if token_id is None:
+            raise self._invalid()
+        self._count(token_id)
+        return Chosen(token_id)
+
     def _adjust(self, logits: Tensor) -> Tensor:
         """Apply the repetition penalty (Hugging Face), then the other two (OpenAI), then biases."""
         if self._seen is not None:
@@ -140,6 +187,9 @@ class Sampler:
             logits = logits - self._counts * self._frequency
             logits = logits - (self._counts > 0) * self._presence
         return logits if self._bias is None else logits + self._bias
+
+    def _invalid(self) -> MoetError:
+        return fail("MD-ENG-04", reason="the model gave invalid numbers", model=self._model)
 
     def _count(self, token_id: int) -> None:
         self._n_chosen += 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moet_desk.engine.checks import check_sampling
 from moet_desk.engine.handle import Sampling
-from moet_desk.engine.sampling import Sampler
+from moet_desk.engine.sampling import Draw, Sampler
 from moet_desk.errors import MoetError
 from moet_desk.kernels.reference.sampling import greedy, philox_4x32, sample, uniform
 
@@ -216,6 +216,41 @@ def test_choose__invalid_logits__fails_closed(bad: float, temperature: float) ->
     assert caught.value.code == "MD-ENG-04"
     with pytest.raises(MoetError):
         _choose(sampler, *[-math.inf] * 6)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}, {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_draw__logits_to_be_changed__none(fields: dict[str, Any], temperature: float) -> None:
+    assert _sampler(Sampling(temperature=temperature, **fields), prompt=[2]).draw() is None
+
+
+def test_draw__logprobs_wanted__none() -> None:
+    assert _sampler(Sampling(temperature=0), top_logprobs=0).draw() is None
+
+
+def test_take__tokens_chosen_by_the_draw__counted_as_if_chosen_here() -> None:
+    wish = Sampling(temperature=0.8, top_p=0.9, top_k=5, min_p=0.01, seed=-7)
+    here, elsewhere = _sampler(wish), _sampler(wish)
+    rows = torch.randn(20, 6)
+    for i, row in enumerate(rows):
+        draw = elsewhere.draw()
+        assert draw == Draw(0.8, 5, 0.9, 0.01, seed=-7, position=i)
+        token_id = sample(
+            row, temperature=draw.temperature, top_k=draw.top_k, top_p=draw.top_p,
+            min_p=draw.min_p, u=uniform(draw.seed, draw.position),
+        )  # fmt: skip
+        assert elsewhere.take(token_id) == here.choose(row)
+    with pytest.raises(MoetError) as caught:
+        elsewhere.take(None)
+    assert caught.value.code == "MD-ENG-04"
+    assert elsewhere.draw() == here.draw()
 
 
 @pytest.mark.parametrize(

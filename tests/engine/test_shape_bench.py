@@ -204,7 +204,9 @@ def test_figures__roofline__the_slower_bus_counts() -> None:
 
 
 def test_groups__every_kernel_of_the_step_s_modules__is_in_the_table() -> None:
-    modules = "attention cache dense experts fetch kv_entries latent norms prepare quant route"
+    modules = (
+        "attention cache dense experts fetch kv_entries latent norms prepare quant route sampling"
+    )
     for name in modules.split():
         module = importlib.import_module(f"moet_desk.kernels.triton.{name}")
         launched = re.findall(r"^ +(_\w+_kernel)\[", Path(str(module.__file__)).read_text(), re.M)
@@ -218,7 +220,7 @@ def test_split__kernels__by_group_with_the_rest_as_gaps() -> None:
     found = split(times, n_steps=2, step_ms=5.0)
     assert found == {
         "attention": 0, "dense": 1.5, "router_lookup": 0, "fetch": 0, "experts": 0.5,
-        "norms_other": 0.25, "gaps_host": 2.75,
+        "sampling": 0, "norms_other": 0.25, "gaps_host": 2.75,
     }  # fmt: skip
     assert split(times, n_steps=1, step_ms=2.0)["gaps_host"] == 0
     assert group_of("_rms_norm_kernel_0d1d2") is Group.OTHER
@@ -272,4 +274,5 @@ def test_measure__tiny_model_interpreted__whole_figures(launched: set[str]) -> N
     launched.clear()
     bench.steps(1)
     assert launched - set(GROUP_OF_KERNEL) == set()
-    assert {"_fetch_kernel", "_lookup_kernel", "_swiglu_gemv_kernel"} <= launched
+    assert {"_fetch_kernel", "_lookup_kernel", "_swiglu_gemv_kernel", "_scan_kernel"} <= launched
+    assert "_pass_kernel" not in launched

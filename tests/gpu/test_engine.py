@@ -16,7 +16,8 @@ from torch import Tensor
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.cuda.step import StepRow
-from moet_desk.engine.handle import EngineOptions
+from moet_desk.engine.handle import EngineOptions, Sampling
+from moet_desk.engine.sampling import GREEDY, Draw, Sampler
 from moet_desk.store.pack_format import Plane
 from tests.engine.oracle import loaded, logits_of
 from tests.engine.test_parity_demo import some_texts
@@ -163,6 +164,68 @@ def test_step__any_number_of_rows__same_bits(
     for rows in (1, 2, 3, 4, 8):
         got = forced(core, texts[0][:96], plane, rows=rows)
         assert torch.equal(got, one_by_one[plane]), f"{rows} rows"
+
+
+WISHES = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.0, seed=1),
+    Sampling(temperature=0.7, top_p=0.9, top_k=40, seed=2**63 + 9),
+    Sampling(temperature=1.5, min_p=0.05, seed=-4),
+]
+COMPLETE = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+
+
+def answered(
+    core: CudaCore, first: list[int], wishes: list[Sampling], *, on_device: bool
+) -> list[list[int]]:
+    """Tokens of some answers side by side, each from its first token."""
+    vocab = core.spec.vocab
+    samplers = [Sampler(wish, COMPLETE, prompt_ids=(), vocab=vocab) for wish in wishes]
+    answers, sequences = [[token] for token in first], []
+    for _ in wishes:
+        sequence = core.kv.reserve(48)
+        assert sequence is not None
+        sequences.append(sequence)
+    for _ in range(40):
+        newest = zip(answers, sequences, strict=True)
+        rows = [StepRow(answer[-1], sequence) for answer, sequence in newest]
+        if on_device:
+            draws = [draw for sampler in samplers if (draw := sampler.draw()) is not None]
+            tokens = core.model.choose(rows, Plane.BASE, draws)
+            picks = [sampler.take(token) for sampler, token in zip(samplers, tokens, strict=True)]
+        else:
+            logits = core.model.run(rows, Plane.BASE)
+            picks = [sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True)]
+        for answer, sequence, pick in zip(answers, sequences, picks, strict=True):
+            answer.append(pick.token_id)
+            sequence.length += 1
+    for sequence in sequences:
+        core.kv.release(sequence)
+    return answers
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 8])  # five rows have no graph
+def test_choose__same_seeds__same_tokens_as_on_the_host(
+    core: CudaCore, texts: list[list[int]], rows: int
+) -> None:
+    first, wishes = texts[0][:rows], (WISHES * 2)[:rows]
+    for kinds in (wishes, WISHES[1:2] * rows):  # of one row: greedy, then drawn
+        on_host = answered(core, first, kinds, on_device=False)
+        assert answered(core, first, kinds, on_device=True) == on_host
+
+
+def test_choose__invalid_numbers__no_tokens_and_the_next_step_is_as_before(core: CudaCore) -> None:
+    sequence = core.kv.reserve(4)
+    assert sequence is not None
+    rows = [StepRow(5, sequence)]
+    before = core.model.choose(rows, Plane.BASE, [GREEDY])
+    saved = core.model._final_norm.clone()
+    core.model._final_norm.fill_(torch.nan)
+    for draw in (GREEDY, Draw(temperature=1.0)):
+        assert core.model.choose(rows, Plane.BASE, [draw]) == [None]
+    core.model._final_norm.copy_(saved)
+    assert core.model.choose(rows, Plane.BASE, [GREEDY]) == before
+    core.kv.release(sequence)
 
 
 @pytest.mark.parametrize(

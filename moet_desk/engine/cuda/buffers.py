@@ -6,48 +6,110 @@ have. Host inputs travel in one packed copy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import DenseFfn, Spec
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.quant import planar_shape
+from moet_desk.kernels.triton.sampling import SampleScratch, wish
 
 MAX_ROWS = 8
 """Most rows of one step: 1 + drafts of one answer, or several answers side by side."""
 
+_WISH_BYTES, _DRAW_BYTES = 4 * 8, 2 * 8  # of a row: four float64, two int64
+
 
 class StepInputs:
-    """What the host says before a step: int32, one line per row.
+    """What the host says before a step, a line per row in each of three tables.
 
-    Layout of a line: token id, position, visible length, then the page table.
+    Attributes:
+        lines: int32 [MAX_ROWS, 3 + max_pages]: token id, position, visible length, page table.
     """
 
     def __init__(self, max_pages: int, device: torch.device) -> None:
         width = 3 + max_pages
+        n_bytes = MAX_ROWS * (_WISH_BYTES + _DRAW_BYTES + 4 * width)
         pinned = device.type == "cuda"
-        self.host = torch.zeros((MAX_ROWS, width), dtype=torch.int32, pin_memory=pinned)
-        self._device = torch.zeros((MAX_ROWS, width), dtype=torch.int32, device=device)
+        self._host = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._device = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
+        wishes, draws, self.lines = _tables(self._host)
+        self._wishes, self._draws = wishes.numpy(), draws.numpy()  # a store takes a tenth so
+        self._device_wishes, self._device_draws, self._device_lines = _tables(self._device)
         self._ids = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         self._positions = torch.zeros_like(self._ids)
         self._lengths = torch.zeros_like(self._ids)
 
+    def set_draw(self, row: int, draw: Draw) -> None:
+        """How the device chooses a row's token."""
+        self._wishes[row] = wish(
+            temperature=draw.temperature, top_k=draw.top_k, top_p=draw.top_p, min_p=draw.min_p
+        )
+        seed = (draw.seed + 2**63) % 2**64 - 2**63  # the same number modulo 2**64, as int64
+        self._draws[row] = seed, draw.position
+
     def send(self) -> None:
-        """Copy the host's lines over; ordered before the launches that follow on the stream."""
-        self._device.copy_(self.host, non_blocking=True)
+        """Copy the host's tables over; ordered before the launches that follow on the stream."""
+        self._device.copy_(self._host, non_blocking=True)
 
     def unpack(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Ids, positions, lengths [T] int32 and page table [T, max_pages] int32 (a view)."""
-        lines = self._device[:rows]
+        lines = self._device_lines[:rows]
         ids, positions, lengths = self._ids[:rows], self._positions[:rows], self._lengths[:rows]
         ids.copy_(lines[:, 0])
         positions.copy_(lines[:, 1])
         lengths.copy_(lines[:, 2])
         return ids, positions, lengths, lines[:, 3:]
+
+    def draws(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Wishes [T, 4] float64 and draws [T, 2] int64, views, as `sample` takes them."""
+        return self._device_wishes[:rows], self._device_draws[:rows]
+
+
+def _tables(memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Wishes, draws and lines in one block of bytes; 8-byte numbers lie first, aligned."""
+    at = MAX_ROWS * _WISH_BYTES
+    end = at + MAX_ROWS * _DRAW_BYTES
+    wishes, draws = memory[:at].view(torch.float64), memory[at:end].view(torch.int64)
+    lines = memory[end:].view(torch.int32)
+    return wishes.view(MAX_ROWS, -1), draws.view(MAX_ROWS, -1), lines.view(MAX_ROWS, -1)
+
+
+class Choices:
+    """Each row's chosen token and how sure the model is, on the device and back on the host.
+
+    Attributes:
+        tokens: int32 [MAX_ROWS] on the device.
+        confidence: float32 [MAX_ROWS] on the device; NaN where a row's logits are no numbers.
+        scratch: working memory of the choice.
+
+    Raises:
+        ValueError: the vocabulary is larger than the kernels take.
+    """
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        shape = (2, MAX_ROWS)
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
+        self._device = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.tokens, self.confidence = self._device[0], self._device[1].view(torch.float32)
+        self.scratch = SampleScratch.make(MAX_ROWS, vocab, device=device)
+
+    def fetch(self) -> None:
+        """Copy the results to the host; they are there once the stream was waited for."""
+        self._host.copy_(self._device, non_blocking=True)
+
+    def read(self, rows: int) -> list[int | None]:
+        """The fetched tokens; None for a row whose logits hold NaN or infinity."""
+        sure: list[float] = self._host[1, :rows].view(torch.float32).tolist()
+        tokens: list[int] = self._host[0, :rows].tolist()
+        return [None if math.isnan(p) else token for token, p in zip(tokens, sure, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

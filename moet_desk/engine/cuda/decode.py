@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from moet_desk.engine.cuda.buffers import MAX_ROWS
 from moet_desk.engine.cuda.step import StepModel, StepRow
 from moet_desk.engine.request import ActiveRequest
+from moet_desk.engine.sampling import Chosen
 from moet_desk.errors import MoetError
 from moet_desk.store.pack_format import Plane
 
@@ -31,21 +33,39 @@ class CudaDecoder:
         for request in requests:
             request.steps += 1
         try:
-            logits = self._model.run(rows, plane)
+            picks = self._picks(requests, rows, plane)
         except MoetError as error:
             for request in requests:
                 request.fail(error)
             return
-        for request, scores in zip(requests, logits, strict=True):
+        for request, pick in zip(requests, picks, strict=True):
             request.kv.length += 1
-            accept(request, scores)
+            _accept(request, pick)
+
+    def _picks(
+        self, requests: Sequence[ActiveRequest], rows: Sequence[StepRow], plane: Plane
+    ) -> list[Callable[[], Chosen]]:
+        """Run the step. Gives for each request what takes its next token, chosen on the device
+        unless one of them needs the host: then all are, from the same logits, with the same result.
+        """
+        samplers = [request.sampler for request in requests]
+        draws = [draw for sampler in samplers if (draw := sampler.draw()) is not None]
+        if len(draws) < len(rows):
+            logits = self._model.run(rows, plane)
+            return [partial(sampler.choose, logits[i]) for i, sampler in enumerate(samplers)]
+        tokens = self._model.choose(rows, plane, draws)
+        return [partial(sampler.take, tokens[i]) for i, sampler in enumerate(samplers)]
 
 
 def accept(request: ActiveRequest, logits: Tensor) -> None:
     """Choose and take the next token; invalid numbers fail the request."""
+    _accept(request, partial(request.sampler.choose, logits))
+
+
+def _accept(request: ActiveRequest, pick: Callable[[], Chosen]) -> None:
     try:
         with torch.inference_mode():
-            request.accept(request.sampler.choose(logits))
+            request.accept(pick())
     except MoetError as error:
         request.fail(error)
 

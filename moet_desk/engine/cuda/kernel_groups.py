@@ -21,11 +21,12 @@ class Group(Enum):
     ROUTER = "router_lookup"
     FETCH = "fetch"
     EXPERTS = "experts"
+    SAMPLING = "sampling"
     OTHER = "norms_other"
 
 
 GAPS = "gaps_host"
-"""The rest of a step: gaps between kernels, launching, copying out, choosing a token."""
+"""The rest of a step: gaps between kernels, launching, copying out."""
 
 GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_mla_prepare_kernel": Group.ATTENTION,
@@ -48,6 +49,11 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_quantize_kernel": Group.EXPERTS,
     "_down_kernel": Group.EXPERTS,
     "_combine_kernel": Group.EXPERTS,
+    "_scan_kernel": Group.SAMPLING,
+    "_settle_kernel": Group.SAMPLING,
+    "_weigh_kernel": Group.SAMPLING,
+    "_pass_kernel": Group.SAMPLING,
+    "_finish_kernel": Group.SAMPLING,
     "_rms_norm_kernel": Group.OTHER,
     "_norm_kernel": Group.OTHER,  # with int8 activations
     "_embed_kernel": Group.OTHER,

@@ -33,6 +33,7 @@ from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
+from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import Spec
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.mailbox import MAILBOX
@@ -319,7 +320,8 @@ def _capture(model: StepModel, kv: KvCache, widths: tuple[int, ...], report: Loa
         raise ValueError("no KV pages for a first step")
     for plane in Plane:
         for rows in widths:
-            model.run([StepRow(0, sequence, i) for i in range(rows)], plane)
+            steps = [StepRow(0, sequence, i) for i in range(rows)]
+            model.choose(steps, plane, [Draw(temperature=1.0)] * rows)
             model.capture(rows, plane)
             report.advance(1)
     kv.release(sequence)

@@ -1,8 +1,8 @@
 """Decode steps of a model of real shape with made-up weights, measured as the engine runs them.
 
-A step is: host inputs, one graph, logits back on the host, the best token of each row. Tokens are
-random, so that routing follows the routers' biases; those are adjusted until the pool answers the
-wanted share of look-ups. Owned by the thread that measures.
+A step is: host inputs, one graph, the choice of each row's best token behind it, tokens back on the
+host. Input tokens are random, so that routing follows the routers' biases; those are adjusted until
+the pool answers the wanted share of look-ups. Owned by the thread that measures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from statistics import median
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from moet_desk.engine.cuda.bandwidth import Bandwidth, copy_bandwidth
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, chunk_bytes
@@ -36,6 +35,7 @@ from moet_desk.engine.cuda.synthetic import (
     make_arena,
 )
 from moet_desk.engine.kv_cache import KvCache, KvSequence
+from moet_desk.engine.sampling import GREEDY, Draw
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.layouts import ExpertLayout
@@ -312,23 +312,20 @@ class ShapeBench:
         distinct = torch.zeros_like(found)
         for _ in range(count):
             began = time.perf_counter()
-            logits = self._step(sequence)
+            self._step(sequence)
             times.append(1e3 * (time.perf_counter() - began))
             distinct += found  # of the last MoE layer, for all of them
         self.kv.release(sequence)
-        if not bool(torch.isfinite(logits).all()):
-            raise fail("MD-ENG-04", reason="made-up weights gave invalid numbers", model="MODEL")
         asked, hits, misses, _ = (self._counts() - before).tolist()
         n_layers = self.pool.tables.n_layers
         return Steps(tuple(times), hits / asked, misses / count, int(distinct) * n_layers / count)
 
-    def _step(self, sequence: KvSequence) -> Tensor:
+    def _step(self, sequence: KvSequence) -> None:
         rows = self._setup.rows
         tokens = self._random.integers(self._setup.shape.spec.vocab, size=rows).tolist()
         steps = [StepRow(token, sequence, i) for i, token in enumerate(tokens)]
-        logits = self.model.run(steps, Plane.BASE)
-        logits.argmax(-1)  # what an answer without sampling costs on the host
-        return logits
+        if None in self.model.choose(steps, Plane.BASE, [GREEDY] * rows):
+            raise fail("MD-ENG-04", reason="made-up weights gave invalid numbers", model="MODEL")
 
     def _sequence(self) -> KvSequence:
         """A sequence whose next step sees the whole context."""
@@ -343,7 +340,8 @@ class ShapeBench:
         self._progress(f"Compiling the step of {rows} rows" if rows > 1 else "Compiling the step")
         sequence = self._sequence()
         sequence.length = 0
-        self.model.run([StepRow(0, sequence, i) for i in range(rows)], Plane.BASE)
+        steps = [StepRow(0, sequence, i) for i in range(rows)]
+        self.model.choose(steps, Plane.BASE, [Draw(temperature=1.0)] * rows)
         if self._setup.device.type == "cuda":
             self.model.capture(rows, Plane.BASE)
         self.kv.release(sequence)

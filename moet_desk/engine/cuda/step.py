@@ -1,30 +1,34 @@
 """The decode step on a device: all layers as one captured graph per (rows, plane).
 
-The host fills the input lines, launches the graph, waits for one event and reads logits and the
-error word. No Python runs per layer. Without a CUDA device (tests in the interpreter) the same
-launches run one after the other.
+The host fills the inputs, launches the graph, waits for one event and reads the error word and
+either logits or chosen tokens. The choice is a graph of its own behind the step's: one serves both
+planes, and a step whose logits go to the host does not pay for it. No Python runs per layer.
+Without a CUDA device (tests in the interpreter) the same launches run one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.blocks import Branch, Experts, LayerLaunches
-from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers, StepInputs
+from moet_desk.engine.cuda.buffers import MAX_ROWS, Choices, StepBuffers, StepInputs
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import RopeTable
+from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import MoeFfn, Spec
 from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.triton.dense import DenseWeight, embed, gemv
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prepare import Rotation
+from moet_desk.kernels.triton.sampling import greedy, sample
 from moet_desk.store.pack_format import Plane
 
 ERROR_TIMEOUT, ERROR_READ, ERROR_NAN = 1, 2, 4
@@ -93,7 +97,9 @@ class StepModel:
         pinned = device.type == "cuda"
         self._host_logits = torch.zeros((MAX_ROWS, spec.vocab), pin_memory=pinned)
         self._host_error = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+        self._choices = Choices(spec.vocab, device)
         self._graphs: dict[tuple[int, Plane], torch.cuda.CUDAGraph] = {}
+        self._choice_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # rows, any drawn
         self._broken = False  # a step failed, and what it left is not cleared up yet
 
     def run(self, rows: Sequence[StepRow], plane: Plane) -> Tensor:
@@ -105,22 +111,51 @@ class StepModel:
         Raises:
             MoetError: MD-NVME-04 a row could not be read in time or at all; no token may be taken.
         """
+        self._compute(rows, plane, ())
+        return self._host_logits[: len(rows)]
+
+    def choose(
+        self, rows: Sequence[StepRow], plane: Plane, draws: Sequence[Draw]
+    ) -> Sequence[int | None]:
+        """Compute a step as `run` does and choose each row's token on the device.
+
+        Args:
+            rows: the step.
+            plane: of its experts.
+            draws: how to choose, by row.
+
+        Returns:
+            Token ids, those of `Sampler.choose` on the logits of `run`; None for a row whose logits
+            hold NaN or infinity.
+
+        Raises:
+            MoetError: as `run`.
+        """
+        if len(draws) != len(rows):
+            raise ValueError(f"{len(draws)} draws for {len(rows)} rows")
+        self._compute(rows, plane, draws)
+        return self._choices.read(len(rows))
+
+    def _compute(self, rows: Sequence[StepRow], plane: Plane, draws: Sequence[Draw]) -> None:
+        """A step; its results are on the host when it returns: tokens if there are draws."""
         if self._broken:
             self._recover()
-        self._fill(rows)
+        self._fill(rows, draws)
         if self._server is not None:
             self._server.begin()
         try:
-            self._replay(len(rows), plane)
+            self._replay(len(rows), plane, draws)
         finally:
             if self._server is not None:
                 self._server.end()
-        if int(self._host_error[0]):
+        error = int(self._host_error[0])
+        if error & ~ERROR_NAN:
             self._broken = True
-            raise self._reason(int(self._host_error[0]))
-        return self._host_logits[: len(rows)]
+            raise self._reason(error)
+        if error:
+            self.error.zero_()  # the choice says which rows; nothing else of the step is wrong
 
-    def _replay(self, count: int, plane: Plane) -> None:
+    def _replay(self, count: int, plane: Plane, draws: Sequence[Draw]) -> None:
         """Inputs to the device, the launches, results to the host; returns when all is done."""
         self._inputs.send()
         graph = self._graphs.get((count, plane))
@@ -128,17 +163,33 @@ class StepModel:
             graph.replay()
         else:
             self.launch(count, plane)
-        self._host_logits[:count].copy_(self.buffers.logits[:count], non_blocking=True)
+        if draws:
+            self._choose(count, any(draw.temperature > 0 for draw in draws))
+            self._choices.fetch()
+        else:
+            self._host_logits[:count].copy_(self.buffers.logits[:count], non_blocking=True)
         self._host_error.copy_(self.error, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
+    def _choose(self, count: int, drawn: bool) -> None:
+        """Tokens of rows whose logits are there; `drawn` if some have a temperature."""
+        graph = self._choice_graphs.get((count, drawn))
+        if graph is not None:
+            graph.replay()
+        else:
+            self._launch_choice(count, drawn)
+
     def capture(self, rows: int, plane: Plane) -> None:
-        """Record the step of `rows` rows; its kernels must have run once before."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.launch(rows, plane)
-        self._graphs[rows, plane] = graph
+        """Record the step of `rows` rows and the choice of their tokens.
+
+        The kernels must have run once before: in `choose`, with a temperature.
+        """
+        self._graphs[rows, plane] = _recorded(partial(self.launch, rows, plane))
+        for drawn in (False, True):
+            if (rows, drawn) not in self._choice_graphs:
+                choice = _recorded(partial(self._launch_choice, rows, drawn))
+                self._choice_graphs[rows, drawn] = choice
 
     def launch(self, rows: int, plane: Plane) -> None:
         """All launches of a step, from the input lines to the logits."""
@@ -153,6 +204,18 @@ class StepModel:
                 experts=self._experts[plane],
             )  # fmt: skip
         self._logits(b.x[t], rows)
+
+    def _launch_choice(self, rows: int, drawn: bool) -> None:
+        """The launches from the logits to the tokens. Greedy rows alone take two, any draw twelve
+        more.
+        """
+        c, t = self._choices, slice(0, rows)
+        logits, tokens, sure = self.buffers.logits[t], c.tokens[t], c.confidence[t]
+        if drawn:
+            wishes, draws = self._inputs.draws(rows)
+            sample(logits, wishes, draws, tokens, sure, self.error, scratch=c.scratch)
+        else:
+            greedy(logits, tokens, sure, self.error, scratch=c.scratch)
 
     def logits_of(self, x: Tensor) -> Tensor:
         """Scores behind some rows of the residual stream, outside a step.
@@ -171,21 +234,21 @@ class StepModel:
         rms_norm(x, self._final_norm, self.spec.norm_eps, out=b.normed[t])
         gemv(b.normed[t], self._head, b.logits[t])
 
-    def _fill(self, rows: Sequence[StepRow]) -> None:
-        lines = self._inputs.host
+    def _fill(self, rows: Sequence[StepRow], draws: Sequence[Draw]) -> None:
+        lines = self._inputs.lines
         for i, row in enumerate(rows):
             position = row.sequence.length + row.ahead
             pages = row.sequence.pages
             lines[i, 0], lines[i, 1], lines[i, 2] = row.token, position, position + 1
             lines[i, 3 : 3 + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        for i, draw in enumerate(draws):
+            self._inputs.set_draw(i, draw)
 
     def _reason(self, error: int) -> MoetError:
         """Why a step failed."""
         known = None if self._server is None else self._server.take_error()
         if known is not None:
             return known
-        if error & ERROR_NAN:
-            return fail("MD-ENG-04", reason="the model gave invalid numbers", model="MODEL")
         return _unread("no answer in time" if error & ERROR_TIMEOUT else "read error")
 
     def _recover(self) -> None:
@@ -200,6 +263,13 @@ class StepModel:
         for experts in self._experts.values():
             experts.recover()
         self._broken = False
+
+
+def _recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        launch()
+    return graph
 
 
 def _unread(reason: str) -> MoetError:

@@ -1,0 +1,190 @@
+"""Tokens that the device chooses behind the step, interpreted: those the host would choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moet_desk.engine.cuda.decode import CudaDecoder
+from moet_desk.engine.cuda.step import ERROR_READ, StepModel, StepRow
+from moet_desk.engine.cuda.synthetic import SyntheticLoader
+from moet_desk.engine.handle import Sampling
+from moet_desk.engine.kv_cache import KvCache, KvSequence
+from moet_desk.engine.sampling import GREEDY, Chosen, Sampler
+from moet_desk.errors import MoetError
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.store.pack_format import Plane
+from tests.engine.test_shape_bench import tiny_spec
+
+VOCAB = tiny_spec().vocab
+PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+KINDS = {
+    "greedy": Sampling(temperature=0.0, seed=1),
+    "plain": Sampling(temperature=1.5, seed=-3),
+    "filters": Sampling(temperature=0.9, top_p=0.8, top_k=20, min_p=0.02, seed=2**64 - 5),
+}
+PENALTY = Sampling(temperature=1.0, seed=4, frequency_penalty=0.5)
+
+
+def sampler(sampling: Sampling) -> Sampler:
+    return Sampler(sampling, PLAIN, prompt_ids=[1, 2], vocab=VOCAB)
+
+
+@dataclass
+class Answer:
+    """As much of an `ActiveRequest` as the decoder touches."""
+
+    sampler: Sampler
+    kv: KvSequence
+    out_ids: list[int]
+    plane: Plane = Plane.BASE
+    steps: int = 0
+    errors: list[Exception] = field(default_factory=list)
+
+    def accept(self, chosen: Chosen) -> None:
+        self.out_ids.append(chosen.token_id)
+
+    def fail(self, error: Exception) -> None:
+        self.errors.append(error)
+
+
+@dataclass(frozen=True)
+class Bench:
+    model: StepModel
+    kv: KvCache
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """A step without layers, which would take seconds: embedding, head and choice."""
+    spec, device = tiny_spec(), torch.device("cpu")
+    kv = KvCache(
+        spec.layers[0].mixer, n_layers=2, n_pages=4, page_tokens=16, form=KvFormat.BF16,
+        device=device,
+    )  # fmt: skip
+    error = torch.zeros(1, dtype=torch.int32)
+    model = StepModel(
+        spec, SyntheticLoader(spec, device), kv, {}, context=64, device=device, error=error
+    )
+    model.layers.clear()
+    return Bench(model, kv)
+
+
+def answers(bench: Bench, kinds: Sequence[Sampling]) -> list[Answer]:
+    made = []
+    for i, kind in enumerate(kinds):
+        sequence = bench.kv.reserve(16)
+        assert sequence is not None
+        made.append(Answer(sampler(kind), sequence, [7 + i]))
+    return made
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who chose, step by step."""
+    seen: list[str] = []
+
+    def noted(name: str) -> None:
+        intact = getattr(StepModel, name)
+
+        def call(self: StepModel, *given: Any) -> Any:
+            seen.append(name)
+            return intact(self, *given)
+
+        monkeypatch.setattr(StepModel, name, call)
+
+    noted("run")
+    noted("choose")
+    return seen
+
+
+def test_choose__greedy_and_drawn_rows__tokens_of_the_host(bench: Bench) -> None:
+    device, hosts = answers(bench, list(KINDS.values())), [sampler(k) for k in KINDS.values()]
+    for _ in range(5):
+        rows = [StepRow(answer.out_ids[-1], answer.kv) for answer in device]
+        logits = bench.model.run(rows, Plane.BASE).clone()
+        draws = [draw for answer in device if (draw := answer.sampler.draw()) is not None]
+        got = bench.model.choose(rows, Plane.BASE, draws)
+        assert got == [host.choose(row).token_id for host, row in zip(hosts, logits, strict=True)]
+        for answer, token in zip(device, got, strict=True):
+            answer.accept(answer.sampler.take(token))
+            answer.kv.length += 1
+    assert len({tuple(answer.out_ids) for answer in device}) == 3
+
+
+def test_choose__one_greedy_row__tokens_of_the_host(bench: Bench) -> None:
+    (answer,) = answers(bench, [KINDS["greedy"]])
+    rows = [StepRow(5, answer.kv)]
+    best = int(bench.model.run(rows, Plane.BASE).argmax())
+    assert bench.model.choose(rows, Plane.BASE, [GREEDY]) == [best]
+    with pytest.raises(ValueError, match="2 draws for 1 rows"):
+        bench.model.choose(rows, Plane.BASE, [GREEDY] * 2)
+
+
+def test_decoder__penalties_in_the_group__host_chooses_and_others_get_the_same_tokens(
+    bench: Bench, asked: list[str]
+) -> None:
+    decoder, found = CudaDecoder(bench.model), []
+    for beside in ([], [PENALTY]):
+        group = answers(bench, [KINDS["greedy"], KINDS["filters"], *beside])
+        for _ in range(3):
+            decoder.step(group)  # type: ignore[arg-type]
+        assert all(answer.kv.length == answer.steps == 3 for answer in group)
+        assert not any(answer.errors for answer in group)
+        found.append([answer.out_ids for answer in group[:2]])
+        for answer in group:
+            bench.kv.release(answer.kv)
+    assert found[0] == found[1]
+    assert asked == ["choose"] * 3 + ["run"] * 3
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:divide")
+@pytest.mark.parametrize("kind", ["greedy", "filters"])
+def test_decoder__invalid_numbers_in_a_row__only_that_request_fails(
+    bench: Bench, asked: list[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    intact = StepModel._logits
+
+    def poisoned(self: StepModel, x: Tensor, rows: int) -> None:
+        intact(self, x, rows)
+        self.buffers.logits[1, 9] = torch.nan
+
+    decoder, group = CudaDecoder(bench.model), answers(bench, [KINDS[kind]] * 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(StepModel, "_logits", poisoned)
+        decoder.step(group)  # type: ignore[arg-type]
+    (error,) = group[1].errors
+    assert isinstance(error, MoetError)
+    assert error.code == "MD-ENG-04"
+    assert group[1].sampler.draw() == sampler(KINDS[kind]).draw()  # nothing was counted
+    decoder.step([group[0], group[2]])  # type: ignore[list-item]
+    assert [len(answer.out_ids) for answer in group] == [3, 1, 3]
+    assert not group[0].errors
+    assert not group[2].errors
+    assert asked == ["choose"] * 2
+
+
+def test_decoder__step_fails__no_token_is_taken(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intact = StepModel._logits
+
+    def failing(self: StepModel, x: Tensor, rows: int) -> None:
+        intact(self, x, rows)
+        self.buffers.logits[0, 9] = torch.nan
+        self.error.fill_(ERROR_READ)
+
+    decoder, group = CudaDecoder(bench.model), answers(bench, [KINDS["greedy"]] * 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(StepModel, "_logits", failing)
+        decoder.step(group)  # type: ignore[arg-type]
+    for answer in group:
+        (error,) = answer.errors
+        assert isinstance(error, MoetError)
+        assert error.code == "MD-NVME-04"
+        assert (answer.kv.length, len(answer.out_ids)) == (0, 1)
