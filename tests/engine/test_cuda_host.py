@@ -6,7 +6,6 @@ import mmap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moet_desk.engine.cuda.loader import fast_prompt_plane, load
+from moet_desk.engine.cuda.loader import fast_reading, load
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
 from moet_desk.engine.cuda.pinned import PIECE_BYTES, PinnedMemory
 from moet_desk.engine.handle import EngineOptions
@@ -191,11 +190,11 @@ def test_device_plan__any_machine__fits_or_is_refused(
     ("base", "fine", "plane"),
     [(256, 256, Plane.FINE), (256, 255, Plane.BASE), (255, 256, Plane.BASE), (64, 0, Plane.BASE)],
 )
-def test_fast_prompt_plane__fp4_only_if_no_row_must_come_from_disk(
+def test_fast_reading__fp4_only_if_no_row_must_come_from_disk(
     base: int, fine: int, plane: Plane
 ) -> None:
     plan = TierPlan(2048, 32, 64, 64, base, fine, 256, bytes_total=0)
-    assert fast_prompt_plane(plan, 256) is plane
+    assert fast_reading(plan, 256).planes[-1] is plane
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -225,9 +224,7 @@ def test_load__rows_in_ram_or_not__plane_of_prompts_and_direct_reads(
     )  # type: ignore[arg-type]
     core = load(demo_pack, options, device=torch.device("cpu"))
     try:
-        plane_of = core.prefiller._plane_of
-        assert plane_of(SimpleNamespace(plane=Plane.BASE)) is plane
-        assert plane_of(SimpleNamespace(plane=Plane.FINE)) is Plane.FINE
+        assert core.prefiller._fast.planes[-1] is plane
         wants_direct = plane is Plane.BASE
         refused = wants_direct and not core.reader.direct  # also by the tests' own file system
         assert ("through the page cache" in caplog.text) == refused

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.cuda.step import StepRow
@@ -73,7 +74,8 @@ def read_anew(core: CudaCore, ids: list[int], plane: Plane) -> Tensor:
     """Logits behind a prompt that is read in chunks."""
     sequence = core.kv.reserve(len(ids))
     assert sequence is not None
-    logits = read(core, ids, sequence, plane)
+    how = Reading.FAST if plane is Plane.BASE else Reading.EXACT
+    logits = read(core, ids, sequence, how)
     core.kv.release(sequence)
     return logits
 

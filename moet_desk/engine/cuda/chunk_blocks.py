@@ -13,14 +13,14 @@ from math import prod
 from torch import Tensor
 
 from moet_desk.engine.cuda.blocks import DenseLaunches, LayerLaunches, MlaLaunches, MoeLaunches
-from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
-from moet_desk.kernels.kinds import KvFormat
+from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
+from moet_desk.kernels.kinds import Activations, KvFormat
 from moet_desk.kernels.triton.gemm import gemm, split, swiglu_split
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prefill_attention import mla_prefill
 from moet_desk.kernels.triton.prepare import Rotation, mla_prepare, rotate_queries
-from moet_desk.kernels.triton.quant import rms_norm_quantize
+from moet_desk.kernels.triton.quant import plain_shape, rms_norm_quantize
 from moet_desk.kernels.triton.route import route
 
 RoutedExperts = Callable[[int, Tensor, Tensor, Tensor], None]
@@ -33,11 +33,13 @@ class ChunkRows:
 
     Attributes:
         start: position of its first row.
+        activations: of the routed experts.
         positions: int32 [M].
         table: int32 [1, pages], of the sequence.
     """
 
     start: int
+    activations: Activations
     positions: Tensor
     table: Tensor
 
@@ -81,7 +83,7 @@ class ChunkLayer:
             rotation = Rotation(chunk.positions[here], self._cos, self._sin, self._interleaved)
             self._attend(self._layer.attention, b.x[here], rotation, kv, chunk.start + first)
             if isinstance(ffn, MoeLaunches):
-                self._route(ffn, here)
+                self._route(ffn, here, chunk)
             else:
                 normed = b.normed[: here.stop - first]
                 rms_norm(b.x[here], self._layer.ffn_norm, self._eps, out=normed)
@@ -135,11 +137,11 @@ class ChunkLayer:
         swiglu_split(gate_up, mid)
         gemm(mid, ffn.w_down, x, residual=x)
 
-    def _route(self, moe: MoeLaunches, here: slice) -> None:
+    def _route(self, moe: MoeLaunches, here: slice, chunk: ChunkRows) -> None:
         """Input, ids and weights of the routed experts for a block; x += shared expert."""
         b, router, x = self._b, moe.router, self._b.x[here]
         normed = b.normed[: x.shape[0]]
-        codes = b.codes[: b.rows * x.shape[1]].view(b.rows, x.shape[1])
+        codes = shaped(b.codes, chunk.n, *plain_shape(x.shape[1], chunk.activations))
         rms_norm_quantize(
             x, self._layer.ffn_norm, self._eps,
             out=normed, codes=codes[here], scales=b.scales[here],

@@ -7,7 +7,7 @@ need exist for the whole chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 
 import torch
 from torch import Tensor
@@ -121,3 +121,8 @@ def _query_width(mixer: Mla) -> int:
 def chunk_bytes(spec: Spec, rows: int, *, context: int) -> int:
     """What `ChunkBuffers.make` takes, without making it."""
     return ChunkBuffers.make(spec, rows, context=context, device=torch.device("meta")).n_bytes()
+
+
+def shaped(flat: Tensor, *shape: int) -> Tensor:
+    """The beginning of a flat buffer as a tensor of some shape."""
+    return flat[: prod(shape)].view(shape)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -19,9 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
+from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
 from moet_desk.engine.cuda.pools import DevicePool
 from moet_desk.errors import MoetError
+from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.layouts import GROUP, ExpertLayout
 from moet_desk.kernels.triton.grouped import (
     Batch,
@@ -34,7 +36,7 @@ from moet_desk.kernels.triton.grouped import (
     grouped_gate_up,
     make_batch,
 )
-from moet_desk.kernels.triton.quant import quantize_rows
+from moet_desk.kernels.triton.quant import plain_shape, quantize_rows
 from moet_desk.store.arena import ABSENT
 from moet_desk.store.pack_format import Plane
 from moet_desk.units import MIB
@@ -75,6 +77,24 @@ class StreamCounters:
     read_errors: int = 0
     n_bytes: int = 0
     bytes_from_nvme: int = 0
+
+
+class Reading(Enum):
+    """How a prompt's experts are computed: rows of which plane, and activations."""
+
+    FAST = (Plane.BASE, Activations.INT8)
+    FAST_FP4 = (Plane.FINE, Activations.INT8)
+    EXACT = (Plane.FINE, Activations.INT15)
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Planes whose rows are needed."""
+        return (Plane.BASE,) if self.value[0] is Plane.BASE else (Plane.BASE, Plane.FINE)
+
+    @property
+    def activations(self) -> Activations:
+        """Of the experts' inputs and hidden values."""
+        return self.value[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +222,9 @@ class ChunkExperts:
         self._reads: list[Future[None]] = []
         self.counters = StreamCounters()
 
-    def run(self, moe_layer: int, plane: Plane, ids: Tensor, weights: Tensor, out: Tensor) -> None:
+    def run(
+        self, moe_layer: int, reading: Reading, ids: Tensor, weights: Tensor, out: Tensor
+    ) -> None:
         """Add the weighted experts of each token to `out`; their input is in the buffers' codes.
 
         Shapes:
@@ -211,9 +233,8 @@ class ChunkExperts:
         Raises:
             MoetError: a row could not be read (MD-NVME-04, MD-PACK-04); `out` is spoiled then.
         """
-        planes = (Plane.BASE,) if plane is Plane.BASE else (Plane.BASE, Plane.FINE)
         groups = group_pairs(ids, self._n_experts)
-        wanted = self._wanted(groups, moe_layer, planes)
+        wanted = self._wanted(groups, moe_layer, reading.planes)
         pieces = cut_batches(wanted.counts, experts=self._size, pairs=ids.shape[0])
         batches = self._upload([make_batch(wanted.counts, p, device="cpu") for p in pieces])
         used = [[expert for expert in piece if wanted.counts[expert]] for piece in pieces]
@@ -223,7 +244,7 @@ class ChunkExperts:
             if i == 0:
                 self._fill(0, wanted, used[0], first_row)
             with self._turns.using(i % TURNS):
-                self._compute(rows, batch, groups, weights, out)
+                self._compute(rows, batch, groups, weights, out, reading.activations)
             if i + 1 < len(batches):  # after the launches: reading from disk holds up the host only
                 self._fill((i + 1) % TURNS, wanted, used[i + 1], first_row)
 
@@ -299,18 +320,25 @@ class ChunkExperts:
             raise self._host.no_answer(row)
 
     def _compute(
-        self, rows: RowAddresses, batch: Batch, groups: PairGroups, weights: Tensor, out: Tensor
+        self,
+        rows: RowAddresses,
+        batch: Batch,
+        groups: PairGroups,
+        weights: Tensor,
+        out: Tensor,
+        kind: Activations,
     ) -> None:
         b, layout, n = self._b, self._layout, batch.n_rows
         m = weights.shape[0]
         mid = b.mid[: n * layout.inter].view(n, layout.inter)
-        codes = b.mid_codes[: n * layout.inter].view(n, layout.inter)
+        codes = shaped(b.mid_codes, n, *plain_shape(layout.inter, kind))
         scales = b.mid_scales[: n * (layout.inter // GROUP)].view(n, layout.inter // GROUP)
         part = b.part[: n * layout.hidden].view(n, layout.hidden)
         expand(rows, batch, self._workspace)
         grouped_gate_up(
             rows, batch, self._workspace, groups=groups,
-            codes=b.codes[: m * layout.hidden].view(m, layout.hidden), scales=b.scales[:m], out=mid,
+            codes=shaped(b.codes, m, *plain_shape(layout.hidden, kind)), scales=b.scales[:m],
+            out=mid,
         )  # fmt: skip
         quantize_rows(mid, codes, scales)
         grouped_down(rows, batch, self._workspace, codes=codes, scales=scales, out=part)

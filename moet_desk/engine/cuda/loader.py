@@ -22,7 +22,13 @@ from moet_desk.engine import heat
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, chunk_bytes
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.dense_weights import DenseLoader
-from moet_desk.engine.cuda.expert_stream import TURNS, ChunkExperts, batch_size, stage_bytes
+from moet_desk.engine.cuda.expert_stream import (
+    TURNS,
+    ChunkExperts,
+    Reading,
+    batch_size,
+    stage_bytes,
+)
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
 from moet_desk.engine.cuda.pinned import PinnedMemory
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
@@ -119,8 +125,8 @@ def load(
     form = KvFormat.BF16 if options.kv_format == "auto" else KvFormat(options.kv_format)
     plan = _plan(reader, spec, form, options, device)
     n_rows = len(spec.main_moe_layers) * reader.meta.n_experts
-    fast_prompts = fast_prompt_plane(plan, n_rows)
-    _say_plane(plan, n_rows, fast_prompts)
+    fast_prompts = fast_reading(plan, n_rows)
+    _say_reading(plan, n_rows, fast_prompts)
     if not _all_in_ram(plan, n_rows):
         _pass_page_cache(reader)
     report.end()
@@ -172,7 +178,7 @@ def load(
     )  # fmt: skip
     prefiller = CudaPrefiller(
         ChunkModel(model, kv, buffers, streamed), chunk=plan.prefill_chunk,
-        plane_of=lambda request: fast_prompts if request.plane is Plane.BASE else request.plane,
+        fast=fast_prompts,
     )  # fmt: skip
     residency = CudaResidency(
         pools, arena, reader.layout, moe_layers=spec.main_moe_layers, server=server,
@@ -185,13 +191,13 @@ def load(
     )  # fmt: skip
 
 
-def fast_prompt_plane(plan: TierPlan, n_rows: int) -> Plane:
-    """The rows that prompts of fast requests are read with.
+def fast_reading(plan: TierPlan, n_rows: int) -> Reading:
+    """How prompts of fast requests are read.
 
     Prompts read at 2 bits made answers 8 to 11 % longer where that was measured (design §8), so FP4
     rows are worth their time as long as they come from RAM; from disk they take many times as long.
     """
-    return Plane.FINE if _all_in_ram(plan, n_rows) else Plane.BASE
+    return Reading.FAST_FP4 if _all_in_ram(plan, n_rows) else Reading.FAST
 
 
 def _all_in_ram(plan: TierPlan, n_rows: int) -> bool:
@@ -199,8 +205,8 @@ def _all_in_ram(plan: TierPlan, n_rows: int) -> bool:
     return min(plan.arena_base_rows, plan.arena_fine_rows) >= n_rows
 
 
-def _say_plane(plan: TierPlan, n_rows: int, plane: Plane) -> None:
-    if plane is Plane.FINE:
+def _say_reading(plan: TierPlan, n_rows: int, reading: Reading) -> None:
+    if reading is Reading.FAST_FP4:
         log.info("prompts of fast requests are read with FP4 rows: all of them are in RAM")
         return
     bits, have = "prompts of fast requests are read with 2-bit rows", plan.arena_fine_rows

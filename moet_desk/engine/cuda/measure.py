@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from moet_desk.engine.cuda.bandwidth import Bandwidth, copy_bandwidth
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, chunk_bytes
-from moet_desk.engine.cuda.expert_stream import ChunkExperts, stage_bytes
+from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading, stage_bytes
 from moet_desk.engine.cuda.kernel_groups import kernel_times, split
 from moet_desk.engine.cuda.pinned import PinnedMemory
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
@@ -403,7 +403,7 @@ def read_prompt(model: ChunkModel, kv: KvCache, prompt: Sequence[int]) -> float:
         raise ValueError(f"no KV pages for a prompt of {len(prompt)} tokens")
     began = time.perf_counter()
     for at in range(0, len(prompt), model.most_rows):
-        chunk = model.begin(prompt[at : at + model.most_rows], sequence, Plane.BASE)
+        chunk = model.begin(prompt[at : at + model.most_rows], sequence, Reading.FAST)
         while chunk.next_layer < model.n_layers:
             model.layer(chunk)
         model.logits(chunk)

@@ -17,7 +17,7 @@ from torch import Tensor
 from moet_desk.engine.cuda.chunk_blocks import ChunkLayer, ChunkRows
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.decode import accept
-from moet_desk.engine.cuda.expert_stream import ChunkExperts
+from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
 from moet_desk.engine.cuda.step import StepModel
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.request import ActiveRequest
@@ -35,12 +35,12 @@ class Chunk:
 
     Attributes:
         rows: where it lies.
-        plane: of its experts.
+        reading: how its experts are computed.
         next_layer: index of the layer that comes next.
     """
 
     rows: ChunkRows
-    plane: Plane
+    reading: Reading
     next_layer: int = 0
 
 
@@ -76,7 +76,7 @@ class ChunkModel:
         """Rows of the largest chunk."""
         return self._b.rows
 
-    def begin(self, tokens: Sequence[int], sequence: KvSequence, plane: Plane) -> Chunk:
+    def begin(self, tokens: Sequence[int], sequence: KvSequence, reading: Reading) -> Chunk:
         """Embed the tokens that follow what the sequence holds."""
         device, n, start = self._b.x.device, len(tokens), sequence.length
         host = torch.tensor([*tokens, *sequence.pages], dtype=torch.int32)
@@ -86,12 +86,13 @@ class ChunkModel:
         ids, table = lines[:n], lines[n:]
         positions = torch.arange(start, start + n, dtype=torch.int32, device=device)
         embed(ids, self._model.embedding, self._b.x[:n])
-        return Chunk(ChunkRows(start, positions, table.view(1, -1)), plane)
+        rows = ChunkRows(start, reading.activations, positions, table.view(1, -1))
+        return Chunk(rows, reading)
 
     def layer(self, chunk: Chunk) -> None:
         """Launch the next layer. Raises as `ChunkExperts.run`."""
         i = chunk.next_layer
-        experts = partial(_in_plane, self._experts, chunk.plane)
+        experts = partial(_read_as, self._experts, chunk.reading)
         self._layers[i].launch(chunk.rows, self._kv.pages(i), self._kv.form, experts)
         chunk.next_layer = i + 1
 
@@ -100,10 +101,10 @@ class ChunkModel:
         return self._model.logits_of(self._b.x[chunk.rows.n - 1 : chunk.rows.n])[0]
 
 
-def _in_plane(
-    experts: ChunkExperts, plane: Plane, layer: int, ids: Tensor, weights: Tensor, out: Tensor
+def _read_as(
+    experts: ChunkExperts, reading: Reading, layer: int, ids: Tensor, weights: Tensor, out: Tensor
 ) -> None:
-    experts.run(layer, plane, ids, weights, out)
+    experts.run(layer, reading, ids, weights, out)
 
 
 class CudaPrefiller:
@@ -112,7 +113,7 @@ class CudaPrefiller:
     Args:
         model: the layers.
         chunk: tokens of a chunk; chunks begin at multiples of it.
-        plane_of: the plane that a request's prompt is read with.
+        fast: how prompts of fast requests are read.
         clock: seconds.
     """
 
@@ -121,10 +122,10 @@ class CudaPrefiller:
         model: ChunkModel,
         *,
         chunk: int,
-        plane_of: Callable[[ActiveRequest], Plane],
+        fast: Reading,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model, self.chunk, self._plane_of, self._clock = model, chunk, plane_of, clock
+        self._model, self.chunk, self._fast, self._clock = model, chunk, fast, clock
         self._open: tuple[ActiveRequest, Chunk] | None = None
 
     def step(self, request: ActiveRequest) -> int:
@@ -154,9 +155,8 @@ class CudaPrefiller:
             return self._open[1]
         start = request.kv.length
         end = min(start - start % self.chunk + self.chunk, len(request.prompt_ids))
-        chunk = self._model.begin(
-            request.prompt_ids[start:end], request.kv, self._plane_of(request)
-        )
+        reading = self._fast if request.plane is Plane.BASE else Reading.EXACT
+        chunk = self._model.begin(request.prompt_ids[start:end], request.kv, reading)
         self._open = (request, chunk)
         return chunk
 
