@@ -11,6 +11,7 @@ import logging
 import mmap
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,69 +117,56 @@ def load(
     Raises:
         MoetError: as `engine.loader.load`, and MD-GPU-05, MD-RAM-02.
     """
-    report = LoadReport(show)
+    with ExitStack() as undo:  # what was made before something fails
+        core = _load(pack, options, LoadReport(show), device, widths, undo)
+        undo.pop_all()
+    return core
+
+
+def _load(
+    pack: Path,
+    options: EngineOptions,
+    report: LoadReport,
+    device: torch.device,
+    widths: tuple[int, ...],
+    undo: ExitStack,
+) -> CudaCore:
     report.begin("Read the pack index")
-    reader = PackReader.open(pack)
-    config = reader.config()
-    has_mtp = reader.meta.moe_layers[-1] >= int(config["num_hidden_layers"])
-    spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
-    form = KvFormat.BF16 if options.kv_format == "auto" else KvFormat(options.kv_format)
-    plan = _plan(reader, spec, form, options, device)
-    n_rows = len(spec.main_moe_layers) * reader.meta.n_experts
-    fast_prompts = fast_reading(plan, n_rows)
-    _say_reading(plan, n_rows, fast_prompts)
-    if not _all_in_ram(plan, n_rows):
-        _pass_page_cache(reader)
+    opened = _open(pack, options, device)
+    undo.callback(opened.reader.close)
+    reader, spec, plan = opened.reader, opened.spec, opened.plan
     report.end()
-
     pinned = PinnedMemory(progress=lambda _: None)
+    undo.callback(pinned.release)
     allocate = pinned.allocate if device.type == "cuda" else plain_memory
-    arena = Arena(
-        reader, base_rows=plan.arena_base_rows, fine_rows=plan.arena_fine_rows, allocate=allocate
-    )
-    order = _hot_first(pack, n_rows)
-    for plane, count in ((Plane.BASE, plan.arena_base_rows), (Plane.FINE, plan.arena_fine_rows)):
-        rows = order[: min(count, len(order))]
-        stride = arena.memory(plane).shape[1]
-        report.begin(f"{plane.value.title()} rows to RAM", total=len(rows) * stride)
-        arena.preload(plane, rows, progress=report.advance)
-        report.end()
-
+    arena = _to_ram(opened, allocate, report)
     report.begin("Dense layers")
-    pools = {plane: _pool(plane, arena, reader, spec, plan, device) for plane in Plane}
-    error = torch.zeros(1, dtype=torch.int32, device=device)
-    mailbox, server = _mailbox(arena, plan, n_rows, allocate, error)
-    experts = {
-        Plane.BASE: PoolExperts(
-            pools[Plane.BASE], None, reader.layout,
-            n_layers=len(spec.main_moe_layers), mailbox=mailbox, host=arena,
-        ),
-        Plane.FINE: PoolExperts(
-            pools[Plane.BASE], pools[Plane.FINE], reader.layout,
-            n_layers=len(spec.main_moe_layers), mailbox=mailbox, host=arena,
-        ),
-    }  # fmt: skip
+    pools = {plane: _pool(plane, arena, opened, device) for plane in Plane}
     kv = KvCache(
         spec.layers[0].mixer, n_layers=len(spec.layers), n_pages=plan.kv_pages,
-        page_tokens=KV_PAGE_TOKENS, form=form, device=device,
+        page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
     )  # fmt: skip
+    error = torch.zeros(1, dtype=torch.int32, device=device)
+    mailbox, server = _mailbox(arena, opened, allocate, error)
+    if server is not None:
+        undo.callback(server.close)
     model = StepModel(
-        spec, DenseLoader(reader, device), kv, experts,
+        spec, DenseLoader(reader, device), kv, _step_experts(opened, pools, mailbox, arena),
         context=plan.context, device=device, error=error, server=server,
     )  # fmt: skip
     report.end()
-    _fill_slots(pools[Plane.BASE], arena, order[: plan.base_slots])
+    _fill_slots(pools[Plane.BASE], arena, opened.order[: plan.base_slots])
     if device.type == "cuda":
         _capture(model, kv, widths, report)
     readers = ThreadPoolExecutor(READERS, thread_name_prefix="io-prompt")
     buffers = ChunkBuffers.make(spec, plan.prefill_chunk, context=plan.context, device=device)
     streamed = ChunkExperts(
         pools, arena, reader.layout, buffers, n_experts=reader.meta.n_experts, readers=readers,
-        bounce=_bounce(reader, plan, n_rows, allocate),
+        bounce=_bounce(opened, allocate),
     )  # fmt: skip
     prefiller = CudaPrefiller(
         ChunkModel(model, kv, buffers, streamed), chunk=plan.prefill_chunk,
-        fast=fast_prompts,
+        fast=fast_reading(plan, len(opened.order)),
     )  # fmt: skip
     residency = CudaResidency(
         pools, arena, reader.layout, moe_layers=spec.main_moe_layers, server=server,
@@ -189,6 +177,78 @@ def load(
         reader, spec, plan, _name(device), kv, arena, residency, CudaDecoder(model), prefiller,
         model, pinned, server, readers,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A pack that is about to be loaded.
+
+    Attributes:
+        form: storage format of KV.
+        order: all rows of the layers that run, those that were hot last time first.
+    """
+
+    reader: PackReader
+    spec: Spec
+    form: KvFormat
+    plan: TierPlan
+    order: list[int]
+
+    @property
+    def n_moe_layers(self) -> int:
+        return len(self.spec.main_moe_layers)
+
+    @property
+    def all_in_ram(self) -> bool:
+        return _all_in_ram(self.plan, len(self.order))
+
+
+def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
+    """Read the index and plan the tiers; says how prompts and rows on disk will be read."""
+    reader = PackReader.open(pack)
+    config = reader.config()
+    has_mtp = reader.meta.moe_layers[-1] >= int(config["num_hidden_layers"])
+    spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
+    form = KvFormat.BF16 if options.kv_format == "auto" else KvFormat(options.kv_format)
+    plan = _plan(reader, spec, form, options, device)
+    n_rows = len(spec.main_moe_layers) * reader.meta.n_experts
+    _say_reading(plan, n_rows, fast_reading(plan, n_rows))
+    if not _all_in_ram(plan, n_rows):
+        _pass_page_cache(reader)
+    return _Opened(reader, spec, form, plan, _hot_first(pack, n_rows))
+
+
+def _to_ram(opened: _Opened, allocate: Allocate, report: LoadReport) -> Arena:
+    """An arena of the plan's size, filled with the hottest rows."""
+    plan, order = opened.plan, opened.order
+    arena = Arena(
+        opened.reader, base_rows=plan.arena_base_rows, fine_rows=plan.arena_fine_rows,
+        allocate=allocate,
+    )  # fmt: skip
+    for plane, count in ((Plane.BASE, plan.arena_base_rows), (Plane.FINE, plan.arena_fine_rows)):
+        rows = order[: min(count, len(order))]
+        stride = arena.memory(plane).shape[1]
+        report.begin(f"{plane.value.title()} rows to RAM", total=len(rows) * stride)
+        arena.preload(plane, rows, progress=report.advance)
+        report.end()
+    return arena
+
+
+def _step_experts(
+    opened: _Opened,
+    pools: Mapping[Plane, DevicePool],
+    mailbox: fetch.Mailbox | None,
+    arena: Arena,
+) -> Mapping[Plane, PoolExperts]:
+    """What computes the routed experts of a step, for fast and for exact answers."""
+    base, fine = pools[Plane.BASE], pools[Plane.FINE]
+    return {
+        plane: PoolExperts(
+            base, second, opened.reader.layout, n_layers=opened.n_moe_layers, mailbox=mailbox,
+            host=arena,
+        )
+        for plane, second in ((Plane.BASE, None), (Plane.FINE, fine))
+    }  # fmt: skip
 
 
 def fast_reading(plan: TierPlan, n_rows: int) -> Reading:
@@ -220,18 +280,15 @@ def _pass_page_cache(reader: PackReader) -> None:
         log.warning("rows on disk are read through the page cache: %s (%s)", why, reader.path)
 
 
-def _bounce(
-    reader: PackReader, plan: TierPlan, n_rows: int, allocate: Allocate
-) -> Mapping[Plane, torch.Tensor]:
+def _bounce(opened: _Opened, allocate: Allocate) -> Mapping[Plane, torch.Tensor]:
     """Pinned places for a prompt's rows that are not in RAM; none if all rows are."""
-    if _all_in_ram(plan, n_rows):
+    if opened.all_in_ram:
         return {}
-    places = TURNS * batch_size(reader.layout, reader.meta.n_experts)
+    meta = opened.reader.meta
+    places = TURNS * batch_size(opened.reader.layout, meta.n_experts)
+    memory = {plane: allocate(places * meta.stride(plane), meta.stride(plane)) for plane in Plane}
     return {
-        plane: torch.frombuffer(
-            allocate(places * reader.meta.stride(plane), reader.meta.stride(plane)),
-            dtype=torch.uint8,
-        ).view(places, -1)
+        plane: torch.frombuffer(memory[plane], dtype=torch.uint8).view(places, -1)
         for plane in Plane
     }
 
@@ -283,28 +340,22 @@ def _hot_first(pack: Path, n_rows: int) -> list[int]:
     return hot + sorted(set(range(n_rows)) - set(hot))
 
 
-def _pool(
-    plane: Plane, arena: Arena, reader: PackReader, spec: Spec, plan: TierPlan, device: torch.device
-) -> DevicePool:
-    memory = arena.memory(plane)
+def _pool(plane: Plane, arena: Arena, opened: _Opened, device: torch.device) -> DevicePool:
+    memory, plan = arena.memory(plane), opened.plan
     table = torch.from_numpy(np.array(arena.table(plane))).to(device)
     return DevicePool.make(
         plane, fetch.Arena(memory.data_ptr(), table, memory.shape[1]),
-        n_layers=len(spec.main_moe_layers), n_experts=reader.meta.n_experts,
+        n_layers=opened.n_moe_layers, n_experts=opened.reader.meta.n_experts,
         n_slots=plan.base_slots if plane is Plane.BASE else plan.fine_slots,
-        top_k=spec.moe_ffn.router.top_k, device=device,
+        top_k=opened.spec.moe_ffn.router.top_k, device=device,
     )  # fmt: skip
 
 
 def _mailbox(
-    arena: Arena,
-    plan: TierPlan,
-    n_rows: int,
-    allocate: Allocate,
-    error: torch.Tensor,
+    arena: Arena, opened: _Opened, allocate: Allocate, error: torch.Tensor
 ) -> tuple[fetch.Mailbox | None, MailboxServer | None]:
     """A mailbox and its server, if some rows are not in RAM."""
-    if _all_in_ram(plan, n_rows):
+    if opened.all_in_ram:
         return None, None
     page = allocate(MAILBOX.n_bytes, mmap.PAGESIZE)
     address = torch.frombuffer(page, dtype=torch.uint8).data_ptr()
