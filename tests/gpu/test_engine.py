@@ -158,7 +158,7 @@ def test_step__launches_begin_early__same_bits(
     sizes: dict[str, int],
     plane: Plane,
 ) -> None:
-    early = open_core(demo_pack, (), pool_slots=32, fine_slots=32, **sizes)
+    early = open_core(demo_pack, (1,), pool_slots=32, fine_slots=32, **sizes)
     try:
         early.model.use_pdl(enabled=True)
         for rows in (1, 4):

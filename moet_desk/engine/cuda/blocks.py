@@ -50,7 +50,8 @@ class Branch:
     """A second stream, for launches that need not wait for those of the main one.
 
     Between `beside` and `join` the main stream goes on; a capture records both as parallel branches
-    of the graph. On a CPU everything runs in order.
+    of the graph. On a CPU everything runs in order. The first launch inside and the first one
+    behind `join` have two predecessors and must not begin early (`Chain.first`).
     """
 
     def __init__(self, device: torch.device) -> None:
