@@ -68,6 +68,7 @@ class Setup:
         prefill: tokens of the prompt that is read at the end, 0 for none.
         warm, steps, traced: steps before a measurement, in it, and under the profiler.
         attempts: most measurements in search of the hit rate.
+        pdl: launches overlap their predecessors (`kernels.triton.launch`).
     """
 
     shape: Shape
@@ -80,6 +81,7 @@ class Setup:
     steps: int = 300
     traced: int = 20
     attempts: int = 8
+    pdl: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -259,7 +261,7 @@ class ShapeBench:
         popular = self.loader.rows_by_popularity()[:n_slots]
         places = rows.table[popular].tolist()
         self.pool.preload(popular[::-1], places[::-1], rows.memory)
-        self._capture(setup.rows)
+        self.capture(pdl=setup.pdl)
 
     def run(self, hit_rate: float) -> Figures:
         """Find the popularity that gives the hit rate, then measure everything there."""
@@ -320,6 +322,19 @@ class ShapeBench:
         n_layers = self.pool.tables.n_layers
         return Steps(tuple(times), hits / asked, misses / count, int(distinct) * n_layers / count)
 
+    def capture(self, *, pdl: bool) -> None:
+        """Run a step once, so that its kernels are compiled, then record it."""
+        rows = self._setup.rows
+        self.model.use_pdl(enabled=pdl)
+        self._progress(f"Compiling the step of {rows} rows" if rows > 1 else "Compiling the step")
+        sequence = self._sequence()
+        sequence.length = 0
+        steps = [StepRow(0, sequence, i) for i in range(rows)]
+        self.model.choose(steps, Plane.BASE, [Draw(temperature=1.0)] * rows)
+        if self._setup.device.type == "cuda":
+            self.model.capture(rows, Plane.BASE)
+        self.kv.release(sequence)
+
     def _step(self, sequence: KvSequence) -> None:
         rows = self._setup.rows
         tokens = self._random.integers(self._setup.shape.spec.vocab, size=rows).tolist()
@@ -334,17 +349,6 @@ class ShapeBench:
             raise ValueError("no KV pages are free")
         sequence.length = self._setup.entries - self._setup.rows
         return sequence
-
-    def _capture(self, rows: int) -> None:
-        """Run a step once, so that its kernels are compiled, then record it."""
-        self._progress(f"Compiling the step of {rows} rows" if rows > 1 else "Compiling the step")
-        sequence = self._sequence()
-        sequence.length = 0
-        steps = [StepRow(0, sequence, i) for i in range(rows)]
-        self.model.choose(steps, Plane.BASE, [Draw(temperature=1.0)] * rows)
-        if self._setup.device.type == "cuda":
-            self.model.capture(rows, Plane.BASE)
-        self.kv.release(sequence)
 
     def _counts(self) -> NDArray[np.int64]:
         counts: NDArray[np.int64] = self.pool.tables.counters.cpu().numpy().astype(np.int64).sum(0)

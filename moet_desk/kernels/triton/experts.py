@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.expert_math import load_tile, tile_products
+from moet_desk.kernels.triton.launch import Chain, follow
 from moet_desk.kernels.triton.portable import PTX, product
 from moet_desk.kernels.triton.quant import block_codes, is_wide, quantize_rows, store_planar
 
@@ -85,7 +86,9 @@ def _gate_up_kernel(
     BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr,
     FINE: tl.constexpr, LIMITED: tl.constexpr, QUANTIZE: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
+    follow(PDL)
     G: tl.constexpr = H // 32
     WORDS: tl.constexpr = 16 if FINE else 8
     first = tl.program_id(0) * B
@@ -121,7 +124,9 @@ def _down_kernel(
     BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
     BASE_OFFSET: tl.constexpr, FINE_OFFSET: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
+    follow(PDL)
     G: tl.constexpr = I // 32
     WORDS: tl.constexpr = 16 if FINE else 8
     expert = tl.program_id(1)
@@ -144,8 +149,9 @@ def _down_kernel(
 def _combine_kernel(
     part, weights, base, residual, out,
     H: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
-    SHARED: tl.constexpr, PTX: tl.constexpr,
+    SHARED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
+    follow(PDL)
     t = tl.program_id(1)
     c = tl.program_id(0) * B + tl.arange(0, B)
     inside = c < H
@@ -176,7 +182,10 @@ def experts_gate_up(
         out float32 [P, I], rows of pairs in `uniq_pair` are written
     """
     tile = tile or tiles_for(pool.layout, fine=pool.fine is not None).gate_up
-    _gate_up(pool, codes, scales, (out, out, out), tile, limit=limit, quantize=False, ptx=ptx)
+    _gate_up(
+        pool, codes, scales, (out, out, out), tile,
+        limit=limit, quantize=False, ptx=ptx, chain=Chain.OFF,
+    )  # fmt: skip
 
 
 def experts_hidden(
@@ -190,6 +199,7 @@ def experts_hidden(
     limit: float | None = None,
     tile: Tile | None = None,
     ptx: bool = PTX,
+    chain: Chain = Chain.OFF,
 ) -> None:
     """`experts_gate_up` and its result as codes for `experts_down`: one launch if a tile holds
     whole blocks of 32 rows, else two with the same bits.
@@ -202,9 +212,9 @@ def experts_hidden(
     quantize = tile.rows % 32 == 0
     outs = (scratch, out_codes, out_scales)
     _check_codes(pool, out_codes)
-    _gate_up(pool, codes, scales, outs, tile, limit=limit, quantize=quantize, ptx=ptx)
+    _gate_up(pool, codes, scales, outs, tile, limit=limit, quantize=quantize, ptx=ptx, chain=chain)
     if not quantize:
-        quantize_rows(scratch, out_codes, out_scales)
+        quantize_rows(scratch, out_codes, out_scales, chain=chain.then)
 
 
 def experts_down(
@@ -215,6 +225,7 @@ def experts_down(
     part: Tensor,
     tile: Tile | None = None,
     ptx: bool = PTX,
+    chain: Chain = Chain.OFF,
 ) -> None:
     """Each pair's contribution, not yet weighted.
 
@@ -232,12 +243,18 @@ def experts_down(
         layout.base_stride, layout.fine_stride,
         layout.gate_up.base_bytes, layout.gate_up.fine_bytes,
         tile.rows, _lanes(layout.inter), pool.fine is not None, ptx,
-        num_warps=tile.warps, enable_fp_fusion=False,
+        num_warps=tile.warps, enable_fp_fusion=False, **chain.options,
     )  # fmt: skip
 
 
 def combine(
-    part: Tensor, weights: Tensor, *, base: Tensor | None, residual: Tensor, out: Tensor
+    part: Tensor,
+    weights: Tensor,
+    *,
+    base: Tensor | None,
+    residual: Tensor,
+    out: Tensor,
+    chain: Chain = Chain.OFF,
 ) -> None:
     """residual + (sum over k, in order, of weight * part, + base): the bits of `reference.combine`
     and two additions.
@@ -251,7 +268,7 @@ def combine(
     _combine_kernel[(triton.cdiv(hidden, _COMBINE_FLOATS), n_tokens)](
         part, weights, residual if base is None else base, residual, out,
         hidden, top_k, _COMBINE_FLOATS, base is not None, PTX,
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=4, enable_fp_fusion=False, **chain.options,
     )  # fmt: skip
 
 
@@ -291,6 +308,7 @@ def _gate_up(
     limit: float | None,
     quantize: bool,
     ptx: bool,
+    chain: Chain,
 ) -> None:
     layout, n_experts = pool.layout, pool.uniq_slot.shape[0]
     fine, fine_slot = _fine_of(pool)
@@ -302,7 +320,7 @@ def _gate_up(
         layout.base_stride, layout.fine_stride,
         tile.rows, _lanes(layout.hidden),
         pool.fine is not None, limit is not None, quantize, ptx,
-        num_warps=tile.warps, enable_fp_fusion=False,
+        num_warps=tile.warps, enable_fp_fusion=False, **chain.options,
     )  # fmt: skip
 
 
