@@ -139,16 +139,20 @@ def test_step__teacher_forced__near_the_cpu_engine(
 def test_chunks__prompts__near_the_cpu_engine(
     core: CudaCore, wanted: CpuLogits, texts: list[list[int]], plane: Plane
 ) -> None:
-    """A prompt's last logits, for prompts that end at any token of a text."""
+    """The logits behind prompts that end anywhere in a text.
+
+    Twice the limits of a step: a prompt's dense products take activations in two bfloat16 parts,
+    2**-17 of them, where a step takes float32; and here are some dozens of positions only.
+    """
     ends = (1, 7, 64, 131)
-    starts = [sum(len(ids) for ids in texts[:i]) for i in range(len(texts))]
-    rows = [
-        start + min(n, len(ids)) - 1 for start, ids in zip(starts, texts, strict=True) for n in ends
-    ]
+    rows, start = list[int](), 0
+    for ids in texts:
+        rows += [start + min(n, len(ids)) - 1 for n in ends]
+        start += len(ids)
     got = torch.stack([read_anew(core, ids[:n], plane) for ids in texts for n in ends])
     found = agreement(got, wanted.together[plane][rows])
     print(plane.value, "chunks", found)
-    assert found.rms < (RMS_LIMIT if plane is Plane.FINE else 2e-2)
+    assert found.rms < (2 * RMS_LIMIT if plane is Plane.FINE else 3e-2)
     assert found.margin < (MARGIN_LIMIT if plane is Plane.FINE else 0.2)
 
 

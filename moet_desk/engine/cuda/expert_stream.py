@@ -1,16 +1,15 @@
 """Routed experts of a prompt chunk: each row is brought to the device once and serves all tokens.
 
-Rows that have a slot are read there and none is evicted. The others go through two staging buffers
-in turn, on a stream of their own, while the rows before them compute; rows that are not in RAM are
-read from the pack beside what decode keeps there. The twin is engine/prefill.PrefillExperts.
-Called on the engine thread, between steps.
+Rows that have a slot are read there and none is evicted. The others go through staging places, on a
+stream of their own, while the rows before them compute, and while the next layer's attention does;
+rows that are not in RAM are read from the pack beside what decode keeps there. The twin is
+engine/prefill.PrefillExperts. Called on the engine thread, between steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
 from moet_desk.engine.cuda.pools import DevicePool
+from moet_desk.engine.cuda.staging import Staging
 from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.layouts import GROUP, ExpertLayout
@@ -30,6 +30,7 @@ from moet_desk.kernels.triton.grouped import (
     PairGroups,
     RowAddresses,
     add_rows,
+    cut_batches,
     expand,
     group_pairs,
     grouped_down,
@@ -42,10 +43,15 @@ from moet_desk.store.pack_format import Plane
 from moet_desk.units import MIB
 
 TURNS = 2
-"""Staging buffers: one is read by kernels while the other is filled."""
+"""Batches of both planes that the staging memory holds: one is read while the other is filled."""
 
 STAGE_BYTES = 256 * MIB
-"""All staging buffers together, at most: 8 experts of DeepSeek-V4-Flash in a batch."""
+"""Most staging memory: 8 experts of DeepSeek-V4-Flash in a batch, 36 places for 2-bit rows."""
+
+AHEAD_PAIRS = 8
+"""Mean pairs per expert from which on the next layer's rows are brought before anyone chose them:
+nearly every expert is then chosen by someone.
+"""
 
 READ_S = 10.0
 """Seconds that a prompt waits for the rows of a batch. No kernel waits meanwhile, so this may be
@@ -104,80 +110,48 @@ class Wanted:
     Attributes:
         counts: pairs of each expert.
         slots: for each plane in use, the slot of each expert or -1.
+        next_missing: experts of the next layer that have no slot in one of these planes.
     """
 
     counts: Sequence[int]
     slots: Mapping[Plane, Sequence[int]]
+    next_missing: Sequence[int]
+
+    def missing(self, expert: int) -> list[Plane]:
+        """Planes whose row of the expert has no slot."""
+        return [plane for plane, slots in self.slots.items() if slots[expert] < 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Rows that were brought before their layer began: the place of each expert."""
+
+    layer: int
+    reading: Reading
+    places: dict[int, int]
 
 
 def batch_size(layout: ExpertLayout, n_experts: int) -> int:
-    """Experts of a batch: what the staging buffers hold of both planes."""
+    """Experts of a batch: as the staging memory holds them of both planes."""
     each = TURNS * (layout.base_stride + layout.fine_stride)
     return max(1, min(MOST_BATCHED, n_experts, STAGE_BYTES // each))
 
 
+def _staging_bytes(layout: ExpertLayout, n_experts: int) -> int:
+    return batch_size(layout, n_experts) * TURNS * (layout.base_stride + layout.fine_stride)
+
+
 def stage_bytes(layout: ExpertLayout, n_experts: int) -> int:
-    """Device memory of the staging buffers and of a batch's decoded weights."""
-    staged = TURNS * (layout.base_stride + layout.fine_stride)
-    return batch_size(layout, n_experts) * (staged + layout.slot_floats)
+    """Device memory for staging, and for a batch's decoded weights."""
+    decoded = batch_size(layout, n_experts) * layout.slot_floats
+    return _staging_bytes(layout, n_experts) + decoded
 
 
-def cut_batches(counts: Sequence[int], *, experts: int, pairs: int) -> list[range]:
-    """Neighbouring experts in batches of at most `experts` used ones and `pairs` pairs.
-
-    A batch has one expert at least, so `pairs` must not be below the largest count.
-    """
-    batches: list[range] = []
-    begin = n_used = n_pairs = 0
-    for expert, count in enumerate(counts):
-        if count and n_used and (n_used == experts or n_pairs + count > pairs):
-            batches.append(range(begin, expert))
-            begin, n_used, n_pairs = expert, 0, 0
-        n_used += count > 0
-        n_pairs += count
-    if n_used:
-        batches.append(range(begin, len(counts)))
-    return batches
-
-
-def _events() -> list[torch.cuda.Event]:
-    return [torch.cuda.Event() for _ in range(TURNS)]  # type: ignore[no-untyped-call]
-
-
-class _Turns:
-    """Orders copies and kernels that share buffers in turn; on a CPU everything is in order."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._filled = _events()
-            self._used = _events()
-
-    @contextmanager
-    def filling(self, turn: int) -> Iterator[None]:
-        """Copies issued inside run beside the kernels, after the last use of the buffer."""
-        if not self._cuda:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._used[turn])
-            yield
-            self._filled[turn].record(self._stream)
-
-    @contextmanager
-    def using(self, turn: int) -> Iterator[None]:
-        """Kernels launched inside read the buffer."""
-        if self._cuda:
-            torch.cuda.current_stream().wait_event(self._filled[turn])
-        yield
-        if self._cuda:
-            self._used[turn].record(torch.cuda.current_stream())
-
-    def wait_filled(self, turn: int) -> None:
-        """Until the host memory that the buffer was filled from may change."""
-        if self._cuda:
-            self._filled[turn].synchronize()
+def most_places(layout: ExpertLayout, n_experts: int) -> Mapping[Plane, int]:
+    """Rows of each plane that can be in staging at the same time."""
+    n_bytes = _staging_bytes(layout, n_experts)
+    both = n_bytes // (layout.base_stride + layout.fine_stride)
+    return {Plane.BASE: n_bytes // layout.base_stride, Plane.FINE: both}
 
 
 class ChunkExperts:
@@ -190,8 +164,8 @@ class ChunkExperts:
         buffers: the chunk's.
         n_experts: of a layer.
         readers: threads for rows on disk.
-        bounce: makes pinned host memory of a number of bytes, for rows on disk; None if all rows
-            are in RAM.
+        bounce: of each plane pinned host memory [places, stride] for rows on disk, as many places
+            as `most_places` says; empty if all rows are in RAM.
     """
 
     def __init__(
@@ -208,16 +182,13 @@ class ChunkExperts:
         device = buffers.x.device
         self._pools, self._host, self._layout, self._b = dict(pools), host, layout, buffers
         self._n_experts, self._readers, self._bounce = n_experts, readers, bounce
+        self._n_layers = pools[Plane.BASE].tables.n_layers
         self._size = batch_size(layout, n_experts)
-        places = TURNS * self._size
-        self._stage = {
-            plane: torch.zeros((places, pool.arena.stride), dtype=torch.uint8, device=device)
-            for plane, pool in self._pools.items()
-        }
+        self._staging = Staging(_staging_bytes(layout, n_experts), device)
         self._workspace = torch.zeros(
             (self._size, layout.slot_floats), dtype=torch.int8, device=device
         )
-        self._turns = _Turns(device)
+        self._ahead: Ahead | None = None
         self._device = device
         self._reads: list[Future[None]] = []
         self.counters = StreamCounters()
@@ -235,81 +206,151 @@ class ChunkExperts:
         """
         groups = group_pairs(ids, self._n_experts)
         wanted = self._wanted(groups, moe_layer, reading.planes)
-        pieces = cut_batches(wanted.counts, experts=self._size, pairs=ids.shape[0])
+        held = self._brought_ahead(moe_layer, reading)
+        try:
+            self._run(moe_layer, reading, wanted, held, groups, weights, out)
+            if ids.numel() >= AHEAD_PAIRS * self._n_experts:
+                self._bring_ahead(moe_layer + 1, reading, wanted.next_missing)
+        except BaseException:
+            self._staging.give_all_back()
+            raise
+
+    def _run(
+        self,
+        moe_layer: int,
+        reading: Reading,
+        wanted: Wanted,
+        held: dict[int, int],
+        groups: PairGroups,
+        weights: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Batch after batch; `held` has the places of rows that are on the device or on the way."""
+        pieces = cut_batches(wanted.counts, experts=self._size, pairs=weights.shape[0])
         batches = self._upload([make_batch(wanted.counts, p, device="cpu") for p in pieces])
         used = [[expert for expert in piece if wanted.counts[expert]] for piece in pieces]
-        rows = self._addresses(wanted, used)
         first_row = moe_layer * self._n_experts
         for i, batch in enumerate(batches):
             if i == 0:
-                self._fill(0, wanted, used[0], first_row)
-            with self._turns.using(i % TURNS):
+                self._bring(used[0], wanted, held, first_row)
+            rows = self._addresses(wanted, used[i], held)
+            places = [held.pop(expert) for expert in used[i] if expert in held]
+            with self._staging.reading(places):
                 self._compute(rows, batch, groups, weights, out, reading.activations)
             if i + 1 < len(batches):  # after the launches: reading from disk holds up the host only
-                self._fill((i + 1) % TURNS, wanted, used[i + 1], first_row)
+                self._bring(used[i + 1], wanted, held, first_row)
+        self._staging.give_back(held.values())
 
     def _wanted(self, groups: PairGroups, moe_layer: int, planes: Sequence[Plane]) -> Wanted:
         """The one wait of a layer: what was routed where, and who has a slot."""
-        here = slice(moe_layer * self._n_experts, (moe_layer + 1) * self._n_experts)
-        tables = [self._pools[plane].tables.slot_of[here].long() for plane in planes]
-        counts, *slots = torch.stack([groups.counts, *tables]).tolist()
-        return Wanted(counts, dict(zip(planes, slots, strict=True)))
+        n = self._n_experts
+        tables = [self._pools[plane].tables.slot_of for plane in planes]
+        here = [table[moe_layer * n : (moe_layer + 1) * n].long() for table in tables]
+        behind = (moe_layer + 1) % self._n_layers * n
+        after = [table[behind : behind + n].long() for table in tables]
+        counts, *slots = torch.stack([groups.counts, *here, *after]).tolist()
+        lowest = [min(of) for of in zip(*slots[len(planes) :], strict=True)]
+        return Wanted(
+            counts,
+            dict(zip(planes, slots[: len(planes)], strict=True)),
+            [expert for expert, slot in enumerate(lowest) if slot < 0],
+        )
 
-    def _addresses(self, wanted: Wanted, used: Sequence[Sequence[int]]) -> RowAddresses:
-        """Where each expert's rows will lie: in its slot, or in its batch's staging buffer."""
+    def _addresses(
+        self, wanted: Wanted, experts: Sequence[int], held: Mapping[int, int]
+    ) -> RowAddresses:
+        """Where the rows of a batch's experts lie: in their slots or in staging."""
         tables: list[Tensor] = []
         for plane, slots in wanted.slots.items():
-            pool, stage = self._pools[plane], self._stage[plane]
-            where = [0] * self._n_experts
-            for i, experts in enumerate(used):
-                for place, expert in enumerate(experts, start=i % TURNS * self._size):
-                    slot = slots[expert]
-                    at = stage.data_ptr() + place * pool.arena.stride
-                    if slot >= 0:
-                        at = pool.slots.data_ptr() + slot * pool.arena.stride
-                    where[expert] = at
+            pool, where = self._pools[plane], [0] * self._n_experts
+            for expert in experts:
+                at = pool.slots.data_ptr() + slots[expert] * pool.arena.stride
+                if slots[expert] < 0:
+                    at = self._staging.address(held[expert], plane)
+                where[expert] = at
             tables.append(torch.tensor(where))
         base, *fine = self._to_device(torch.stack(tables))
         return RowAddresses(self._layout, base, fine[0] if fine else None)
 
-    def _fill(self, turn: int, wanted: Wanted, experts: Sequence[int], first_row: int) -> None:
-        """Bring the rows of a batch that have no slot into a staging buffer."""
-        for plane, slots in wanted.slots.items():
-            at = [(i, first_row + e) for i, e in enumerate(experts) if slots[e] < 0]
-            table, memory = self._host.table(plane), self._host.memory(plane)
-            sources = {row: memory[table[row]] for _, row in at if table[row] != ABSENT}
-            self.counters.from_ram += len(sources)
-            late = [(i, row) for i, row in at if row not in sources]
-            if late:
-                sources |= self._read(turn, plane, late)
-            self.counters.n_bytes += len(at) * self._stage[plane].shape[1]
-            with self._turns.filling(turn):
-                for i, row in at:
-                    place = self._stage[plane][turn * self._size + i]
-                    place.copy_(sources[row], non_blocking=True)
+    def _bring(
+        self, experts: Sequence[int], wanted: Wanted, held: dict[int, int], first_row: int
+    ) -> None:
+        """Take places for the experts of a batch that lack a slot, and fill them."""
+        rows: list[tuple[int, Plane, int]] = []
+        for expert in experts:
+            missing = wanted.missing(expert)
+            if missing and expert not in held:
+                held[expert] = self._staging.take()
+                rows += [(held[expert], plane, first_row + expert) for plane in missing]
+        self._fill(rows)
 
-    def _read(self, turn: int, plane: Plane, late: Sequence[tuple[int, int]]) -> dict[int, Tensor]:
-        """Rows on disk into the pinned places that belong to a staging buffer's.
+    def _bring_ahead(self, moe_layer: int, reading: Reading, missing: Sequence[int]) -> None:
+        """Begin with the next layer's rows; a batch's worth of places stays free.
+
+        Only while all rows are in RAM: else a step in between could give their places to others.
+        """
+        if moe_layer == self._n_layers or self._bounce:
+            return
+        experts = missing[: max(0, self._staging.n_free - self._size)]
+        places = {expert: self._staging.take() for expert in experts}
+        first_row = moe_layer * self._n_experts
+        self._fill([
+            (place, plane, first_row + expert)
+            for expert, place in places.items()
+            for plane in reading.planes
+        ])  # fmt: skip
+        self._ahead = Ahead(moe_layer, reading, places)
+
+    def _brought_ahead(self, moe_layer: int, reading: Reading) -> dict[int, int]:
+        """What was brought for this layer; what was brought for another one is given up."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and (ahead.layer, ahead.reading) == (moe_layer, reading):
+            return ahead.places
+        if ahead is not None:
+            self._staging.give_back(ahead.places.values())
+        self._staging.divide({plane: self._pools[plane].arena.stride for plane in reading.planes})
+        return {}
+
+    def _fill(self, rows: Sequence[tuple[int, Plane, int]]) -> None:
+        """Copy rows (place, plane, row) into staging, from RAM or from disk."""
+        copies, late = list[tuple[int, Plane, Tensor]](), list[tuple[int, Plane, int]]()
+        for place, plane, row in rows:
+            at = int(self._host.table(plane)[row])
+            if at == ABSENT:
+                late.append((place, plane, row))
+            else:
+                copies.append((place, plane, self._host.memory(plane)[at]))
+        self.counters.from_ram += len(copies)
+        if late:
+            copies += self._read(late)
+        self.counters.n_bytes += sum(row.numel() for _, _, row in copies)
+        self._staging.fill(copies)
+
+    def _read(self, late: Sequence[tuple[int, Plane, int]]) -> list[tuple[int, Plane, Tensor]]:
+        """Rows on disk into the pinned places that belong to staging's.
 
         A read that does not end keeps its place, so no later one begins before it has ended. That
         bounds the readers' queue as well: it holds no more than the rows of one batch.
         """
-        self._wait_for_reads(late[0][1])
-        self._turns.wait_filled(turn)
-        places = {row: self._bounce[plane][turn * self._size + i] for i, row in late}
+        first_row = late[0][2]
+        self._wait_for_reads(first_row)
+        bounced = []
+        for place, plane, row in late:
+            self._staging.wait_filled(place)
+            bounced.append((row, (place, plane, self._bounce[plane][place])))
         reads = [
-            self._readers.submit(self._host.read_into, plane, row, place)
-            for row, place in places.items()
+            self._readers.submit(self._host.read_into, plane, row, memory)
+            for row, (_, plane, memory) in bounced
         ]
         self._reads = reads
-        self._wait_for_reads(late[0][1])
+        self._wait_for_reads(first_row)
         failed = [error for read in reads if (error := read.exception()) is not None]
         self.counters.read_errors += len(failed)
         if failed:
             raise failed[0]
-        self.counters.from_nvme += len(places)
-        self.counters.bytes_from_nvme += sum(place.numel() for place in places.values())
-        return places
+        self.counters.from_nvme += len(bounced)
+        self.counters.bytes_from_nvme += sum(copy[2].numel() for _, copy in bounced)
+        return [copy for _, copy in bounced]
 
     def _wait_for_reads(self, row: int) -> None:
         """Until the reads that were begun have ended; `row` names them in the error."""

@@ -24,10 +24,9 @@ from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, chunk_bytes
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.dense_weights import DenseLoader
 from moet_desk.engine.cuda.expert_stream import (
-    TURNS,
     ChunkExperts,
     Reading,
-    batch_size,
+    most_places,
     stage_bytes,
 )
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
@@ -284,12 +283,14 @@ def _bounce(opened: _Opened, allocate: Allocate) -> Mapping[Plane, torch.Tensor]
     """Pinned places for a prompt's rows that are not in RAM; none if all rows are."""
     if opened.all_in_ram:
         return {}
-    meta = opened.reader.meta
-    places = TURNS * batch_size(opened.reader.layout, meta.n_experts)
-    memory = {plane: allocate(places * meta.stride(plane), meta.stride(plane)) for plane in Plane}
+    meta, layout = opened.reader.meta, opened.reader.layout
+    places = most_places(layout, meta.n_experts)
+    memory = {
+        plane: allocate(n * meta.stride(plane), meta.stride(plane)) for plane, n in places.items()
+    }
     return {
-        plane: torch.frombuffer(memory[plane], dtype=torch.uint8).view(places, -1)
-        for plane in Plane
+        plane: torch.frombuffer(memory[plane], dtype=torch.uint8).view(n, -1)
+        for plane, n in places.items()
     }
 
 

@@ -40,6 +40,7 @@ from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.reference import mla_entry_bytes
+from moet_desk.kernels.triton.launch import BEGIN_EARLY
 from moet_desk.store.arena import Allocate, plain_memory
 from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB, show_memory
@@ -81,7 +82,7 @@ class Setup:
     steps: int = 300
     traced: int = 20
     attempts: int = 8
-    pdl: bool = False
+    pdl: bool = BEGIN_EARLY
 
     @property
     def n_rows(self) -> int:

@@ -26,7 +26,7 @@ from moet_desk.engine.spec import MoeFfn, Spec
 from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.triton.dense import DenseWeight, embed, gemv
 from moet_desk.kernels.triton.kv_entries import KvPages
-from moet_desk.kernels.triton.launch import Chain, chain_on
+from moet_desk.kernels.triton.launch import BEGIN_EARLY, Chain, chain_on
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.sampling import greedy, sample
@@ -76,7 +76,7 @@ class StepModel:
         device: torch.device,
         error: Tensor,
         server: MailboxServer | None = None,
-        pdl: bool = False,
+        pdl: bool = BEGIN_EARLY,
     ) -> None:
         self.spec = spec
         self._kv, self._experts, self._device = kv, experts, device

@@ -104,6 +104,24 @@ def group_pairs(ids: Tensor, n_experts: int) -> PairGroups:
     )
 
 
+def cut_batches(counts: Sequence[int], *, experts: int, pairs: int) -> list[range]:
+    """Neighbouring experts in batches of at most `experts` used ones and `pairs` pairs.
+
+    A batch has one expert at least, so `pairs` must not be below the largest count.
+    """
+    batches: list[range] = []
+    begin = n_used = n_pairs = 0
+    for expert, count in enumerate(counts):
+        if count and n_used and (n_used == experts or n_pairs + count > pairs):
+            batches.append(range(begin, expert))
+            begin, n_used, n_pairs = expert, 0, 0
+        n_used += count > 0
+        n_pairs += count
+    if n_used:
+        batches.append(range(begin, len(counts)))
+    return batches
+
+
 def make_batch(
     counts: Sequence[int], experts: range, *, device: torch.device | str, pairs: int | None = None
 ) -> Batch:

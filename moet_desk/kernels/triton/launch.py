@@ -17,6 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+BEGIN_EARLY: bool = False
+"""What steps do unless told otherwise; `bench/gpu_pdl.py` measures both."""
+
 _WAIT = tl.constexpr("griddepcontrol.wait; mov.b64 $0, $1;")
 
 
