@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moet_desk.engine.cuda import expert_stream
 from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
@@ -270,21 +271,46 @@ def test_step__small_tiers__same_bits(
     ],
 )
 def test_step__launches_begin_early__same_bits(
-    demo_pack: Path,
-    texts: list[list[int]],
-    one_by_one: dict[Plane, Tensor],
-    sizes: dict[str, int],
-    plane: Plane,
+    demo_pack: Path, texts: list[list[int]], sizes: dict[str, int], plane: Plane
 ) -> None:
     early = open_core(demo_pack, (1,), pool_slots=32, fine_slots=32, **sizes)
     try:
+        early.model.use_pdl(enabled=False)
+        want = forced(early, texts[0][:96], plane, rows=1)
         early.model.use_pdl(enabled=True)
         for rows in (1, 4):
             launched = forced(early, texts[0][:96], plane, rows=rows)
             early.model.capture(rows, plane)
-            assert torch.equal(launched, one_by_one[plane]), f"{rows} rows, not captured"
+            assert torch.equal(launched, want), f"{rows} rows, not captured"
             for _ in range(4):
                 got = forced(early, texts[0][:96], plane, rows=rows)
-                assert torch.equal(got, one_by_one[plane]), f"{rows} rows"
+                assert torch.equal(got, want), f"{rows} rows"
     finally:
         early.close()
+
+
+def test_chunks__small_tiers__same_bits(
+    demo_pack: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts whose rows come from slots, through few staging places, and from the file."""
+    ids = [token for text in texts[:3] for token in text][:600]
+    monkeypatch.setattr(expert_stream, "AHEAD_PAIRS", 1)
+    want: dict[Reading, Tensor] = {}
+    for batched, sizes in (
+        (32, {}),
+        (4, {"pool_slots": 32, "fine_slots": 32}),
+        (2, {"pool_slots": 32, "fine_slots": 32, "arena_rows": 100}),
+        (3, {"pool_slots": 32, "fine_slots": 32, "arena_rows": 0}),
+    ):
+        monkeypatch.setattr(expert_stream, "MOST_BATCHED", batched)
+        core = open_core(demo_pack, (1,), prefill_chunk=256, **sizes)
+        try:
+            for reading in (*Reading, Reading.FAST):
+                for _ in range(3):
+                    sequence = core.kv.reserve(len(ids))
+                    assert sequence is not None
+                    got = read(core, ids, sequence, reading)
+                    core.kv.release(sequence)
+                    assert torch.equal(got, want.setdefault(reading, got)), f"{reading} {sizes}"
+        finally:
+            core.close()
