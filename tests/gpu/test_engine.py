@@ -262,33 +262,6 @@ def test_step__small_tiers__same_bits(
         small.close()
 
 
-@pytest.mark.parametrize("plane", list(Plane))
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param({}, id="least pool"),
-        pytest.param({"arena_rows": 0}, id="from the file"),
-    ],
-)
-def test_step__launches_begin_early__same_bits(
-    demo_pack: Path, texts: list[list[int]], sizes: dict[str, int], plane: Plane
-) -> None:
-    early = open_core(demo_pack, (1,), pool_slots=32, fine_slots=32, **sizes)
-    try:
-        early.model.use_pdl(enabled=False)
-        want = forced(early, texts[0][:96], plane, rows=1)
-        early.model.use_pdl(enabled=True)
-        for rows in (1, 4):
-            launched = forced(early, texts[0][:96], plane, rows=rows)
-            early.model.capture(rows, plane)
-            assert torch.equal(launched, want), f"{rows} rows, not captured"
-            for _ in range(4):
-                got = forced(early, texts[0][:96], plane, rows=rows)
-                assert torch.equal(got, want), f"{rows} rows"
-    finally:
-        early.close()
-
-
 def test_chunks__small_tiers__same_bits(
     demo_pack: Path, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,6 @@ from moet_desk.kernels.triton.dense import gemv, swiglu_gemv
 from moet_desk.kernels.triton.experts import combine
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.latent import LatentWeight, mla_absorb, mla_out
-from moet_desk.kernels.triton.launch import Chain
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prepare import Rotation, mla_prepare, rotate_queries
 from moet_desk.kernels.triton.quant import rms_norm_quantize
@@ -37,7 +36,7 @@ class Experts(Protocol):
         """Which of the codes in a step's buffers the experts read and write."""
         ...
 
-    def __call__(self, moe_layer: int, buffers: StepBuffers, rows: int, *, chain: Chain) -> None:
+    def __call__(self, moe_layer: int, buffers: StepBuffers, rows: int) -> None:
         """From ids, weights, codes and scales in `buffers` to `part`."""
         ...
 
@@ -50,8 +49,7 @@ class Branch:
     """A second stream, for launches that need not wait for those of the main one.
 
     Between `beside` and `join` the main stream goes on; a capture records both as parallel branches
-    of the graph. On a CPU everything runs in order. The first launch inside and the first one
-    behind `join` have two predecessors and must not begin early (`Chain.first`).
+    of the graph. On a CPU everything runs in order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,42 +90,34 @@ class MlaLaunches:
         self.w_out = load.matrix(name + "o_proj")
 
     def launch(
-        self,
-        b: StepBuffers,
-        rows: int,
-        *,
-        rotation: Rotation,
-        kv: KvPages,
-        lengths: Tensor,
-        chain: Chain,
+        self, b: StepBuffers, rows: int, rotation: Rotation, kv: KvPages, lengths: Tensor
     ) -> None:
         mixer, t = self.mixer, slice(0, rows)
         n, head = mixer.n_heads, mixer.nope_dim + mixer.rope_dim
         joined = b.joined[t]
-        gemv(b.normed[t], self.w_in, joined, chain=chain)
+        gemv(b.normed[t], self.w_in, joined)
         q_rope = b.q_rope[t]
         if mixer.q_rank is None:
             mla_prepare(
-                joined, self.latent_norm, mixer.latent_eps, rotation=rotation, kv=kv,
-                q_out=q_rope, chain=chain,
-            )  # fmt: skip
+                joined, self.latent_norm, mixer.latent_eps, rotation=rotation, kv=kv, q_out=q_rope
+            )
             queries = joined[:, : n * head].view(rows, n, head)
         else:
             latent = b.q_latent_in[t]
             mla_prepare(
                 joined, self.latent_norm, mixer.latent_eps, rotation=rotation, kv=kv,
-                q_out=latent, q_weight=self.q_norm, chain=chain,
+                q_out=latent, q_weight=self.q_norm,
             )  # fmt: skip
-            gemv(latent, self.w_q, b.queries[t], chain=chain)
+            gemv(latent, self.w_q, b.queries[t])
             queries = b.queries[t].view(rows, n, head)
-            rotate_queries(queries, q_rope, rotation=rotation, chain=chain)
-        mla_absorb(queries[..., : mixer.nope_dim], self.w_latent, b.q_latent[t], chain=chain)
+            rotate_queries(queries, q_rope, rotation=rotation)
+        mla_absorb(queries[..., : mixer.nope_dim], self.w_latent, b.q_latent[t])
         mla_decode(
             b.q_latent[t], q_rope, kv, lengths, b.mixed[t],
-            scale=mixer.softmax_scale, scratch=b.attention, chain=chain,
+            scale=mixer.softmax_scale, scratch=b.attention,
         )  # fmt: skip
-        mla_out(b.mixed[t], self.w_latent, b.heads[t], chain=chain)
-        gemv(b.heads[t], self.w_out, b.x[t], residual=b.x[t], chain=chain)
+        mla_out(b.mixed[t], self.w_latent, b.heads[t])
+        gemv(b.heads[t], self.w_out, b.x[t], residual=b.x[t])
 
 
 class DenseLaunches:
@@ -138,12 +128,10 @@ class DenseLaunches:
         self.w_down = load.matrix(name + "down_proj")
         self.inter = inter
 
-    def launch(
-        self, b: StepBuffers, rows: int, *, out: Tensor, residual: Tensor | None, chain: Chain
-    ) -> None:
+    def launch(self, b: StepBuffers, rows: int, *, out: Tensor, residual: Tensor | None) -> None:
         mid = b.shared_mid[:rows, : self.inter]
-        swiglu_gemv(b.normed[:rows], self.w_in, mid, chain=chain)
-        gemv(mid, self.w_down, out, residual=residual, chain=chain.then)
+        swiglu_gemv(b.normed[:rows], self.w_in, mid)
+        gemv(mid, self.w_down, out, residual=residual)
 
 
 class MoeLaunches:
@@ -162,24 +150,23 @@ class MoeLaunches:
         if ffn.shared_inter:
             self.shared = DenseLaunches(load, name + "shared_experts.", ffn.shared_inter)
 
-    def launch(self, b: StepBuffers, rows: int, experts: Experts, *, chain: Chain) -> None:
+    def launch(self, b: StepBuffers, rows: int, experts: Experts) -> None:
         router, t = self.router, slice(0, rows)
         if self.shared is not None:  # beside the router, the look-up and the fetch
             with self._branch.beside():
-                self.shared.launch(b, rows, out=b.shared_out[t], residual=None, chain=chain.first)
-        gemv(b.normed[t], self.w_router, b.router[t], chain=chain)
+                self.shared.launch(b, rows, out=b.shared_out[t], residual=None)
+        gemv(b.normed[t], self.w_router, b.router[t])
         route(
             b.router[t], self.bias, ids=b.ids[t], weights=b.weights[t], score=router.score,
             n_groups=router.n_groups, kept_groups=router.kept_groups,
-            renormalize=router.renormalize, scale=router.scale, chain=chain,
+            renormalize=router.renormalize, scale=router.scale,
         )  # fmt: skip
-        experts(self.moe_layer, b, rows, chain=chain)
-        base = None
+        experts(self.moe_layer, b, rows)
         if self.shared is not None:
             self._branch.join()
-            base, chain = b.shared_out[t], chain.first
         pairs = rows * router.top_k
-        combine(b.part[:pairs], b.weights[t], base=base, residual=b.x[t], out=b.x[t], chain=chain)
+        base = None if self.shared is None else b.shared_out[t]
+        combine(b.part[:pairs], b.weights[t], base=base, residual=b.x[t], out=b.x[t])
 
 
 class LayerLaunches:
@@ -208,17 +195,16 @@ class LayerLaunches:
         kv: KvPages,
         lengths: Tensor,
         experts: Experts,
-        chain: Chain,
     ) -> None:
         t = slice(0, rows)
-        rms_norm(b.x[t], self.attention_norm, eps, out=b.normed[t], chain=chain)
-        self.attention.launch(b, rows, rotation=rotation, kv=kv, lengths=lengths, chain=chain)
+        rms_norm(b.x[t], self.attention_norm, eps, out=b.normed[t])
+        self.attention.launch(b, rows, rotation, kv, lengths)
         if isinstance(self.ffn, DenseLaunches):
-            rms_norm(b.x[t], self.ffn_norm, eps, out=b.normed[t], chain=chain)
-            self.ffn.launch(b, rows, out=b.x[t], residual=b.x[t], chain=chain)
+            rms_norm(b.x[t], self.ffn_norm, eps, out=b.normed[t])
+            self.ffn.launch(b, rows, out=b.x[t], residual=b.x[t])
             return
         rms_norm_quantize(
             b.x[t], self.ffn_norm, eps, out=b.normed[t],
-            codes=b.codes[experts.activations][t], scales=b.scales[t], chain=chain,
+            codes=b.codes[experts.activations][t], scales=b.scales[t],
         )  # fmt: skip
-        self.ffn.launch(b, rows, experts, chain=chain)
+        self.ffn.launch(b, rows, experts)

@@ -40,7 +40,6 @@ from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.reference import mla_entry_bytes
-from moet_desk.kernels.triton.launch import BEGIN_EARLY
 from moet_desk.store.arena import Allocate, plain_memory
 from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB, show_memory
@@ -69,7 +68,6 @@ class Setup:
         prefill: tokens of the prompt that is read at the end, 0 for none.
         warm, steps, traced: steps before a measurement, in it, and under the profiler.
         attempts: most measurements in search of the hit rate.
-        pdl: launches overlap their predecessors (`kernels.triton.launch`).
     """
 
     shape: Shape
@@ -82,7 +80,6 @@ class Setup:
     steps: int = 300
     traced: int = 20
     attempts: int = 8
-    pdl: bool = BEGIN_EARLY
 
     @property
     def n_rows(self) -> int:
@@ -262,7 +259,7 @@ class ShapeBench:
         popular = self.loader.rows_by_popularity()[:n_slots]
         places = rows.table[popular].tolist()
         self.pool.preload(popular[::-1], places[::-1], rows.memory)
-        self.capture(pdl=setup.pdl)
+        self._capture(setup.rows)
 
     def run(self, hit_rate: float) -> Figures:
         """Find the popularity that gives the hit rate, then measure everything there."""
@@ -323,19 +320,6 @@ class ShapeBench:
         n_layers = self.pool.tables.n_layers
         return Steps(tuple(times), hits / asked, misses / count, int(distinct) * n_layers / count)
 
-    def capture(self, *, pdl: bool) -> None:
-        """Run a step once, so that its kernels are compiled, then record it."""
-        rows = self._setup.rows
-        self.model.use_pdl(enabled=pdl)
-        self._progress(f"Compiling the step of {rows} rows" if rows > 1 else "Compiling the step")
-        sequence = self._sequence()
-        sequence.length = 0
-        steps = [StepRow(0, sequence, i) for i in range(rows)]
-        self.model.choose(steps, Plane.BASE, [Draw(temperature=1.0)] * rows)
-        if self._setup.device.type == "cuda":
-            self.model.capture(rows, Plane.BASE)
-        self.kv.release(sequence)
-
     def _step(self, sequence: KvSequence) -> None:
         rows = self._setup.rows
         tokens = self._random.integers(self._setup.shape.spec.vocab, size=rows).tolist()
@@ -350,6 +334,17 @@ class ShapeBench:
             raise ValueError("no KV pages are free")
         sequence.length = self._setup.entries - self._setup.rows
         return sequence
+
+    def _capture(self, rows: int) -> None:
+        """Run a step once, so that its kernels are compiled, then record it."""
+        self._progress(f"Compiling the step of {rows} rows" if rows > 1 else "Compiling the step")
+        sequence = self._sequence()
+        sequence.length = 0
+        steps = [StepRow(0, sequence, i) for i in range(rows)]
+        self.model.choose(steps, Plane.BASE, [Draw(temperature=1.0)] * rows)
+        if self._setup.device.type == "cuda":
+            self.model.capture(rows, Plane.BASE)
+        self.kv.release(sequence)
 
     def _counts(self) -> NDArray[np.int64]:
         counts: NDArray[np.int64] = self.pool.tables.counters.cpu().numpy().astype(np.int64).sum(0)

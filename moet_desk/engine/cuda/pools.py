@@ -21,7 +21,6 @@ from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup
 from moet_desk.kernels.triton.experts import ExpertPool, experts_down, experts_hidden
 from moet_desk.kernels.triton.fetch import Arena, Mailbox, fetch, post, wait
-from moet_desk.kernels.triton.launch import Chain
 from moet_desk.store.pack_format import Plane
 
 
@@ -74,24 +73,15 @@ class DevicePool:
         )
 
     def fill(
-        self,
-        ids: Tensor,
-        layer: int,
-        mailbox: Mailbox | None,
-        *,
-        ends_step: bool,
-        chain: Chain = Chain.OFF,
+        self, ids: Tensor, layer: int, mailbox: Mailbox | None, *, ends_step: bool
     ) -> LookupOutput:
         """Launch the look-up of a layer and the fetch of what is missing.
-
-        Only the look-up is of the chain: what copies rows or talks to the host waits for all
-        before it and is waited for.
 
         Shapes:
             ids int32 [T, K]
         """
         found = self.found[ids.shape[0] - 1]
-        lookup(ids, self.tables, layer=layer, out=found, ends_step=ends_step, chain=chain)
+        lookup(ids, self.tables, layer=layer, out=found, ends_step=ends_step)
         if mailbox is not None:
             post(mailbox, self.arena, found, layer=layer, fine=self.plane is Plane.FINE)
         fetch(
@@ -153,15 +143,15 @@ class PoolExperts:
                 table = torch.from_numpy(self._host.table(pool.plane).copy())
                 pool.arena.place_of.copy_(table)
 
-    def __call__(self, moe_layer: int, buffers: StepBuffers, rows: int, *, chain: Chain) -> None:
+    def __call__(self, moe_layer: int, buffers: StepBuffers, rows: int) -> None:
         """See `Experts`."""
         b, t = buffers, slice(0, rows)
         ids = b.ids[t]
         ends = moe_layer == self._n_layers - 1
-        found = self._base.fill(ids, moe_layer, self._mailbox, ends_step=ends, chain=chain)
+        found = self._base.fill(ids, moe_layer, self._mailbox, ends_step=ends)
         fine_slots, fine_slot = None, None
         if self._fine is not None:
-            fine_found = self._fine.fill(ids, moe_layer, self._mailbox, ends_step=ends, chain=chain)
+            fine_found = self._fine.fill(ids, moe_layer, self._mailbox, ends_step=ends)
             fine_slots, fine_slot = self._fine.slots, fine_found.uniq_slot
         pool = ExpertPool(
             self._layout, self._base.slots, found.uniq_slot, found.uniq_pair,
@@ -173,6 +163,6 @@ class PoolExperts:
         hidden_scales = b.hidden_scales[pairs]
         experts_hidden(
             pool, codes, b.scales[t], scratch=b.hidden[pairs],
-            out_codes=hidden_codes, out_scales=hidden_scales, chain=chain,
+            out_codes=hidden_codes, out_scales=hidden_scales,
         )  # fmt: skip
-        experts_down(pool, hidden_codes, hidden_scales, part=b.part[pairs], chain=chain)
+        experts_down(pool, hidden_codes, hidden_scales, part=b.part[pairs])

@@ -26,7 +26,6 @@ from moet_desk.engine.spec import MoeFfn, Spec
 from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.triton.dense import DenseWeight, embed, gemv
 from moet_desk.kernels.triton.kv_entries import KvPages
-from moet_desk.kernels.triton.launch import BEGIN_EARLY, Chain, chain_on
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.sampling import greedy, sample
@@ -62,7 +61,6 @@ class StepModel:
         context: longest sequence, for the rope table and the page tables.
         error: int32 [1], the word in which a step's kernels report.
         server: reads rows that are not in RAM, if there can be such.
-        pdl: launches may begin while the ones before them still run (`kernels.triton.launch`).
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class StepModel:
         device: torch.device,
         error: Tensor,
         server: MailboxServer | None = None,
-        pdl: bool = BEGIN_EARLY,
     ) -> None:
         self.spec = spec
         self._kv, self._experts, self._device = kv, experts, device
@@ -104,7 +101,6 @@ class StepModel:
         self._graphs: dict[tuple[int, Plane], torch.cuda.CUDAGraph] = {}
         self._choice_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # rows, any drawn
         self._broken = False  # a step failed, and what it left is not cleared up yet
-        self.use_pdl(enabled=pdl)
 
     def run(self, rows: Sequence[StepRow], plane: Plane) -> Tensor:
         """Compute a step and store its KV; the callers move the sequences' lengths on.
@@ -195,24 +191,19 @@ class StepModel:
                 choice = _recorded(partial(self._launch_choice, rows, drawn))
                 self._choice_graphs[rows, drawn] = choice
 
-    def use_pdl(self, *, enabled: bool) -> None:
-        """Let launches begin early or not from here on; what was captured is forgotten."""
-        self._graphs.clear()
-        self._chain = chain_on(self._device, enabled=enabled)
-
     def launch(self, rows: int, plane: Plane) -> None:
         """All launches of a step, from the input lines to the logits."""
-        b, eps, t, chain = self.buffers, self.spec.norm_eps, slice(0, rows), self._chain
+        b, eps, t = self.buffers, self.spec.norm_eps, slice(0, rows)
         ids, positions, lengths, table = self._inputs.unpack(rows)
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
-        embed(ids, self.embedding, b.x[t], chain=chain.first)  # behind copies
+        embed(ids, self.embedding, b.x[t])
         for i, layer in enumerate(self.layers):
             kv = KvPages(self._kv.pages(i), table, self._kv.form)
             layer.launch(
                 b, rows, eps=eps, rotation=rotation, kv=kv, lengths=lengths,
-                experts=self._experts[plane], chain=chain,
+                experts=self._experts[plane],
             )  # fmt: skip
-        self._logits(b.x[t], rows, chain)
+        self._logits(b.x[t], rows)
 
     def _launch_choice(self, rows: int, drawn: bool) -> None:
         """The launches from the logits to the tokens. Greedy rows alone take two, any draw twelve
@@ -234,14 +225,14 @@ class StepModel:
             until the next run
         """
         rows = x.shape[0]
-        self._logits(x, rows, Chain.OFF)
+        self._logits(x, rows)
         self._host_logits[:rows].copy_(self.buffers.logits[:rows])
         return self._host_logits[:rows]
 
-    def _logits(self, x: Tensor, rows: int, chain: Chain) -> None:
+    def _logits(self, x: Tensor, rows: int) -> None:
         b, t = self.buffers, slice(0, rows)
-        rms_norm(x, self._final_norm, self.spec.norm_eps, out=b.normed[t], chain=chain)
-        gemv(b.normed[t], self._head, b.logits[t], chain=chain)
+        rms_norm(x, self._final_norm, self.spec.norm_eps, out=b.normed[t])
+        gemv(b.normed[t], self._head, b.logits[t])
 
     def _fill(self, rows: Sequence[StepRow], draws: Sequence[Draw]) -> None:
         lines = self._inputs.lines

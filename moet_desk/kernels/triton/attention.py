@@ -35,7 +35,6 @@ from moet_desk.kernels.triton.kv_entries import (
     load_vectors,
     vector_bytes,
 )
-from moet_desk.kernels.triton.launch import Chain, follow
 from moet_desk.kernels.triton.numbers import bf16_part, halving_rows, has_e4m3, loop_bound
 from moet_desk.kernels.triton.portable import INTERPRETED
 
@@ -157,9 +156,7 @@ def _mla_decode_kernel(
     FORM: tl.constexpr,
     MMA: tl.constexpr,
     HARDWARE: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
-    follow(PDL)
     split = tl.program_id(0)
     t = tl.program_id(2)
     length = tl.load(lengths + t)
@@ -322,9 +319,7 @@ def _join_kernel(
     BW: tl.constexpr,
     AHEAD: tl.constexpr,
     COMPILED: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
-    follow(PDL)
     head = tl.program_id(1)
     n = tl.num_programs(1)
     t = tl.program_id(2)
@@ -369,7 +364,6 @@ def mla_decode(
     *,
     scale: float,
     scratch: DecodeScratch,
-    chain: Chain = Chain.OFF,
 ) -> None:
     """Mix the latents that each row sees: softmax((q_latent . c + q_rope . k) * scale) c.
 
@@ -393,9 +387,9 @@ def mla_decode(
         N=n, R=r, DR=dr, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=SPLITS,
         SHORTEST=_SHORTEST_PART, TILE=_tile(kv), BH=heads, CHUNK=chunk,
         BR=max(16, triton.next_power_of_2(dr)), FORM=kv.form.value, MMA=not INTERPRETED,
-        HARDWARE=has_e4m3(q_latent.device), num_warps=8, num_stages=1, **chain.options,
+        HARDWARE=has_e4m3(q_latent.device), num_warps=8, num_stages=1,
     )  # fmt: skip
-    _join(scratch, lengths, out, width=r, chain=chain.then)
+    _join(scratch, lengths, out, width=r)
 
 
 def gqa_decode(
@@ -447,7 +441,6 @@ def _join(
     width: int,
     window: int = _NO_WINDOW,
     sink: Tensor | None = None,
-    chain: Chain = Chain.OFF,
 ) -> None:
     rows, n = out.shape[:2]
     block = min(_JOIN_FLOATS, triton.next_power_of_2(width))
@@ -455,7 +448,6 @@ def _join(
         scratch.sums, scratch.stats, lengths, window, sink, out,
         WIDTH=width, SPLITS=SPLITS, SHORTEST=_SHORTEST_PART, BW=block, AHEAD=_JOIN_AHEAD,
         COMPILED=not INTERPRETED, num_warps=_JOIN_WARPS, enable_fp_fusion=False,
-        **chain.options,
     )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.reference.cache import FREE, HALF_LIFE, WINDOW
-from moet_desk.kernels.triton.launch import Chain, follow
 from moet_desk.kernels.triton.portable import PTX, product
 
 MOST_PAIRS = 64
@@ -163,10 +162,8 @@ def _lookup_kernel(
     uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, n_slots,
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
     PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
     # long: one launch per layer is the point; each paragraph needs the one before.
-    follow(PDL)
     step = tl.load(clock)
     now = step * L + layer + 1
     i = tl.arange(0, PAIRS)
@@ -240,13 +237,7 @@ def _lookup_kernel(
 
 
 def lookup(
-    ids: Tensor,
-    tables: GpuTables,
-    *,
-    layer: int,
-    out: LookupOutput,
-    ends_step: bool = False,
-    chain: Chain = Chain.OFF,
+    ids: Tensor, tables: GpuTables, *, layer: int, out: LookupOutput, ends_step: bool = False
 ) -> None:
     """Find the slots of a layer's experts, giving the missing ones a slot each.
 
@@ -257,7 +248,6 @@ def lookup(
             fit the pool.
         out: written.
         ends_step: the clock moves on; for the last look-up of a step.
-        chain: see `launch`.
 
     Raises:
         ValueError: more pairs than `MOST_PAIRS`, or than slots.
@@ -276,7 +266,6 @@ def lookup(
         padded, triton.next_power_of_2(n_pairs * n_tokens), ends_step, PTX,
         # Left to itself the assembler aims at 32 registers here and spills a few.
         num_warps=1 if padded <= 16 else 4, maxnreg=128, enable_fp_fusion=False,
-        **chain.options,
     )  # fmt: skip
 
 

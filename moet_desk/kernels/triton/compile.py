@@ -35,7 +35,6 @@ class CompiledInfo:
         shared_bytes: per program, static and dynamic.
         instructions: how often each SASS opcode (with modifiers) stands in the code.
         sass: the disassembly.
-        ptx: what it was assembled from.
     """
 
     registers: int
@@ -43,7 +42,6 @@ class CompiledInfo:
     shared_bytes: int
     instructions: Mapping[str, int]
     sass: str
-    ptx: str
 
     @property
     def fused_adds(self) -> int:
@@ -70,7 +68,7 @@ def compile_for(
         kernel: a `@triton.jit` function.
         signature: type of each run-time argument: "*fp32", "*u8", "i32", ...; pointers count as
             aligned to 16 bytes, as tensors are.
-        constexprs: value of each `tl.constexpr` argument without default.
+        constexprs: value of each `tl.constexpr` argument.
         capability: 10 * major + minor.
         num_warps: warps per program.
         options: further launch options (`num_stages`, `enable_fp_fusion`, `maxnreg`, ...).
@@ -86,18 +84,16 @@ def compile_for(
     aligned: dict[tuple[int, ...], list[list[str | int]]] = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"
     }
-    defaults = {p.name: p.default for p in kernel.params if p.has_default}
-    source = ASTSource(kernel, types, {**defaults, **constexprs}, aligned)
+    source = ASTSource(kernel, types, dict(constexprs), aligned)
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps, **options},
     )
-    asm, shared_bytes = compiled.asm, int(compiled.metadata.shared)
-    return _read_cubin(asm["cubin"], ptx=asm["ptx"], shared_bytes=shared_bytes)
+    return _read_cubin(compiled.asm["cubin"], shared_bytes=int(compiled.metadata.shared))
 
 
-def _read_cubin(cubin: bytes, *, ptx: str, shared_bytes: int) -> CompiledInfo:
+def _read_cubin(cubin: bytes, *, shared_bytes: int) -> CompiledInfo:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -109,8 +105,7 @@ def _read_cubin(cubin: bytes, *, ptx: str, shared_bytes: int) -> CompiledInfo:
         raise RuntimeError(f"cuobjdump printed no resource usage: {usage[:200]}")
     registers, stack, static_shared, local = (int(x) for x in found.groups())
     opcodes = Counter(_INSTRUCTION.findall(sass))
-    shared_bytes = max(shared_bytes, static_shared)
-    return CompiledInfo(registers, stack + local, shared_bytes, opcodes, sass, ptx)
+    return CompiledInfo(registers, stack + local, max(shared_bytes, static_shared), opcodes, sass)
 
 
 def _run(tool: Path, *args: str) -> str:

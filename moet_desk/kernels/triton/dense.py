@@ -20,9 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moet_desk.kernels.triton.launch import Chain, behind_last, follow, let_next_begin
 from moet_desk.kernels.triton.loads import (
-    ask_for,
     four_floats,
     four_words,
     one_float,
@@ -46,11 +44,6 @@ class WeightKind(Enum):
     BF16 = "bf16"
     FP8 = "fp8"
 
-
-_AHEAD_LINES = tl.constexpr(64)
-"""Lines of 128 bytes that a program asks for while the kernel before still runs. Sixteen programs
-on each SM of an H200 ask for 17 MB: a third of its L2, so nothing is dropped before it is used.
-"""
 
 RUN = {WeightKind.F32: 4, WeightKind.BF16: 8, WeightKind.FP8: 16}
 """Weights of 16 bytes, which a lane loads at once."""
@@ -162,7 +155,6 @@ def _gemv_sums(
     UNROLL: tl.constexpr,
     HARDWARE: tl.constexpr,
     PTX: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Products of T rows of x with weight rows `rows` [ROWS]: a tuple of T tensors [ROWS].
 
@@ -176,11 +168,6 @@ def _gemv_sums(
     lane = tl.arange(0, 32)[None, :]
     turn = turn_of(lane, PIECES)
     line = weight.to(tl.pointer_type(tl.int32)) + (rows.to(tl.int64) * (K // PIECES))[:, None]
-    let_next_begin(PDL)
-    if PDL:
-        ahead = tl.arange(0, _AHEAD_LINES // ROWS) * 32
-        ask_for(line + tl.minimum(ahead, K // PIECES - 1)[None, :])
-    x = behind_last(x, PDL)
     grid = scales
     if KIND == "fp8":
         grid = scales + (rows // 128 * SCALE_K)[:, None]
@@ -235,7 +222,6 @@ def _gemv_kernel(
     UNROLL: tl.constexpr,
     HARDWARE: tl.constexpr,
     PTX: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
     head = tl.program_id(1)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -254,7 +240,6 @@ def _gemv_kernel(
         UNROLL,
         HARDWARE,
         PTX,
-        PDL,
     )
     at = head * COUNT + n
     for t in tl.static_range(T):
@@ -284,7 +269,6 @@ def _swiglu_gemv_kernel(
     UNROLL: tl.constexpr,
     HARDWARE: tl.constexpr,
     PTX: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
     lane = tl.arange(0, 2 * ROWS)
     # Gate and up rows alternate, so that one pass loads both and a split takes them apart.
@@ -304,7 +288,6 @@ def _swiglu_gemv_kernel(
         UNROLL,
         HARDWARE,
         PTX,
-        PDL,
     )
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     for t in tl.static_range(T):
@@ -317,8 +300,7 @@ def _swiglu_gemv_kernel(
 
 
 @triton.jit
-def _embed_kernel(ids, table, out, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
-    follow(PDL)
+def _embed_kernel(ids, table, out, H: tl.constexpr, BLOCK: tl.constexpr):
     t = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + t).to(tl.int64)
@@ -334,7 +316,6 @@ def gemv(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     tile: GemvTile | None = None,
-    chain: Chain = Chain.OFF,
 ) -> None:
     """Multiply up to 8 rows by W^T; a row's bits depend on that row alone.
 
@@ -345,20 +326,11 @@ def gemv(
         ValueError: T is not 1..8, or x does not fit the weight.
     """
     _check_rows(x, weight.k)
-    _launch(
-        x, weight, out, _Rows(1, weight.n), bias=bias, residual=residual, tile=tile, chain=chain
-    )
+    _launch(x, weight, out, _Rows(1, weight.n), bias=bias, residual=residual, tile=tile)
 
 
 def head_gemv(
-    x: Tensor,
-    weight: DenseWeight,
-    out: Tensor,
-    *,
-    first: int,
-    count: int,
-    pitch: int,
-    chain: Chain = Chain.OFF,
+    x: Tensor, weight: DenseWeight, out: Tensor, *, first: int, count: int, pitch: int
 ) -> None:
     """For each head h: multiply x[:, h] by rows first + h * pitch .. + count of the weight.
 
@@ -371,8 +343,7 @@ def head_gemv(
     _check_rows(x, weight.k)
     if first + (heads - 1) * pitch + count > weight.n:
         raise ValueError(f"a weight of {weight.n} rows has no {heads} heads of {pitch}")
-    rows = _Rows(heads, count, first, pitch)
-    _launch(x.flatten(1), weight, out, rows, x_pitch=weight.k, chain=chain)
+    _launch(x.flatten(1), weight, out, _Rows(heads, count, first, pitch), x_pitch=weight.k)
 
 
 def swiglu_gemv(
@@ -382,7 +353,6 @@ def swiglu_gemv(
     *,
     limit: float | None = None,
     tile: GemvTile | None = None,
-    chain: Chain = Chain.OFF,
 ) -> None:
     """silu(x G^T) * (x U^T) of up to 8 rows in one pass; `limit` as in `reference.swiglu`.
 
@@ -402,11 +372,11 @@ def swiglu_gemv(
         x, x.stride(0), gate_up.raw, gate_up.scales, out, out.stride(0), gate_up.k, limit,
         INTER=inter, K=gate_up.k, T=x.shape[0], ROWS=rows,
         KIND=gate_up.kind.value, UNROLL=tile.unroll, HARDWARE=has_e4m3(x.device), PTX=PTX,
-        num_warps=tile.warps, enable_fp_fusion=False, **chain.options,
+        num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def embed(ids: Tensor, table: Tensor, out: Tensor, *, chain: Chain = Chain.OFF) -> None:
+def embed(ids: Tensor, table: Tensor, out: Tensor) -> None:
     """Copy the rows of a table.
 
     Shapes:
@@ -415,7 +385,7 @@ def embed(ids: Tensor, table: Tensor, out: Tensor, *, chain: Chain = Chain.OFF) 
     hidden = table.shape[1]
     block = min(1024, triton.next_power_of_2(hidden))
     grid = (ids.shape[0], triton.cdiv(hidden, block))
-    _embed_kernel[grid](ids, table, out, H=hidden, BLOCK=block, num_warps=4, **chain.options)
+    _embed_kernel[grid](ids, table, out, H=hidden, BLOCK=block, num_warps=4)
 
 
 def _launch(
@@ -428,7 +398,6 @@ def _launch(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     tile: GemvTile | None = None,
-    chain: Chain = Chain.OFF,
 ) -> None:
     tile = tile or tile_for(rows.heads * rows.count, x.shape[0])
     grid = (triton.cdiv(rows.count, tile.rows), rows.heads)
@@ -438,7 +407,7 @@ def _launch(
         COUNT=rows.count, K=weight.k, FIRST=rows.first, PITCH=rows.pitch, HEAD_X=x_pitch,
         T=x.shape[0], ROWS=tile.rows, KIND=weight.kind.value,
         UNROLL=tile.unroll, HARDWARE=has_e4m3(x.device), PTX=PTX,
-        num_warps=tile.warps, enable_fp_fusion=False, **chain.options,
+        num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.expert_math import load_tile, tile_products
-from moet_desk.kernels.triton.launch import Chain, follow
 from moet_desk.kernels.triton.portable import PTX, product
 from moet_desk.kernels.triton.quant import block_codes, is_wide, quantize_rows, store_planar
 
@@ -86,9 +85,7 @@ def _gate_up_kernel(
     BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr,
     FINE: tl.constexpr, LIMITED: tl.constexpr, QUANTIZE: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    follow(PDL)
     G: tl.constexpr = H // 32
     WORDS: tl.constexpr = 16 if FINE else 8
     first = tl.program_id(0) * B
@@ -124,9 +121,7 @@ def _down_kernel(
     BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
     BASE_OFFSET: tl.constexpr, FINE_OFFSET: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    follow(PDL)
     G: tl.constexpr = I // 32
     WORDS: tl.constexpr = 16 if FINE else 8
     expert = tl.program_id(1)
@@ -149,9 +144,8 @@ def _down_kernel(
 def _combine_kernel(
     part, weights, base, residual, out,
     H: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
-    SHARED: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr = False,
+    SHARED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    follow(PDL)
     t = tl.program_id(1)
     c = tl.program_id(0) * B + tl.arange(0, B)
     inside = c < H
@@ -182,10 +176,7 @@ def experts_gate_up(
         out float32 [P, I], rows of pairs in `uniq_pair` are written
     """
     tile = tile or tiles_for(pool.layout, fine=pool.fine is not None).gate_up
-    _gate_up(
-        pool, codes, scales, (out, out, out), tile,
-        limit=limit, quantize=False, ptx=ptx, chain=Chain.OFF,
-    )  # fmt: skip
+    _gate_up(pool, codes, scales, (out, out, out), tile, limit=limit, quantize=False, ptx=ptx)
 
 
 def experts_hidden(
@@ -199,7 +190,6 @@ def experts_hidden(
     limit: float | None = None,
     tile: Tile | None = None,
     ptx: bool = PTX,
-    chain: Chain = Chain.OFF,
 ) -> None:
     """`experts_gate_up` and its result as codes for `experts_down`: one launch if a tile holds
     whole blocks of 32 rows, else two with the same bits.
@@ -212,9 +202,9 @@ def experts_hidden(
     quantize = tile.rows % 32 == 0
     outs = (scratch, out_codes, out_scales)
     _check_codes(pool, out_codes)
-    _gate_up(pool, codes, scales, outs, tile, limit=limit, quantize=quantize, ptx=ptx, chain=chain)
+    _gate_up(pool, codes, scales, outs, tile, limit=limit, quantize=quantize, ptx=ptx)
     if not quantize:
-        quantize_rows(scratch, out_codes, out_scales, chain=chain.then)
+        quantize_rows(scratch, out_codes, out_scales)
 
 
 def experts_down(
@@ -225,7 +215,6 @@ def experts_down(
     part: Tensor,
     tile: Tile | None = None,
     ptx: bool = PTX,
-    chain: Chain = Chain.OFF,
 ) -> None:
     """Each pair's contribution, not yet weighted.
 
@@ -243,18 +232,12 @@ def experts_down(
         layout.base_stride, layout.fine_stride,
         layout.gate_up.base_bytes, layout.gate_up.fine_bytes,
         tile.rows, _lanes(layout.inter), pool.fine is not None, ptx,
-        num_warps=tile.warps, enable_fp_fusion=False, **chain.options,
+        num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def combine(
-    part: Tensor,
-    weights: Tensor,
-    *,
-    base: Tensor | None,
-    residual: Tensor,
-    out: Tensor,
-    chain: Chain = Chain.OFF,
+    part: Tensor, weights: Tensor, *, base: Tensor | None, residual: Tensor, out: Tensor
 ) -> None:
     """residual + (sum over k, in order, of weight * part, + base): the bits of `reference.combine`
     and two additions.
@@ -268,7 +251,7 @@ def combine(
     _combine_kernel[(triton.cdiv(hidden, _COMBINE_FLOATS), n_tokens)](
         part, weights, residual if base is None else base, residual, out,
         hidden, top_k, _COMBINE_FLOATS, base is not None, PTX,
-        num_warps=4, enable_fp_fusion=False, **chain.options,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -308,7 +291,6 @@ def _gate_up(
     limit: float | None,
     quantize: bool,
     ptx: bool,
-    chain: Chain,
 ) -> None:
     layout, n_experts = pool.layout, pool.uniq_slot.shape[0]
     fine, fine_slot = _fine_of(pool)
@@ -320,7 +302,7 @@ def _gate_up(
         layout.base_stride, layout.fine_stride,
         tile.rows, _lanes(layout.hidden),
         pool.fine is not None, limit is not None, quantize, ptx,
-        num_warps=tile.warps, enable_fp_fusion=False, **chain.options,
+        num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 

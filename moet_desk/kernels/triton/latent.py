@@ -13,8 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.triton.dense import DenseWeight, head_gemv, weight_tile
-from moet_desk.kernels.triton.launch import Chain, let_next_begin, wait_for_last
-from moet_desk.kernels.triton.loads import ask_for
 from moet_desk.kernels.triton.numbers import halving_rows, has_e4m3
 
 
@@ -53,16 +51,9 @@ def _absorb_kernel(
     KIND: tl.constexpr,
     STAGES: tl.constexpr,
     HARDWARE: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
-    let_next_begin(PDL)
     head = tl.program_id(1)
     r = tl.program_id(0) * BR + tl.arange(0, BR)
-    if PDL:
-        first = head * PITCH + tl.minimum(tl.arange(0, 128), DN - 1)
-        half = tl.program_id(0) * BR + tl.arange(0, 2) * (BR // 2)
-        ask_for(weight + (first.to(tl.int64) * R)[:, None] + half[None, :])
-    wait_for_last(PDL)
     row = tl.arange(0, BD)
     sums = ()
     for _ in tl.static_range(T):
@@ -88,7 +79,7 @@ def _absorb_kernel(
         tl.store(out + (t * heads + head) * R + r, y, mask=r < R)
 
 
-def mla_absorb(q_nope: Tensor, up: LatentWeight, out: Tensor, *, chain: Chain = Chain.OFF) -> None:
+def mla_absorb(q_nope: Tensor, up: LatentWeight, out: Tensor) -> None:
     """Move queries into the latent space: U_K^T q for each head; bits as in `dense`.
 
     Shapes:
@@ -100,15 +91,14 @@ def mla_absorb(q_nope: Tensor, up: LatentWeight, out: Tensor, *, chain: Chain = 
         q_nope, q_nope.stride(0), q_nope.stride(1), up.weight.raw, up.weight.scales, out,
         PITCH=up.dn + up.dv, DN=up.dn, R=r, T=q_nope.shape[0], BD=16, BR=width,
         KIND=up.weight.kind.value, STAGES=4, HARDWARE=has_e4m3(q_nope.device),
-        num_warps=4, enable_fp_fusion=False, **chain.options,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def mla_out(mixed: Tensor, up: LatentWeight, out: Tensor, *, chain: Chain = Chain.OFF) -> None:
+def mla_out(mixed: Tensor, up: LatentWeight, out: Tensor) -> None:
     """Bring mixed latents out: U_V x for each head.
 
     Shapes:
         mixed [T, N, r] float32, T = 1..8; out [T, N * dv] float32
     """
-    pitch = up.dn + up.dv
-    head_gemv(mixed, up.weight, out, first=up.dn, count=up.dv, pitch=pitch, chain=chain)
+    head_gemv(mixed, up.weight, out, first=up.dn, count=up.dv, pitch=up.dn + up.dv)

@@ -45,7 +45,6 @@ _ALL_1, _SEEN_1 = _ptx(_WORDS), _ptx(_WORDS, seen="$6")
 _ALL_2, _SEEN_2 = (_ptx(_WORDS, seen=s, turn="$5", pieces=2) for s in ("", "$6"))
 _ALL_4, _SEEN_4 = (_ptx(_WORDS, seen=s, turn="$5", pieces=4) for s in ("", "$6"))
 _ONE_FLOAT = tl.constexpr("ld.global.nc.f32 $0, [$1];")
-_ASK = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 _FOUR_E4M3 = tl.constexpr(
     "{ .reg .b16 low, high, a, b, c, d; .reg .b32 p, q;"
     " mov.b32 {low, high}, $4;"
@@ -77,23 +76,10 @@ def turn_of(lane, PIECES: tl.constexpr):
 
 
 @triton.jit
-def ask_for(pointers):
-    """Have the lines of 128 bytes behind some pointers brought into L2; nothing waits for them.
-
-    On a GPU only. Unlike a load it takes no registers while a kernel waits for the one before it.
-    """
-    tl.inline_asm_elementwise(
-        _ASK, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def four_floats(pointers, seen, EVEN: tl.constexpr, PTX: tl.constexpr):
     """The four float32 from each pointer on, a multiple of 16 bytes; 0 where not `seen`.
 
-    EVEN: all are seen. PTX: see `portable`. The compiler may move such a load, so a kernel that is
-    launched early must have the pointer from `launch.behind_last`. Returns four tensors of the
-    pointers' shape.
+    EVEN: all are seen. PTX: see `portable`. Returns four tensors of the pointers' shape.
     """
     if PTX and EVEN:
         values = tl.inline_asm_elementwise(

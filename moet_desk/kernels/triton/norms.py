@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moet_desk.kernels.triton.launch import Chain, let_next_begin, wait_for_last
-
 
 @triton.jit
 def _rms_norm_kernel(
@@ -25,39 +23,28 @@ def _rms_norm_kernel(
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
-    let_next_begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < H
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    wait_for_last(PDL)
     row = tl.load(x + t * x_stride + column, mask=inside, other=0.0)
     if y is not None:
         row += tl.load(y + t * y_stride + column, mask=inside, other=0.0)
         tl.store(x + t * x_stride + column, row, mask=inside)
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if PLUS_ONE:
         w += 1.0
     mean = tl.sum(row * row, 0) / H
     tl.store(out + t * H + column, row * tl.rsqrt(mean + eps) * w, mask=inside)
 
 
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    out: Tensor,
-    plus_one: bool = False,
-    chain: Chain = Chain.OFF,
-) -> None:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor, plus_one: bool = False) -> None:
     """Scale rows to RMS 1, as `reference.rms_norm`.
 
     Shapes:
         x [T, H] float32 (rows may lie apart), weight [H] bfloat16 or float32, out [T, H] float32
     """
-    _launch(x, None, weight, eps, out=out, plus_one=plus_one, chain=chain)
+    _launch(x, None, weight, eps, out=out, plus_one=plus_one)
 
 
 def add_rms_norm(
@@ -68,23 +55,16 @@ def add_rms_norm(
     Shapes:
         x, y [T, H] float32 (rows may lie apart), weight [H] bfloat16 or float32, out [T, H] float32
     """
-    _launch(x, y, weight, eps, out=out, plus_one=plus_one, chain=Chain.OFF)
+    _launch(x, y, weight, eps, out=out, plus_one=plus_one)
 
 
 def _launch(
-    x: Tensor,
-    y: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    *,
-    out: Tensor,
-    plus_one: bool,
-    chain: Chain,
+    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, out: Tensor, plus_one: bool
 ) -> None:
     hidden = x.shape[1]
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(x.shape[0],)](
         x, x.stride(0), y, 0 if y is None else y.stride(0), weight, eps, out,
         H=hidden, BLOCK=block, PLUS_ONE=plus_one,
-        num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False, **chain.options,
+        num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
     )  # fmt: skip

@@ -24,7 +24,6 @@ from moet_desk.kernels.triton.kv_entries import (
     store_vector,
     vector_bytes,
 )
-from moet_desk.kernels.triton.launch import Chain, follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +138,7 @@ def _mla_prepare_kernel(
     BR: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FORM: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
-    follow(PDL)
     t = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + t)
     line = joined + t * stride
@@ -177,9 +174,7 @@ def _rotate_queries_kernel(
     BH: tl.constexpr,
     BR: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):
-    follow(PDL)
     t = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + t)
     cos += position * (DR // 2)
@@ -283,7 +278,6 @@ def mla_prepare(
     kv: KvPages,
     q_out: Tensor,
     q_weight: Tensor | None = None,
-    chain: Chain = Chain.OFF,
 ) -> None:
     """Store each row's KV entry, and make its queries ready.
 
@@ -312,13 +306,11 @@ def mla_prepare(
         B=triton.next_power_of_2(triton.cdiv(r, width)), W=width,
         BQ=triton.next_power_of_2(triton.cdiv(q, 128)), BH=heads,
         BR=triton.next_power_of_2(dr), INTERLEAVED=rotation.interleaved, FORM=kv.form.value,
-        num_warps=4, enable_fp_fusion=False, **chain.options,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def rotate_queries(
-    q: Tensor, q_rope: Tensor, *, rotation: Rotation, chain: Chain = Chain.OFF
-) -> None:
+def rotate_queries(q: Tensor, q_rope: Tensor, *, rotation: Rotation) -> None:
     """Rotate the last dr dims of every query head.
 
     Shapes:
@@ -330,7 +322,7 @@ def rotate_queries(
     _rotate_queries_kernel[(rows, triton.cdiv(n, heads))](
         q, q.stride(0), q_rope, rotation.cos, rotation.sin, rotation.positions,
         NOPE=width - dr, N=n, DR=dr, BH=heads, BR=triton.next_power_of_2(dr),
-        INTERLEAVED=rotation.interleaved, num_warps=4, enable_fp_fusion=False, **chain.options,
+        INTERLEAVED=rotation.interleaved, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.layouts import GROUP
-from moet_desk.kernels.triton.launch import Chain, follow, let_next_begin, wait_for_last
 from moet_desk.kernels.triton.portable import PTX, product
 
 _WEAKEST_BLOCK = tl.constexpr(2.0**-100)  # as in reference.quant: weaker blocks become zeros
@@ -109,9 +108,7 @@ def _store_codes(
 def _quantize_kernel(
     x, codes, scales,
     G: tl.constexpr, B: tl.constexpr, PLAIN: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    follow(PDL)
     t = tl.program_id(1).to(tl.int64)
     b = tl.program_id(0) * B + tl.arange(0, B)
     at = b[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -123,18 +120,16 @@ def _quantize_kernel(
 def _norm_kernel(
     x, weight, eps, out, codes, scales,
     G: tl.constexpr, B: tl.constexpr, PLUS_ONE: tl.constexpr,
-    PLAIN: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr = False,
+    PLAIN: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, B)
     at = b[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = b[:, None] < G
+    row = tl.load(x + t * (32 * G) + at, mask=inside, other=0.0)
     w = tl.load(weight + at, mask=inside, other=0.0)
     if PLUS_ONE:
         w += 1.0
-    wait_for_last(PDL)
-    row = tl.load(x + t * (32 * G) + at, mask=inside, other=0.0)
     mean = tl.sum(tl.sum(row * row, 1), 0) / (32 * G)
     normed = row * tl.rsqrt(mean + eps) * w
     tl.store(out + t * (32 * G) + at, normed, mask=inside)
@@ -157,7 +152,7 @@ def is_wide(codes: Tensor) -> bool:
     return codes.ndim == (3 if codes.dtype == torch.int8 else 4)
 
 
-def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, *, chain: Chain = Chain.OFF) -> None:
+def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Quantise rows per block of 32, the same bits as `reference.quantize_activations`.
 
     Shapes:
@@ -169,7 +164,7 @@ def quantize_rows(x: Tensor, codes: Tensor, scales: Tensor, *, chain: Chain = Ch
     _quantize_kernel[grid](
         x, codes, scales,
         groups, _BLOCKS_PER_PROGRAM, codes.dtype == torch.int8, is_wide(codes), PTX,
-        num_warps=2, enable_fp_fusion=False, **chain.options,
+        num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -182,7 +177,6 @@ def rms_norm_quantize(
     codes: Tensor,
     scales: Tensor,
     plus_one: bool = False,
-    chain: Chain = Chain.OFF,
 ) -> None:
     """`reference.rms_norm`, and its result quantised as by `quantize_rows`, in one launch.
 
@@ -194,5 +188,5 @@ def rms_norm_quantize(
     _norm_kernel[(x.shape[0],)](
         x, weight, eps, out, codes, scales,
         groups, padded, plus_one, codes.dtype == torch.int8, is_wide(codes), PTX,
-        num_warps=max(1, min(16, padded // 16)), enable_fp_fusion=False, **chain.options,
+        num_warps=max(1, min(16, padded // 16)), enable_fp_fusion=False,
     )  # fmt: skip

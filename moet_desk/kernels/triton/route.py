@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.kinds import Score
-from moet_desk.kernels.triton.launch import Chain, follow
 
 MOST_EXPERTS = 512
 MOST_CHOSEN = 16
@@ -86,9 +85,7 @@ def _route_kernel(
     E: tl.constexpr, E2: tl.constexpr, K: tl.constexpr, K2: tl.constexpr,
     SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
-    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    follow(PDL)
     t = tl.program_id(0)
     i = tl.arange(0, E2)
     inside = i < E
@@ -134,7 +131,6 @@ def route(
     kept_groups: int = 1,
     renormalize: bool,
     scale: float,
-    chain: Chain = Chain.OFF,
 ) -> None:
     """Choose the experts of each token and how much each counts; see `reference.route`.
 
@@ -154,5 +150,5 @@ def route(
         n_experts, triton.next_power_of_2(n_experts), top_k, triton.next_power_of_2(top_k),
         _KINDS[score], bias is not None,
         n_groups, kept_groups, triton.next_power_of_2(n_groups), renormalize,
-        num_warps=1 if n_experts <= 256 else 2, **chain.options,
+        num_warps=1 if n_experts <= 256 else 2,
     )  # fmt: skip

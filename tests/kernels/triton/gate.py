@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from moet_desk.kernels.triton.compile import CompiledInfo, compile_for
-from tests.kernels.triton.early_access import early_complaints
 
 CAPABILITIES = (90, 120)
 MOST_SHARED_BYTES = {90: 227 * 1024, 120: 99 * 1024}
 """What one program can have on each card (design §13)."""
 
-MODULES = ("cases_moe", "cases_dense", "cases_attention", "cases_sampling", "cases_pdl")
+MODULES = ("cases_moe", "cases_dense", "cases_attention", "cases_sampling")
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class Case:
 
     `decode` kernels must not spill; `wants` are beginnings of SASS opcodes that must occur;
     `fused` is how many multiply-adds may be fused where rounding is part of the contract; a tile
-    made for one card is compiled for it `only`. A kernel that is launched early (PDL) may touch the
-    memory of arguments `early` before it waits for the kernel before it.
+    made for one card is compiled for it `only`.
     """
 
     name: str
@@ -46,12 +44,6 @@ class Case:
     wants: tuple[str, ...] = ()
     fused: int | None = None
     only: int | None = None
-    early: tuple[str, ...] = ()
-
-    @property
-    def arguments(self) -> list[str]:
-        """Run-time arguments in order."""
-        return [name for name in self.kernel.arg_names if name in self.signature]
 
 
 def all_cases() -> Iterator[Case]:
@@ -81,8 +73,6 @@ def complaints(case: Case, info: CompiledInfo, capability: int) -> list[str]:
         found.append(f"{info.fused_adds} multiply-adds fused")
     if info.shared_bytes > MOST_SHARED_BYTES[capability]:
         found.append(f"{info.shared_bytes} bytes of shared memory")
-    if case.constexprs.get("PDL"):
-        found += early_complaints(info, case.arguments, case.early)
     return found
 
 
