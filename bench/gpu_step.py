@@ -1,6 +1,6 @@
-"""The decode step on a GPU: agreement with the CPU on the demo model, then times of its kernels.
+"""Times of the decode step and its kernels on a GPU. How near it is to the CPU: tests/gpu.
 
-    python bench/gpu_step.py agree     demo model: logits against the CPU path, tiers, rows per step
+    python bench/gpu_step.py demo      a step of the demo model, for 1 and 4 rows and both planes
     python bench/gpu_step.py kernels   one JSON line per kernel at DeepSeek-V4-Flash's expert shape
     python bench/gpu_step.py mailbox   what asking the host for rows costs beside the drive's own time
 
@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 
-from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.cuda.step import StepRow
 from moet_desk.engine.handle import EngineOptions
+from moet_desk.engine.sampling import GREEDY
 from moet_desk.store.pack_format import Plane
 from tests.conftest import DEMO, pack_source
-from tests.engine.oracle import loaded, logits_of
 
 DEVICE = torch.device("cuda")
 HIDDEN_TILES = ((4, 1), (4, 2), (8, 2), (8, 4), (16, 8))
@@ -37,70 +36,12 @@ def say(what: str, **figures: Any) -> None:
     print(json.dumps({"what": what, **figures}), flush=True)
 
 
-def texts(pack: Path, *, per_file: int, length: int) -> list[list[int]]:
-    from tests.engine.test_parity_demo import some_texts
-
-    return some_texts(pack, per_file=per_file, length=length)
-
-
-def forced(core: CudaCore, ids: list[int], plane: Plane, rows: int) -> torch.Tensor:
-    """Teacher-forced logits [T, V], `rows` tokens per step."""
-    sequence = core.kv.reserve(len(ids))
-    assert sequence is not None
-    got = []
-    for at in range(0, len(ids), rows):
-        part = ids[at : at + rows]
-        steps = [StepRow(token, sequence, i) for i, token in enumerate(part)]
-        got.append(core.model.run(steps, plane).clone())
-        sequence.length += len(part)
-    core.kv.release(sequence)
-    return torch.cat(got)
-
-
-def agree() -> None:
-    folder = Path(tempfile.mkdtemp())
-    pack = pack_source(DEMO, folder / "demo")
-    options = EngineOptions(save_heat=False, kv_format="f32")
+def demo() -> None:
+    """A step of the demo model as the engine runs it, tokens chosen on the device."""
+    pack = pack_source(DEMO, Path(tempfile.mkdtemp()) / "demo")
     began = time.perf_counter()
-    core = load_cuda(pack, options, device=DEVICE)
+    core = load_cuda(pack, EngineOptions(save_heat=False), device=DEVICE)
     say("loaded", seconds=round(time.perf_counter() - began, 1), device=core.device)
-    some = texts(pack, per_file=3, length=256)
-    with loaded(pack, kv_format="f32") as cpu:
-        for plane in Plane:
-            squares, spread, same, total, worst = [], [], 0, 0, 0.0
-            for ids in some:
-                want = logits_of(cpu, ids, plane=plane)
-                got = forced(core, ids, plane, 4)
-                squares.append((got - want).square().mean())
-                spread.append(want.std())
-                best, ours = want.argmax(-1), got.argmax(-1)
-                same += int((best == ours).sum())
-                total += len(ids)
-                margin = want.gather(1, best[:, None]) - want.gather(1, ours[:, None])
-                worst = max(worst, float(margin.max()))
-            rms = float(torch.stack(squares).mean().sqrt() / torch.stack(spread).mean())
-            say("against cpu", plane=plane.value, rms=rms, same=same, total=total, margin=worst)
-    for plane in Plane:
-        ids = some[0][:96]
-        one = forced(core, ids, plane, 1)
-        for rows in (2, 3, 4, 8):
-            say("rows per step", plane=plane.value, rows=rows,
-                equal=bool(torch.equal(forced(core, ids, plane, rows), one)))
-        small = {"pool_slots": 32, "fine_slots": 32}
-        for name, sizes in {
-            "pool least": small,
-            "arena limited": {**small, "arena_rows": 100},
-        }.items():
-            other = load_cuda(
-                pack, EngineOptions(save_heat=False, kv_format="f32", **sizes), device=DEVICE,
-                widths=(1, 4),
-            )  # fmt: skip
-            got = forced(other, ids, plane, 1)
-            counters = other.residency.counters(step_s=0.0)
-            say("tiers", plane=plane.value, sizes=name, equal=bool(torch.equal(got, one)),
-                equal4=bool(torch.equal(forced(other, ids, plane, 4), one)),
-                evictions=counters.evictions, from_nvme=counters.from_nvme)
-            other.close()
     sequence = core.kv.reserve(600)
     assert sequence is not None
     sequence.length = 64
@@ -109,7 +50,8 @@ def agree() -> None:
             times = []
             for _ in range(60):
                 began = time.perf_counter()
-                core.model.run([StepRow(7, sequence, i) for i in range(rows)], plane)
+                steps = [StepRow(7, sequence, i) for i in range(rows)]
+                core.model.choose(steps, plane, [GREEDY] * rows)
                 times.append(time.perf_counter() - began)
             say("demo step", plane=plane.value, rows=rows, ms=round(1e3 * median(times), 3))
     core.close()
@@ -311,4 +253,4 @@ def mailbox() -> None:
 
 
 if __name__ == "__main__":
-    {"agree": agree, "kernels": kernels, "mailbox": mailbox}[sys.argv[1]]()
+    {"demo": demo, "kernels": kernels, "mailbox": mailbox}[sys.argv[1]]()

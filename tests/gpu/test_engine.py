@@ -1,6 +1,6 @@
 """The demo model on a GPU: logits against the CPU engine, and the same bits however it is run.
 
-Faults are in test_engine_faults; the figures come from `bench/gpu_step.py agree` as well.
+Faults are in test_engine_faults.
 """
 
 from __future__ import annotations
