@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, median
 
 from moet_desk.cli.engine import ask
-from moet_desk.cli.eval_data import Task, haystack, holds, is_right
+from moet_desk.cli.eval_data import Task, bad_line, haystack, holds, is_right
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, Quality, Sampling
 from moet_desk.telemetry import FinishReason
 
@@ -66,15 +67,20 @@ def run_tasks(
     tasks: Sequence[Task],
     qualities: Sequence[Quality],
     *,
+    path: Path,
     max_tokens: int,
     progress: Progress,
 ) -> TaskFigures:
     """Have every task answered in every quality.
 
+    `path` is the file they are from, for the words of an error.
+
     Raises:
-        MoetError: the engine refused or failed a request.
+        MoetError: MD-EVAL-02 a task longer than the context (before any is answered); the engine
+            refused or failed a request.
         KeyboardInterrupt: Ctrl+C.
     """
+    _check_lengths(handle, tasks, path)
     right, cut = dict.fromkeys(qualities, 0), dict.fromkeys(qualities, 0)
     lengths: dict[Quality, list[int]] = {quality: [] for quality in qualities}
     total = len(tasks) * len(qualities)
@@ -92,6 +98,15 @@ def run_tasks(
     }
     scores = {quality: TaskScore(right[quality], cut[quality]) for quality in qualities}
     return TaskFigures(len(tasks), scores, ratios)
+
+
+def _check_lengths(handle: EngineHandle, tasks: Sequence[Task], path: Path) -> None:
+    info = handle.model()
+    for task in tasks:
+        n_tokens = handle.count_tokens(_request(task, Quality.EXACT, 1))
+        if info is not None and n_tokens >= info.context:
+            reason = f"it has {n_tokens} tokens and the context holds {info.context}"
+            raise bad_line(path, task.line, reason)
 
 
 def length_ratio(lengths: Sequence[int], exact: Sequence[int]) -> LengthRatio:

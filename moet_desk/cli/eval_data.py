@@ -36,6 +36,7 @@ class Task:
     """A question with one right answer. Either a raw prompt, or a question for the template."""
 
     answer: str
+    line: int  # of the file, from 1
     prompt: str | None = None
     question: str | None = None
 
@@ -71,6 +72,11 @@ def read_tasks(path: Path, limit: int | None = None) -> list[Task]:
 def nothing(path: Path, what: str) -> MoetError:
     """The error for a file without anything to measure."""
     return fail("MD-EVAL-03", path=str(path), what=what)
+
+
+def bad_line(path: Path, number: int, reason: str) -> MoetError:
+    """The error for a line that cannot be used."""
+    return fail("MD-EVAL-02", path=str(path), line=number, reason=reason)
 
 
 def is_right(task: Task, answer: str) -> bool:
@@ -111,20 +117,18 @@ def _filler(chance: random.Random, n_sentences: int) -> Iterator[str]:
 def _task(path: Path, number: int, entry: dict[str, Any]) -> Task:
     if "question" in entry:
         question = _string(path, number, entry, "question")
-        return Task(_string(path, number, entry, "answer"), question=question)
+        return Task(_string(path, number, entry, "answer"), number, question=question)
     text = _string(path, number, entry, "text").removesuffix(END)
     before, mark, answer = text.rpartition(ASSISTANT)
     if not mark:
-        raise _bad_line(
-            path, number, f'"text" holds no {ASSISTANT} with the right answer behind it'
-        )
-    return Task(answer, prompt=before + mark)
+        raise bad_line(path, number, f'"text" holds no {ASSISTANT} with the right answer behind it')
+    return Task(answer, number, prompt=before + mark)
 
 
 def _string(path: Path, number: int, entry: dict[str, Any], name: str) -> str:
     value = entry.get(name)
     if not isinstance(value, str):
-        raise _bad_line(path, number, f'it has no "{name}" that is a string')
+        raise bad_line(path, number, f'it has no "{name}" that is a string')
     return value
 
 
@@ -137,9 +141,9 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError) as problem:
-            raise _bad_line(path, number, f"it is not JSON ({problem})") from problem
+            raise bad_line(path, number, f"it is not JSON ({problem})") from problem
         if not isinstance(entry, dict):
-            raise _bad_line(path, number, "it is not a JSON object")
+            raise bad_line(path, number, "it is not a JSON object")
         yield number, entry
 
 
@@ -154,7 +158,3 @@ def _content(path: Path) -> str:
 
 def _unreadable(path: Path, reason: str) -> MoetError:
     return fail("MD-EVAL-01", path=str(path), reason=reason)
-
-
-def _bad_line(path: Path, number: int, reason: str) -> MoetError:
-    return fail("MD-EVAL-02", path=str(path), line=number, reason=reason)

@@ -102,7 +102,8 @@ def evaluate(
         trials=trials,
     )
     settings = invocation.load_settings(memory__context=context).settings
-    options = replace(engine_options(settings), device=CPU, save_heat=False)
+    # one answer at a time: the memory that more would need can hold experts instead
+    options = replace(engine_options(settings), device=CPU, save_heat=False, max_running=1)
     pack = invocation.model_path(model)
     report = _Report(invocation, model)
     if wishes.texts:
@@ -177,7 +178,12 @@ def _measure_answers(handle: EngineHandle, wishes: Wishes, report: _Report) -> N
         path, tasks = wishes.tasks
         with _shown(report, path.name, "answers") as progress:
             figures = run_tasks(
-                handle, tasks, wishes.qualities, max_tokens=wishes.max_tokens, progress=progress
+                handle,
+                tasks,
+                wishes.qualities,
+                path=path,
+                max_tokens=wishes.max_tokens,
+                progress=progress,
             )
         report.tasks(_task_part(path, figures, wishes.max_tokens))
     if wishes.needle:

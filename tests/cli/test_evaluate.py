@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,34 @@ def test_eval__no_such_model__says_so(moet: Command, tmp_path: Path) -> None:
     assert (result.code, result.error_code) == (ExitCode.NOT_FOUND, "MD-LIB-01")
 
 
+def test_eval__task_longer_than_the_context__refused_before_any_answer(
+    moet: Command, packed: Path, tmp_path: Path
+) -> None:
+    long = SUM.replace("What", "What, " * 300 + "what")
+    tasks = jsonl(tmp_path / "tasks.jsonl", {"text": SUM}, {"text": long})
+    result = moet("eval", "--tasks", str(tasks), "--context", "256", "--json")
+    assert (result.code, result.error_code) == (ExitCode.USAGE, "MD-EVAL-02")
+    assert "line 2: it has" in result.err
+    assert "answers" not in result.err
+
+
+def test_eval__ctrl_c_in_an_answer__ends_the_command(
+    moet: Command, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = jsonl(tmp_path / "t.jsonl", {"text": "A grey horse."})
+    tasks = jsonl(tmp_path / "tasks.jsonl", {"text": SUM}, {"text": FACT})
+    real = eval_answers.ask
+
+    def interrupted(handle: Any, request: Any, on_text: Any) -> Any:
+        return replace(real(handle, replace(request, max_tokens=1), on_text), interrupted=True)
+
+    monkeypatch.setattr(eval_answers, "ask", interrupted)
+    result = moet("eval", "--text", str(text), "--tasks", str(tasks))
+    assert result.code == ExitCode.INTERRUPTED
+    assert "t.jsonl, " in result.out  # what was measured before stays on the screen
+    assert "tasks.jsonl" not in result.out
+
+
 # -- data and arithmetic ---------------------------------------------------------------------
 
 
@@ -166,8 +195,8 @@ def test_read__both_kinds_of_files(tmp_path: Path) -> None:
     assert read_texts(lines) == ["One\u2028.", "Two."]
     tasks = jsonl(tmp_path / "b.jsonl", {"text": SUM}, {"question": "1 + 1?", "answer": "2"})
     assert read_tasks(tasks) == [
-        Task("2 + 3 = 5.", prompt="<|user|>What is 2 + 3?<|end|><|assistant|>"),
-        Task("2", question="1 + 1?"),
+        Task("2 + 3 = 5.", 1, prompt="<|user|>What is 2 + 3?<|end|><|assistant|>"),
+        Task("2", 2, question="1 + 1?"),
     ]
     assert len(read_tasks(tasks, limit=1)) == 1
 
@@ -183,9 +212,9 @@ def test_read__both_kinds_of_files(tmp_path: Path) -> None:
     ],
 )
 def test_is_right(question: str, wanted: str, answer: str, right: bool) -> None:
-    assert is_right(Task(wanted, question=question), answer) is right
+    assert is_right(Task(wanted, 1, question=question), answer) is right
     prompt = f"<|system|>1 + 1<|end|><|user|>{question}<|end|><|assistant|>"
-    assert is_right(Task(wanted, prompt=prompt), answer) is right
+    assert is_right(Task(wanted, 1, prompt=prompt), answer) is right
 
 
 def test_length_ratio__pairs__median_and_geometric_mean() -> None:
