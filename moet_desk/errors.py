@@ -585,6 +585,28 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "See: {command} --help",
         exit=ExitCode.USAGE,
     ),
+    # measuring quality -----------------------------------------------------------------------
+    ErrorSpec(
+        "MD-EVAL-01",
+        "The file cannot be read",
+        "{path}: {reason}.",
+        "Give a UTF-8 file: plain text, or one JSON object per line if its name ends in .jsonl.",
+        exit=ExitCode.USAGE,
+    ),
+    ErrorSpec(
+        "MD-EVAL-02",
+        "A line of the file cannot be used",
+        "{path}, line {line}: {reason}.",
+        "Correct or remove that line. The formats are in docs/quality.md.",
+        exit=ExitCode.USAGE,
+    ),
+    ErrorSpec(
+        "MD-EVAL-03",
+        "There is nothing to measure",
+        "{path} holds {what}.",
+        "Give a file with some text or tasks in it.",
+        exit=ExitCode.USAGE,
+    ),
     ErrorSpec(
         "MD-CHAT-01",
         "The chat template failed",

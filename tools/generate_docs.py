@@ -77,6 +77,7 @@ _AREAS: Mapping[str, str] = {
     "ENG": "Process and engine",
     "API": "Endpoint",
     "CLI": "Command line",
+    "EVAL": "Measuring quality",
     "CHAT": "Chats and templates",
     "BUG": "Our mistakes",
 }

@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "show": ("moet_desk.cli.models:show", "Show what a model is and how it is stored."),
     "rm": ("moet_desk.cli.models:rm", "Delete a model from this computer."),
     "bench": ("moet_desk.cli.bench:bench", "Measure a model on this computer."),
+    "eval": ("moet_desk.cli.evaluate:evaluate", "Measure what a model's qualities cost."),
     "config": ("moet_desk.cli.settings:config", "Show and change settings."),
     "version": ("moet_desk.cli.settings:version", "Show the version."),
     "completion": ("moet_desk.cli.settings:completion", "Print the completion script of a shell."),

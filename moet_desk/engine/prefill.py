@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.blocks.expert_math import ExpertMath
-from moet_desk.engine.kv_cache import KvCache
+from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import Model
 from moet_desk.engine.request import ActiveRequest
 from moet_desk.engine.residency import Residency
@@ -64,8 +64,7 @@ class Prefiller:
         end = min(start - start % self.chunk + self.chunk, len(request.prompt_ids))
         try:
             ids = torch.tensor(request.prompt_ids[start:end])
-            experts = self._experts[request.plane]
-            hidden = self._model.forward(ids, self._kv, request.kv, experts)
+            hidden = self.hidden(ids, request.kv, request.plane)
             request.note_read()
             if end == len(request.prompt_ids):
                 logits = self._model.logits(hidden[-1:])[0]
@@ -73,3 +72,7 @@ class Prefiller:
         except MoetError as error:
             request.fail(error)
         return end - start
+
+    def hidden(self, ids: Tensor, sequence: KvSequence, plane: Plane) -> Tensor:
+        """Read one chunk and return its hidden states: ids [T] int64 -> [T, H] float32."""
+        return self._model.forward(ids, self._kv, sequence, self._experts[plane])
