@@ -110,6 +110,7 @@ class PromptOnly:
         self.error: Exception | None = None
         self.logits = torch.empty(0)
         self.sampler = self
+        self.tau = None
 
     def note_read(self) -> None:
         pass
@@ -134,7 +135,8 @@ def test_prefiller__turns_end_at_layers__other_steps_between_change_nothing(pack
         alone = core.model.run([StepRow(7, other)], Plane.BASE).clone()
         seconds = iter(range(1000))
         prefiller = CudaPrefiller(
-            core.prefiller._model, chunk=8, fast=Reading.FAST, clock=lambda: float(next(seconds)),
+            core.prefiller._model, core.decoder, chunk=8, fast=Reading.FAST,
+            clock=lambda: float(next(seconds)),
         )  # fmt: skip
         request: Any = PromptOnly(core)
         turns = []
