@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime
 
 import pytest
 from textual.containers import Horizontal
@@ -19,7 +18,7 @@ from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.theme import UNICODE
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.transcript import AnswerBlock, Segment, Transcript
-from tests.ui.support import FakePack, Stage, dump
+from tests.ui.support import NOON, FakePack, Stage, dump
 
 pytestmark = pytest.mark.asyncio
 
@@ -477,7 +476,7 @@ async def test_open__long_history__only_the_last_turns_are_drawn() -> None:
 
 async def test_closing_line__balanced_answer__says_how_much_was_made_again() -> None:
     meta = {"reason": "stop", "tokens": 50, "decode_s": 2.0, "quality": "balanced"}
-    turn = Turn(1, "assistant", "Hi.", Status.DONE, datetime(2026, 11, 29), meta)
+    turn = Turn(1, "assistant", "Hi.", Status.DONE, NOON, meta)
     assert "made again" not in closing_line(turn, UNICODE).plain
     turn.meta["rerun_tokens"] = 6
     assert closing_line(turn, UNICODE).plain.endswith("balanced · 12 % made again")
