@@ -142,9 +142,18 @@ class Answers:
     """How answers are made."""
 
     quality: Annotated[
-        Literal["fast", "exact"],
-        _About("2-bit experts, or the exact ones the model was published with.", _M),
+        Literal["fast", "balanced", "exact"],
+        _About("2-bit experts, the exact ones too where those are unsure, or the exact ones.", _M),
     ] = "fast"
+    gate: Annotated[
+        float,
+        _About(
+            "Balanced words less likely than this are made again, exactly.",
+            _M,
+            least=0,
+            largest=1,
+        ),
+    ] = 0.6
     temperature: Annotated[
         float | None,
         _About("0 always takes the likeliest word; higher is freer.", _M, least=0, largest=2),

@@ -76,6 +76,20 @@ class TierCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class GateCounters:
+    """Tokens of balanced answers since the model was loaded."""
+
+    judged: int = 0  # made with 2-bit experts
+    rerun: int = 0  # of those: made again with FP4 experts
+    flips: int = 0  # of those: the rerun found another token likeliest
+
+    @property
+    def rerun_share(self) -> float | None:
+        """Part of the tokens that was made again; None before the first one."""
+        return self.rerun / self.judged if self.judged else None
+
+
+@dataclass(frozen=True, slots=True)
 class TierSizes:
     """How much each tier holds and how full it is, in rows and bytes."""
 
@@ -134,6 +148,7 @@ class EngineSnapshot:
     wait_share: float | None = None  # wait_s / step_s over the last 64 steps
     tier_share: tuple[float, float, float, float] | None = None  # recent look-ups by N, R, G, Q
     counters: TierCounters = field(default_factory=TierCounters)
+    gate: GateCounters = field(default_factory=GateCounters)
     sizes: TierSizes = field(default_factory=TierSizes)
     reads: ReadTimes | None = None  # None: no row was read since the model was loaded
     cache: CacheView | None = None
@@ -158,6 +173,7 @@ class Usage:
     first_token_s: float | None = None  # from submit to the first token
     steps: int = 0
     wait_s: float = 0.0
+    rerun_tokens: int | None = None  # made again with FP4 experts; None: not a balanced answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +217,7 @@ class Finished:
 
     reason: FinishReason
     usage: Usage
-    quality: str  # "fast" or "exact"
+    quality: str  # "fast", "balanced" or "exact"
     stop: str | None = None  # the stop string that matched
 
 

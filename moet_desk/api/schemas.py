@@ -92,7 +92,8 @@ class ChatRequest(msgspec.Struct):
     stop: str | list[str] | None = None
     n: int | None = None
     ignore_eos: bool | None = None
-    quality: Literal["fast", "exact"] | None = None
+    quality: Literal["fast", "balanced", "exact"] | None = None
+    gate: float | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -153,6 +154,7 @@ def to_generate(request: ChatRequest, model: ModelInfo, *, client: str) -> Gener
         stop=_stop_strings(request.stop),
         max_tokens=_first(request.max_completion_tokens, request.max_tokens),
         quality=default if request.quality is None else Quality(request.quality),
+        gate=_first(request.gate, model.default_gate),
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         ignore_eos=bool(request.ignore_eos),
         client=client,
@@ -205,6 +207,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
     ("repetition_penalty", 0, 10),
+    ("gate", 0, 1),
     ("seed", -(2**63), 2**63 - 1),
     ("top_logprobs", 0, MAX_TOP_LOGPROBS),
     ("max_tokens", 1, 2**31),
@@ -261,12 +264,15 @@ def _first(value: _T | None, default: _T) -> _T:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """Token counts as OpenAI names them."""
+    """Token counts as OpenAI names them; balanced answers also say how many were made again."""
+    rerun = usage.rerun_tokens
+    own = {} if rerun is None else {"completion_tokens_details": {"rerun_tokens": rerun}}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **own,
     }
 
 

@@ -110,6 +110,7 @@ def engine_options(settings: Settings) -> EngineOptions:
     return EngineOptions(
         device=settings.engine.device,
         quality=Quality(settings.answers.quality),
+        gate=settings.answers.gate,
         context=memory.context,
         pool_slots=memory.pool_slots,
         fine_slots=memory.fine_slots,

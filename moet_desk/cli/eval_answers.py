@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
 from moet_desk.cli.engine import ask
 from moet_desk.cli.eval_data import Task, bad_line, haystack, holds, is_right
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, Quality, Sampling
-from moet_desk.telemetry import FinishReason
+from moet_desk.telemetry import Finished, FinishReason
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 NEEDLE_ANSWER = 32
@@ -32,6 +32,7 @@ class TaskScore:
 
     right: int
     cut: int  # answers that ended at the limit of tokens
+    rerun_share: float | None  # of a balanced answer's tokens that were made again
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,12 @@ def run_tasks(
     *,
     path: Path,
     max_tokens: int,
+    gate: float,
     progress: Progress,
 ) -> TaskFigures:
     """Have every task answered in every quality.
 
-    `path` is the file they are from, for the words of an error.
+    `path` is the file they are from, for the words of an error; `gate` is of balanced answers.
 
     Raises:
         MoetError: MD-EVAL-02 a task longer than the context (before any is answered); the engine
@@ -82,21 +84,31 @@ def run_tasks(
     """
     _check_lengths(handle, tasks, path)
     right, cut = dict.fromkeys(qualities, 0), dict.fromkeys(qualities, 0)
+    rerun = dict.fromkeys(qualities, 0)
     lengths: dict[Quality, list[int]] = {quality: [] for quality in qualities}
     total = len(tasks) * len(qualities)
     for number, task in enumerate(tasks):
         for place, quality in enumerate(qualities):
-            text, n_tokens, reason = _answer(handle, _request(task, quality, max_tokens))
+            request = replace(_request(task, quality, max_tokens), gate=gate)
+            text, finished = _answer(handle, request)
             right[quality] += is_right(task, text)
-            cut[quality] += reason is FinishReason.LENGTH
-            lengths[quality].append(n_tokens)
+            cut[quality] += finished.reason is FinishReason.LENGTH
+            rerun[quality] += finished.usage.rerun_tokens or 0
+            lengths[quality].append(finished.usage.completion_tokens)
             progress(number * len(qualities) + place + 1, total)
     ratios: dict[Quality, LengthRatio] = {
         quality: length_ratio(lengths[quality], lengths[Quality.EXACT])
         for quality in qualities
         if quality is not Quality.EXACT and Quality.EXACT in qualities
     }
-    scores = {quality: TaskScore(right[quality], cut[quality]) for quality in qualities}
+    scores = {
+        quality: TaskScore(
+            right[quality],
+            cut[quality],
+            rerun[quality] / sum(lengths[quality]) if quality is Quality.BALANCED else None,
+        )
+        for quality in qualities
+    }
     return TaskFigures(len(tasks), scores, ratios)
 
 
@@ -121,6 +133,7 @@ def find_needles(
     *,
     context: int,
     trials: int,
+    gate: float,
     progress: Progress,
 ) -> list[Found]:
     """Hide numbers in a quarter, a half and all of the context, and ask for them.
@@ -139,7 +152,7 @@ def find_needles(
                 found = 0
                 for trial in range(trials):
                     question, number = haystack(n_sentences, depth, trial)
-                    request = _chat(question, quality, NEEDLE_ANSWER)
+                    request = replace(_chat(question, quality, NEEDLE_ANSWER), gate=gate)
                     found += holds(_answer(handle, request)[0], number)
                     progress(len(figures) * trials + trial + 1, total)
                 figures.append(Found(quality, size, depth, found, trials))
@@ -185,9 +198,8 @@ def _chat(question: str, quality: Quality, max_tokens: int) -> GenerateRequest:
     )
 
 
-def _answer(handle: EngineHandle, request: GenerateRequest) -> tuple[str, int, FinishReason]:
+def _answer(handle: EngineHandle, request: GenerateRequest) -> tuple[str, Finished]:
     answer = ask(handle, request, lambda text: None)
     if answer.interrupted:
         raise KeyboardInterrupt
-    finished = answer.finished
-    return answer.text, finished.usage.completion_tokens, finished.reason
+    return answer.text, answer.finished

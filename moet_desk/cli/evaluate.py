@@ -52,6 +52,7 @@ class Wishes:
     text_tokens: int | None
     max_tokens: int
     trials: int
+    gate: float
 
 
 @click.command("eval")
@@ -61,7 +62,11 @@ class Wishes:
 @click.option("--needle", is_flag=True, help="Find a number hidden in a long prompt.")
 @click.option(
     "--quality", "names", multiple=True, type=click.Choice(QUALITIES), default=QUALITIES,
-    help="What to measure; both by default.",
+    help="What to measure; all by default. balanced has answers only.",
+)  # fmt: skip
+@click.option(
+    "--gate", type=click.FloatRange(0, 1),
+    help="Below which probability balanced makes a token again.",
 )  # fmt: skip
 @click.option("--text-tokens", type=click.IntRange(1), help="Read so much of each text at most.")
 @click.option("--limit", type=click.IntRange(1), help="Only the first tasks.")
@@ -80,6 +85,7 @@ def evaluate(
     tasks: Path | None,
     needle: bool,
     names: tuple[str, ...],
+    gate: float | None,
     text_tokens: int | None,
     limit: int | None,
     max_tokens: int,
@@ -92,6 +98,9 @@ def evaluate(
     """
     if not texts and tasks is None and not needle:
         raise click.UsageError("Say what to measure: --text FILE, --tasks FILE or --needle")
+    if texts and set(names) == {Quality.BALANCED.value}:
+        raise click.UsageError("balanced is measured on answers: --tasks FILE or --needle")
+    settings = invocation.load_settings(memory__context=context).settings
     wishes = Wishes(
         qualities=tuple(quality for quality in Quality if quality.value in names),
         texts=tuple((path, read_texts(path)) for path in texts),
@@ -100,8 +109,8 @@ def evaluate(
         text_tokens=text_tokens,
         max_tokens=max_tokens,
         trials=trials,
+        gate=settings.answers.gate if gate is None else gate,
     )
-    settings = invocation.load_settings(memory__context=context).settings
     # one answer at a time: the memory that more would need can hold experts instead
     options = replace(engine_options(settings), device=CPU, save_heat=False, max_running=1)
     pack = invocation.model_path(model)
@@ -169,7 +178,8 @@ def _measure_texts(pack: Path, options: EngineOptions, wishes: Wishes, report: _
                 raise nothing(path, "no text of two tokens or more")
         for (path, _), windows in zip(wishes.texts, cut, strict=True):
             with _shown(report, path.name, "tokens") as progress:
-                figures = measuring.measure(core, windows, wishes.qualities, progress)
+                qualities = [q for q in wishes.qualities if q in measuring.PLANES]
+                figures = measuring.measure(core, windows, qualities, progress)
             report.text(_text_part(path, figures, size, len(windows)))
 
 
@@ -183,17 +193,19 @@ def _measure_answers(handle: EngineHandle, wishes: Wishes, report: _Report) -> N
                 wishes.qualities,
                 path=path,
                 max_tokens=wishes.max_tokens,
+                gate=wishes.gate,
                 progress=progress,
             )
-        report.tasks(_task_part(path, figures, wishes.max_tokens))
+        report.tasks(_task_part(path, figures, wishes))
     if wishes.needle:
         info = handle.model()
         context = info.context if info is not None else 0
         with _shown(report, "Hidden numbers", "answers") as progress:
             found = find_needles(
-                handle, wishes.qualities, context=context, trials=wishes.trials, progress=progress
-            )
-        report.needle(_needle_part(found, wishes.trials))
+                handle, wishes.qualities, context=context, trials=wishes.trials, gate=wishes.gate,
+                progress=progress,
+            )  # fmt: skip
+        report.needle(_needle_part(found, wishes))
 
 
 @contextmanager
@@ -233,7 +245,7 @@ _LARGEST_NLL = 700.0
 """Beyond it the perplexity is no float any more."""
 
 
-def _task_part(path: Path, figures: TaskFigures, max_tokens: int) -> dict[str, Any]:
+def _task_part(path: Path, figures: TaskFigures, wishes: Wishes) -> dict[str, Any]:
     qualities: dict[str, Any] = {}
     for quality, score in figures.scores.items():
         ratio = figures.lengths.get(quality)
@@ -242,14 +254,16 @@ def _task_part(path: Path, figures: TaskFigures, max_tokens: int) -> dict[str, A
             "right": score.right,
             "share": rounded(score.right / figures.tasks, 4),
             "cut": score.cut,
+            "rerun_share": rounded(score.rerun_share, 4),
             "length_ratio_median": rounded(against.get("median"), 4),
             "length_ratio_geometric_mean": rounded(against.get("geometric_mean"), 4),
         }
-    head = {"file": path.name, "tasks": figures.tasks, "max_tokens": max_tokens}
+    head = {"file": path.name, "tasks": figures.tasks, "max_tokens": wishes.max_tokens}
+    head["gate"] = wishes.gate
     return {**head, "qualities": qualities}
 
 
-def _needle_part(found: Sequence[Found], trials: int) -> dict[str, Any]:
+def _needle_part(found: Sequence[Found], wishes: Wishes) -> dict[str, Any]:
     places = [
         {
             "quality": one.quality.value,
@@ -260,7 +274,7 @@ def _needle_part(found: Sequence[Found], trials: int) -> dict[str, Any]:
         }
         for one in found
     ]
-    return {"trials": trials, "places": places}
+    return {"trials": wishes.trials, "gate": wishes.gate, "places": places}
 
 
 # -- figures for people ----------------------------------------------------------------------
@@ -291,13 +305,15 @@ def _text_rows(part: dict[str, Any]) -> list[list[str]]:
 
 
 def _task_rows(part: dict[str, Any]) -> list[list[str]]:
-    head = ["quality", "right", "share", "cut", "length, median", "length, geometric mean"]
+    head = ["quality", "right", "share", "cut", "made again", "length, median"]
+    head.append("length, geometric mean")
     rows = [
         [
             quality,
             str(one["right"]),
             _figure(one["share"], ".1%"),
             str(one["cut"]),
+            _figure(one["rerun_share"], ".1%"),
             _figure(one["length_ratio_median"], ".3f"),
             _figure(one["length_ratio_geometric_mean"], ".3f"),
         ]

@@ -46,8 +46,18 @@ class Question:
 @click.option("--seed", type=int, help="The same seed gives the same answer.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest answer.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text.")
-@click.option("--exact", "quality", flag_value="exact", help="Exact experts.")
-@click.option("--fast", "quality", flag_value="fast", help="2-bit experts.")
+@click.option(
+    "--quality",
+    type=click.Choice([quality.value for quality in Quality]),
+    help="2-bit experts, exact ones where those are unsure, or exact ones.",
+)
+@click.option("--exact", "quality", flag_value="exact", help="The same as --quality exact.")
+@click.option("--fast", "quality", flag_value="fast", help="The same as --quality fast.")
+@click.option(
+    "--gate",
+    type=click.FloatRange(0, 1),
+    help="Balanced: words less likely than this are made again, exactly.",
+)
 @click.option("--raw", is_flag=True, help="Continue PROMPT as text, without the chat template.")
 @device_option
 @output_options
@@ -62,6 +72,7 @@ def run(
     system: str | None,
     raw: bool,
     quality: str | None,
+    gate: float | None,
     max_tokens: int | None,
     stop: tuple[str, ...],
     device: str | None,
@@ -78,8 +89,12 @@ def run(
     if raw and question.interactive:
         raise click.UsageError("--raw needs a prompt and no -i")
     settings = invocation.load_settings(engine__device=device).settings
-    base = _base_request(settings, sampling, quality)
-    base = replace(base, stop=stop, max_tokens=max_tokens or settings.answers.max_tokens)
+    base = replace(
+        _base_request(settings, sampling, quality),
+        gate=settings.answers.gate if gate is None else gate,
+        stop=stop,
+        max_tokens=max_tokens or settings.answers.max_tokens,
+    )
     instruction = settings.answers.system if system is None else system
     start = [{"role": "system", "content": instruction}] if instruction else []
 
@@ -195,6 +210,7 @@ def _result(answer: Answer) -> dict[str, Any]:
             "decode_tok_per_s": rate,
             "wait_s": usage.wait_s,
             "steps": usage.steps,
+            "rerun_tokens": usage.rerun_tokens,
         },
     }
 

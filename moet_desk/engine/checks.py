@@ -50,6 +50,16 @@ def check_sampling(sampling: Sampling, vocab: int | None = None) -> None:
             raise _refuse("logit_bias", f"{bias} is not from -100 to 100")
 
 
+def check_gate(gate: float) -> None:
+    """Refuse a gate that is no probability.
+
+    Raises:
+        MoetError: MD-API-04.
+    """
+    if not 0.0 <= gate <= 1.0:
+        raise _refuse("gate", f"{gate} is not from 0 to 1")
+
+
 def check_stops(stops: Sequence[str]) -> None:
     """Refuse stop strings that cannot be honoured.
 

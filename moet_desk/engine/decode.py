@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.blocks.expert_math import ExpertMath
+from moet_desk.engine.gate import Gate, confidence
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.model import Model
 from moet_desk.engine.request import ActiveRequest
@@ -46,6 +47,7 @@ class Decoder:
         self._kv = kv
         self._residency = residency
         self._experts = experts
+        self.gate = Gate()
 
     def step(self, requests: list[ActiveRequest]) -> None:
         """One token for each request. A request that fails ends alone; the others go on."""
@@ -61,7 +63,21 @@ class Decoder:
 
     def logits(self, request: ActiveRequest) -> Tensor:
         """Scores [V] of the token after the request's newest one, which is read here."""
-        newest = torch.tensor(request.out_ids[-1:])
-        experts = self._experts[request.plane]
-        hidden = self._model.forward(newest, self._kv, request.kv, experts)
+        newest = request.out_ids[-1]
+        return self.gated(request, newest, self._read(request, newest, request.plane))
+
+    def gated(self, request: ActiveRequest, newest: int, logits: Tensor) -> Tensor:
+        """The scores that count behind the token just read: these, or those of reading it again
+        with FP4 experts if these are too unsure for a balanced answer. Its KV is then written anew.
+        """
+        if request.tau is None or not self.gate.is_unsure(request, confidence(logits)):
+            return logits
+        self._kv.rewind(request.kv, request.kv.length - 1)
+        again = self._read(request, newest, Plane.FINE)
+        self.gate.note_rerun(int(logits.argmax()), int(again.argmax()))
+        return again
+
+    def _read(self, request: ActiveRequest, token: int, plane: Plane) -> Tensor:
+        ids = torch.tensor([token])
+        hidden = self._model.forward(ids, self._kv, request.kv, self._experts[plane])
         return self._model.logits(hidden)[0]

@@ -21,10 +21,17 @@ from moet_desk.telemetry import EngineSnapshot, Event, Failed, Finished
 
 
 class Quality(Enum):
-    """How an answer is computed: 2-bit experts, or the exact FP4 ones."""
+    """How an answer is computed: with 2-bit experts, with those and FP4 where they are unsure, or
+    with the exact FP4 ones.
+    """
 
     FAST = "fast"
+    BALANCED = "balanced"
     EXACT = "exact"
+
+
+DEFAULT_GATE = 0.6
+"""A balanced token below this probability is made again with FP4 experts. Not calibrated yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,7 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     quality: Quality = Quality.FAST
+    gate: float = DEFAULT_GATE  # of balanced answers: 0 never, 1 for every token in doubt
     top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
     ignore_eos: bool = False
     client: str = ""  # who asked, for the log
@@ -83,6 +91,7 @@ class ModelInfo:
     top_k: int
     identity: str
     default_quality: Quality = Quality.FAST
+    default_gate: float = DEFAULT_GATE
 
 
 class RequestStream:
@@ -209,7 +218,8 @@ class EngineOptions:
     device: str = "cpu"  # auto | cpu | cuda; resolved when the engine thread loads
     kv_format: str = "auto"  # auto | nvfp4 | fp8 | bf16 | f32
     threads: int | None = None
-    quality: Quality = Quality.FAST  # for requests that do not say
+    quality: Quality = Quality.FAST  # for requests that do not say; so is the gate
+    gate: float = DEFAULT_GATE
     max_running: int = 4
     max_waiting: int = 32
     activations: str = "integer"  # "float" is the oracle path of the tests

@@ -107,7 +107,7 @@ def load(
     decode = {plane: DecodeExperts(residency, math[plane], plane) for plane in Plane}
     prefill = {plane: PrefillExperts(residency, math[plane], plane) for plane in Plane}
     decoder = Decoder(model, kv, residency, decode)
-    prefiller = Prefiller(model, kv, prefill, chunk=plan.prefill_chunk)
+    prefiller = Prefiller(model, kv, prefill, decoder=decoder, chunk=plan.prefill_chunk)
     return Core(reader, spec, plan, model, kv, arena, residency, decoder, prefiller)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.blocks.expert_math import ExpertMath
+from moet_desk.engine.decode import Decoder
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import Model
 from moet_desk.engine.request import ActiveRequest
@@ -44,14 +45,28 @@ class PrefillExperts:
 
 
 class Prefiller:
-    """Reads prompts into the KV cache, a chunk at a time."""
+    """Reads prompts into the KV cache, a chunk at a time.
+
+    Args:
+        model, kv: the model and the pages it writes to.
+        experts: of each plane.
+        decoder: its gate judges the first token of a balanced answer too.
+        chunk: tokens of a chunk.
+    """
 
     def __init__(
-        self, model: Model, kv: KvCache, experts: dict[Plane, PrefillExperts], *, chunk: int
+        self,
+        model: Model,
+        kv: KvCache,
+        experts: dict[Plane, PrefillExperts],
+        *,
+        decoder: Decoder,
+        chunk: int,
     ) -> None:
         self._model = model
         self._kv = kv
         self._experts = experts
+        self._decoder = decoder
         self.chunk = chunk
 
     def step(self, request: ActiveRequest) -> int:
@@ -68,6 +83,7 @@ class Prefiller:
             request.note_read()
             if end == len(request.prompt_ids):
                 logits = self._model.logits(hidden[-1:])[0]
+                logits = self._decoder.gated(request, request.prompt_ids[-1], logits)
                 request.accept(request.sampler.choose(logits))
         except MoetError as error:
             request.fail(error)

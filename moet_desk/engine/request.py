@@ -75,6 +75,8 @@ class ActiveRequest:
         self.sampler = sampler
         self.limit = limit
         self.plane = Plane.FINE if request.quality is Quality.EXACT else Plane.BASE
+        self.tau = request.gate if request.quality is Quality.BALANCED else None
+        self.rerun_tokens = 0
         self.kv = KvSequence()
         self.out_ids: list[int] = []
         self.steps = 0
@@ -186,4 +188,5 @@ class ActiveRequest:
             first_token_s=None if first is None else first - timing.submitted,
             steps=self.steps,
             wait_s=timing.wait_s,
+            rerun_tokens=None if self.tau is None else self.rerun_tokens,
         )

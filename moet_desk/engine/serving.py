@@ -16,7 +16,7 @@ import torch
 
 from moet_desk import hardware
 from moet_desk.engine import heat
-from moet_desk.engine.checks import check_stops
+from moet_desk.engine.checks import check_gate, check_stops
 from moet_desk.engine.handle import EngineOptions, GenerateRequest, ModelInfo, RequestStream
 from moet_desk.engine.loader import Core, load
 from moet_desk.engine.meter import Meter
@@ -106,6 +106,7 @@ class Serving:
             MoetError: MD-API-03 too long, MD-API-04 bad parameter, MD-CHAT-01 template.
         """
         check_stops(request.stop)
+        check_gate(request.gate)
         if request.max_tokens is not None and request.max_tokens < 1:
             raise fail("MD-API-04", parameter="max_tokens", reason="it must be at least 1")
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= 20:
@@ -254,6 +255,7 @@ class Serving:
             wait_share=meter.wait_share(),
             tier_share=residency.tier_share(),
             counters=residency.counters(step_s=meter.step_s),
+            gate=self.core.decoder.gate.counters(),
             sizes=residency.sizes(),
             reads=self.core.arena.read_times(),
             cache=residency.view(),
@@ -275,6 +277,7 @@ class Serving:
             top_k=router.top_k,
             identity=core.reader.meta.identity,
             default_quality=self._options.quality,
+            default_gate=self._options.gate,
         )
 
     def _save_heat(self, now: float) -> None:

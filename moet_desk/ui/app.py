@@ -79,6 +79,7 @@ def wishes_of(settings: Settings) -> Wishes:
     answers = settings.answers
     return Wishes(
         quality=Quality(answers.quality),
+        gate=answers.gate,
         temperature=answers.temperature,
         system=answers.system,
         max_tokens=answers.max_tokens,
@@ -211,10 +212,11 @@ class MoetDeskApp(App[int]):
         self._store_reported = problem is not None
 
     def _notes(self) -> tuple[str, ...]:
+        quality = self.conversation.wishes.quality
         facts = {
             "! not saved": self.conversation.store_problem is not None,
             "display slow": self.chat.pace.slow,
-            "exact": self.conversation.wishes.quality is Quality.EXACT,
+            quality.value: quality is not Quality.FAST,
         }
         return tuple(note for note, holds in facts.items() if holds)
 
@@ -326,7 +328,7 @@ CHAT_COMMANDS = (
     ("Earlier chats", "Search, open and delete", "chats"),
     ("Stop", "Stop the answer; its text is kept", "stop"),
     ("Answer again", "Answer the last message again", "retry"),
-    ("Fast or exact", "2-bit experts or the model as shipped", "quality"),
+    ("Quality", "Fast, balanced or exact experts", "quality"),
     ("Copy the last answer", "As Markdown", "copy_answer"),
     ("Side rail", "Show or hide it in wide windows", "rail"),
     ("Go to the end", "Follow the text again", "follow"),

@@ -17,6 +17,7 @@ class Verb(Enum):
     TEMPERATURE = "temp"
     QUALITY = "quality"
     FAST = "fast"
+    BALANCED = "balanced"
     EXACT = "exact"
     CHATS = "chats"
     RETRY = "retry"
@@ -31,8 +32,9 @@ WORDS: dict[Verb, tuple[str, str]] = {
     Verb.COPY: ("", "copy the last answer as Markdown"),
     Verb.SYSTEM: ("TEXT", "told to the model first; empty: nothing"),
     Verb.TEMPERATURE: ("NUMBER", "0: likeliest word, 1: freer; empty: default"),
-    Verb.QUALITY: ("fast|exact", "how experts are computed"),
+    Verb.QUALITY: ("NAME", "fast, balanced or exact"),
     Verb.FAST: ("", "2-bit experts"),
+    Verb.BALANCED: ("", "2-bit experts, 4-bit ones where unsure"),
     Verb.EXACT: ("", "4-bit experts, the model as shipped"),
     Verb.HELP: ("", "keys and commands"),
 }
@@ -74,8 +76,8 @@ def _complaint(command: Command) -> str | None:
             if argument and parse_temperature(argument) is None:
                 return "The temperature is a number from 0 to 2, for example: /temp 0.6"
         case Verb.QUALITY:
-            if argument not in ("fast", "exact"):
-                return "Say /quality fast or /quality exact."
+            if argument not in ("fast", "balanced", "exact"):
+                return "Say /quality fast, /quality balanced or /quality exact."
         case Verb.SYSTEM:
             pass
         case _:

@@ -12,7 +12,7 @@ from datetime import datetime
 from enum import Enum
 from typing import Any, Protocol
 
-from moet_desk.engine.handle import GenerateRequest, Quality, Sampling
+from moet_desk.engine.handle import DEFAULT_GATE, GenerateRequest, Quality, Sampling
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import FinishReason, Usage
 from moet_desk.ui.bridge import Bridge, LiveAnswer, Phase
@@ -98,6 +98,7 @@ class Wishes:
     """How answers are asked for; None means the model's own recommendation."""
 
     quality: Quality = Quality.FAST
+    gate: float = DEFAULT_GATE
     temperature: float | None = None
     system: str = ""
     max_tokens: int | None = None
@@ -295,6 +296,7 @@ class Conversation:
             sampling=Sampling(temperature=wishes.temperature),
             max_tokens=wishes.max_tokens,
             quality=wishes.quality,
+            gate=wishes.gate,
             client="chat",
         )
 
@@ -407,4 +409,5 @@ def _figures(usage: Usage) -> dict[str, Any]:
         "first_token_s": usage.first_token_s,
         "decode_s": usage.decode_s,
         "wait_s": usage.wait_s,
+        "rerun_tokens": usage.rerun_tokens,
     }

@@ -86,6 +86,17 @@ def test_request__all_parameters__reach_the_engine(
     assert got.messages == HI
 
 
+def test_request__balanced__gate_goes_in_and_reruns_come_out(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    usage = Usage(7, 5, rerun_tokens=2)
+    engine.script = [TextDelta("a"), Finished(FinishReason.STOP, usage, "balanced")]
+    answer = ask(client, extra_body={"quality": "balanced", "gate": 0.75})
+    got = engine.requests[0]
+    assert (got.quality, got.gate) == (Quality.BALANCED, 0.75)
+    assert answer.usage.completion_tokens_details.rerun_tokens == 2
+
+
 def test_request__nothing_set__leaves_the_choice_to_the_model(
     client: openai.OpenAI, engine: FakeEngine
 ) -> None:
@@ -94,7 +105,7 @@ def test_request__nothing_set__leaves_the_choice_to_the_model(
     assert got.sampling.temperature is None
     assert got.max_tokens is None
     assert got.top_logprobs is None
-    assert got.quality is MODEL.default_quality
+    assert (got.quality, got.gate) == (MODEL.default_quality, MODEL.default_gate)
     assert got.tools == ()
 
 

@@ -142,6 +142,28 @@ def test_no_options__settings_and_the_model_decide(
     assert engine.requests[1].messages == [{"role": "user", "content": "Hi"}]
 
 
+def test_quality_and_gate__of_the_command_line_before_the_settings(
+    moet: Command, engine: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe_in(monkeypatch, "")
+    moet("config", "set", "answers.gate", "0.7")
+    moet("config", "set", "answers.quality", "balanced")
+    moet("run", "Hi")
+    moet("run", "Hi", "--quality", "exact")
+    moet("run", "Hi", "--exact")
+    moet("run", "Hi", "--quality", "balanced", "--gate", "0")
+    assert [(request.quality, request.gate) for request in engine.requests] == [
+        (Quality.BALANCED, 0.7),
+        (Quality.EXACT, 0.7),
+        (Quality.EXACT, 0.7),
+        (Quality.BALANCED, 0.0),
+    ]
+    for wrong in (["--quality", "best"], ["--gate", "1.1"], ["--gate", "much"]):
+        assert moet("run", "Hi", *wrong).code == 2
+    assert moet("config", "set", "answers.gate", "1.1").code != 0
+    assert len(engine.requests) == 4
+
+
 def test_raw__goes_around_the_template(
     moet: Command, engine: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,12 +13,14 @@ from torch import Tensor
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.step import ERROR_READ, StepModel, StepRow
 from moet_desk.engine.cuda.synthetic import SyntheticLoader
+from moet_desk.engine.gate import confidence
 from moet_desk.engine.handle import Sampling
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.sampling import GREEDY, Chosen, Sampler
 from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.store.pack_format import Plane
+from moet_desk.telemetry import GateCounters
 from tests.engine.test_shape_bench import tiny_spec
 
 VOCAB = tiny_spec().vocab
@@ -43,6 +45,9 @@ class Answer:
     kv: KvSequence
     out_ids: list[int]
     plane: Plane = Plane.BASE
+    tau: float | None = None
+    rerun_tokens: int = 0
+    prompt_ids: tuple[int, ...] = (5,)
     steps: int = 0
     errors: list[Exception] = field(default_factory=list)
 
@@ -188,3 +193,127 @@ def test_decoder__step_fails__no_token_is_taken(
         assert isinstance(error, MoetError)
         assert error.code == "MD-NVME-04"
         assert (answer.kv.length, len(answer.out_ids)) == (0, 1)
+
+
+@pytest.fixture
+def planes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plane, list[int]]]:
+    """Plane and positions of each step that runs. FP4 steps give other scores than 2-bit ones."""
+    seen: list[tuple[Plane, list[int]]] = []
+    intact, compute = StepModel.launch, StepModel._compute
+
+    def launch(self: StepModel, rows: int, plane: Plane) -> None:
+        intact(self, rows, plane)
+        if plane is Plane.FINE:
+            self.buffers.logits[:rows] = self.buffers.logits[:rows].flip(-1)
+
+    def noted(self: StepModel, rows: Sequence[StepRow], plane: Plane, draws: Any) -> None:
+        seen.append((plane, [row.sequence.length for row in rows]))
+        compute(self, rows, plane, draws)
+
+    monkeypatch.setattr(StepModel, "launch", launch)
+    monkeypatch.setattr(StepModel, "_compute", noted)
+    return seen
+
+
+def balanced(bench: Bench, kinds: Sequence[Sampling], taus: Sequence[float | None]) -> list[Answer]:
+    group = answers(bench, kinds)
+    for answer, tau in zip(group, taus, strict=True):
+        answer.tau = tau
+    return group
+
+
+def test_balanced__all_unsure__tokens_of_fp4_with_the_same_draws(
+    bench: Bench, planes: list[tuple[Plane, list[int]]]
+) -> None:
+    exact = answers(bench, list(KINDS.values()))
+    for answer in exact:
+        answer.plane = Plane.FINE
+    decoder = CudaDecoder(bench.model)
+    for _ in range(3):
+        decoder.step(exact)  # type: ignore[arg-type]
+    for answer in exact:
+        bench.kv.release(answer.kv)
+    planes.clear()
+    group = balanced(bench, list(KINDS.values()), [1.0] * 3)
+    for _ in range(3):
+        decoder.step(group)  # type: ignore[arg-type]
+    assert [answer.out_ids for answer in group] == [answer.out_ids for answer in exact]
+    assert planes == [(plane, [n] * 3) for n in range(3) for plane in (Plane.BASE, Plane.FINE)]
+    assert all(answer.kv.length == answer.steps == answer.rerun_tokens == 3 for answer in group)
+    assert decoder.gate.counters() == GateCounters(judged=9, rerun=9, flips=9)
+
+
+@pytest.mark.parametrize("beside", [None, PENALTY], ids=["device chooses", "host chooses"])
+def test_balanced__some_unsure__those_alone_are_rerun(
+    bench: Bench, planes: list[tuple[Plane, list[int]]], beside: Sampling | None
+) -> None:
+    kinds, taus = [KINDS["greedy"], KINDS["filters"], KINDS["filters"]], [0.0, 1.0, None]
+    alone = []
+    for kind, tau in zip(kinds, taus, strict=True):
+        (answer,) = balanced(bench, [kind], [tau])
+        answer.out_ids = [9]
+        CudaDecoder(bench.model).step([answer])  # type: ignore[list-item]
+        alone.append(answer.out_ids)
+        bench.kv.release(answer.kv)
+    planes.clear()
+    more: list[Sampling] = [] if beside is None else [beside]
+    group = balanced(bench, [*kinds, *more], [*taus, *([None] * len(more))])
+    for answer in group:
+        answer.out_ids = [9]
+    CudaDecoder(bench.model).step(group)  # type: ignore[arg-type]
+    assert [answer.out_ids for answer in group[:3]] == alone
+    assert [answer.rerun_tokens for answer in group[:3]] == [0, 1, 0]
+    assert planes == [(Plane.BASE, [0] * len(group)), (Plane.FINE, [0])]
+    assert alone[1] != alone[2]
+
+
+def test_balanced__confidence__of_the_raw_scores_whoever_chooses(bench: Bench) -> None:
+    (answer,) = answers(bench, [KINDS["filters"]])
+    rows = [StepRow(9, answer.kv)] * 2
+    want = confidence(bench.model.run(rows, Plane.BASE)[0])
+    best = int(bench.model.run(rows, Plane.BASE)[0].argmax())
+    assert bench.model.judge(2) == [best, best]
+    judged = bench.model.confidence(2)
+    draw = answer.sampler.draw()
+    assert draw is not None
+    bench.model.choose(rows, Plane.BASE, [draw, GREEDY])
+    assert bench.model.confidence(2) == judged
+    assert judged == pytest.approx([want, want], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "filters"])
+def test_balanced__unsure_behind_the_prompt__its_last_token_is_read_again(
+    bench: Bench, planes: list[tuple[Plane, list[int]]], kind: str
+) -> None:
+    found = []
+    for tau in (None, 0.0, 1.0):
+        (answer,) = balanced(bench, [KINDS[kind]], [tau])
+        answer.out_ids, answer.kv.length = [], 4  # the prompt is read, its last token is 5
+        logits = bench.model.run([StepRow(5, answer.kv)], Plane.BASE)[0]
+        planes.clear()
+        CudaDecoder(bench.model).first(answer, logits)  # type: ignore[arg-type]
+        assert planes == ([(Plane.FINE, [3])] if tau else [])
+        assert (answer.kv.length, len(answer.out_ids), answer.errors) == (4, 1, [])
+        found.append(answer.out_ids)
+        bench.kv.release(answer.kv)
+    assert found[0] == found[1] != found[2]
+
+
+def test_balanced__rerun_fails__sure_rows_keep_their_token(
+    bench: Bench, planes: list[tuple[Plane, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intact = StepModel.launch
+
+    def failing(self: StepModel, rows: int, plane: Plane) -> None:
+        intact(self, rows, plane)
+        if plane is Plane.FINE:
+            self.error.fill_(ERROR_READ)
+
+    monkeypatch.setattr(StepModel, "launch", failing)
+    sure, unsure = balanced(bench, [KINDS["greedy"]] * 2, [0.0, 1.0])
+    decoder = CudaDecoder(bench.model)
+    decoder.step([sure, unsure])  # type: ignore[list-item]
+    assert (sure.errors, len(sure.out_ids), sure.kv.length) == ([], 2, 1)
+    assert (len(unsure.errors), len(unsure.out_ids), unsure.kv.length) == (1, 1, 0)
+    decoder.step([sure])  # type: ignore[list-item]
+    assert len(sure.out_ids) == 3

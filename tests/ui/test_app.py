@@ -71,7 +71,7 @@ async def test_keymap__remapped__new_key_works_old_one_does_not() -> None:
         await pilot.press("f9")
         assert stage.app.conversation.wishes.quality is Quality.FAST
         await pilot.press("f10")
-        assert stage.app.conversation.wishes.quality is Quality.EXACT
+        assert stage.app.conversation.wishes.quality is Quality.BALANCED
 
 
 @pytest.mark.asyncio
@@ -119,11 +119,11 @@ async def test_palette__every_action__runs() -> None:
         await commands["Cache measure"].callback()
         await stage.settle(pilot)
         assert stage.app.current_mode == "cache"
-        await commands["Fast or exact"].callback()
+        await commands["Quality"].callback()
         await stage.settle(pilot)
         await stage.settle(pilot)
         assert stage.app.current_mode == "chat"
-        assert stage.app.conversation.wishes.quality is Quality.EXACT
+        assert stage.app.conversation.wishes.quality is Quality.BALANCED
         await pilot.press("ctrl+p", *"earlier")
         await pilot.pause(0.2)
         await pilot.press("enter")
@@ -258,7 +258,7 @@ async def test_themes__all_settings_values__both_screens_draw() -> None:
 def test_look_and_wishes__from_settings() -> None:
     settings = Settings(
         ui=Ui(theme="moet-light", glyphs="ascii", motion="none"),
-        answers=Answers(quality="exact", temperature=0.1, system="s", max_tokens=5),
+        answers=Answers(quality="exact", gate=0.7, temperature=0.1, system="s", max_tokens=5),
         keys={"chat.new": "f5"},
     )
     look = look_of(settings, TerminalFacts(no_color=True, term="xterm"))
@@ -268,8 +268,8 @@ def test_look_and_wishes__from_settings() -> None:
     assert look.keys == {"chat.new": "f5"}
     assert look_of(Settings(ui=Ui(color="always")), TerminalFacts(no_color=True)).colour
     wishes = wishes_of(settings)
-    assert (wishes.quality, wishes.temperature, wishes.system, wishes.max_tokens) == (
-        Quality.EXACT, 0.1, "s", 5,
+    assert (wishes.quality, wishes.gate, wishes.temperature, wishes.system, wishes.max_tokens) == (
+        Quality.EXACT, 0.7, 0.1, "s", 5,
     )  # fmt: skip
 
 

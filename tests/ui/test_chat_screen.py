@@ -12,11 +12,13 @@ from moet_desk.engine.handle import Quality
 from moet_desk.engine.scripted import Script, ScriptedFailure
 from moet_desk.telemetry import LoadStep
 from moet_desk.ui.bridge import Phase
-from moet_desk.ui.conversation import Status, Wishes
+from moet_desk.ui.conversation import Status, Turn, Wishes
+from moet_desk.ui.screens.chat import closing_line
 from moet_desk.ui.screens.chat_list import ChatList
+from moet_desk.ui.theme import UNICODE
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.transcript import AnswerBlock, Segment, Transcript
-from tests.ui.support import FakePack, Stage, dump
+from tests.ui.support import NOON, FakePack, Stage, dump
 
 pytestmark = pytest.mark.asyncio
 
@@ -290,15 +292,16 @@ async def test_slash__wrong__kept_in_the_prompt_with_a_hint() -> None:
         assert stage.app.conversation.turns[0].text == "/starts with a slash"
 
 
-async def test_quality_key__toggles_and_shows() -> None:
+async def test_quality_key__goes_through_them_and_shows() -> None:
     stage = Stage()
     async with stage.open() as pilot:
         await stage.ready(pilot)
-        await pilot.press("f9")
-        assert stage.app.conversation.wishes.quality is Quality.EXACT
-        stage.app.pull_gauges()
-        await stage.settle(pilot)
-        assert "exact" in dump(stage.app).splitlines()[-2]
+        for quality in (Quality.BALANCED, Quality.EXACT):
+            await pilot.press("f9")
+            assert stage.app.conversation.wishes.quality is quality
+            stage.app.pull_gauges()
+            await stage.settle(pilot)
+            assert quality.value in dump(stage.app).splitlines()[-2]
         await pilot.press("f9")
         assert stage.app.conversation.wishes.quality is Quality.FAST
 
@@ -469,3 +472,11 @@ async def test_open__long_history__only_the_last_turns_are_drawn() -> None:
         assert len(stage.app.conversation.turns) == 60
         assert len(stage.app.chat.query_one(Transcript).children) == 41
         assert "m59" in dump(stage.app)
+
+
+async def test_closing_line__balanced_answer__says_how_much_was_made_again() -> None:
+    meta = {"reason": "stop", "tokens": 50, "decode_s": 2.0, "quality": "balanced"}
+    turn = Turn(1, "assistant", "Hi.", Status.DONE, NOON, meta)
+    assert "made again" not in closing_line(turn, UNICODE).plain
+    turn.meta["rerun_tokens"] = 6
+    assert closing_line(turn, UNICODE).plain.endswith("balanced · 12 % made again")

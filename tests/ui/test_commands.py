@@ -19,7 +19,9 @@ from moet_desk.ui.commands import WORDS, Command, Verb, parse
         ("/temp 0.6", Command(Verb.TEMPERATURE, "0.6")),
         ("/temp", Command(Verb.TEMPERATURE, "")),
         ("/quality exact", Command(Verb.QUALITY, "exact")),
+        ("/quality balanced", Command(Verb.QUALITY, "balanced")),
         ("/fast", Command(Verb.FAST, "")),
+        ("/balanced", Command(Verb.BALANCED, "")),
     ],
 )
 def test_parse__text__command_or_message(text: str, expected: Command | None) -> None:

@@ -130,7 +130,9 @@ def test_send__before_ready__waits() -> None:
 def test_request__turns_and_wishes() -> None:
     desk = Desk(Script(answers=("A.",)))
     talk = desk.conversation
-    talk.wish(system="Be brief.", temperature=0.0, quality=Quality.EXACT, max_tokens=50)
+    talk.wish(
+        system="Be brief.", temperature=0.0, quality=Quality.BALANCED, gate=0.5, max_tokens=50
+    )
     talk.send("q")
     desk.finish()
     request = talk.request()
@@ -141,7 +143,7 @@ def test_request__turns_and_wishes() -> None:
         {"role": "assistant", "content": "A."},
     ]
     assert request.sampling.temperature == 0.0
-    assert (request.quality, request.max_tokens) == (Quality.EXACT, 50)
+    assert (request.quality, request.gate, request.max_tokens) == (Quality.BALANCED, 0.5, 50)
 
 
 def test_retry__old_answer_replaced_not_lost() -> None:

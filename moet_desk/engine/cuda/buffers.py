@@ -107,9 +107,14 @@ class Choices:
 
     def read(self, rows: int) -> list[int | None]:
         """The fetched tokens; None for a row whose logits hold NaN or infinity."""
-        sure: list[float] = self._host[1, :rows].view(torch.float32).tolist()
+        sure = self.read_confidence(rows)
         tokens: list[int] = self._host[0, :rows].tolist()
         return [None if math.isnan(p) else token for token, p in zip(tokens, sure, strict=True)]
+
+    def read_confidence(self, rows: int) -> list[float]:
+        """The fetched probabilities of the likeliest tokens, before temperature."""
+        sure: list[float] = self._host[1, :rows].view(torch.float32).tolist()
+        return sure
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,8 +163,9 @@ def _load(
         pools, arena, reader.layout, buffers, n_experts=reader.meta.n_experts, readers=readers,
         bounce=_bounce(opened, allocate),
     )  # fmt: skip
+    decoder = CudaDecoder(model)
     prefiller = CudaPrefiller(
-        ChunkModel(model, kv, buffers, streamed), chunk=plan.prefill_chunk,
+        ChunkModel(model, kv, buffers, streamed), decoder, chunk=plan.prefill_chunk,
         fast=fast_reading(plan, len(opened.order)),
     )  # fmt: skip
     residency = CudaResidency(
@@ -173,7 +174,7 @@ def _load(
     )  # fmt: skip
     residency.restore_heat(heat.read(pack))
     return CudaCore(
-        reader, spec, plan, _name(device), kv, arena, residency, CudaDecoder(model), prefiller,
+        reader, spec, plan, _name(device), kv, arena, residency, decoder, prefiller,
         model, pinned, server, readers,
     )  # fmt: skip
 

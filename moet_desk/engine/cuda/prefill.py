@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.chunk_blocks import ChunkLayer, ChunkRows
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
-from moet_desk.engine.cuda.decode import accept
+from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
 from moet_desk.engine.cuda.step import StepModel
 from moet_desk.engine.kv_cache import KvCache, KvSequence
@@ -112,20 +112,23 @@ class CudaPrefiller:
 
     Args:
         model: the layers.
+        decoder: takes the first token.
         chunk: tokens of a chunk; chunks begin at multiples of it.
-        fast: how prompts of fast requests are read.
+        fast: how prompts of fast and balanced requests are read.
         clock: seconds.
     """
 
     def __init__(
         self,
         model: ChunkModel,
+        decoder: CudaDecoder,
         *,
         chunk: int,
         fast: Reading,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model, self.chunk, self._fast, self._clock = model, chunk, fast, clock
+        self._model, self._decoder = model, decoder
+        self.chunk, self._fast, self._clock = chunk, fast, clock
         self._open: tuple[ActiveRequest, Chunk] | None = None
 
     def step(self, request: ActiveRequest) -> int:
@@ -167,5 +170,5 @@ class CudaPrefiller:
         request.kv.length += chunk.rows.n
         request.note_read()
         if logits is not None:
-            accept(request, logits)
+            self._decoder.first(request, logits)
         return chunk.rows.n

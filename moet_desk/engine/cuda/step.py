@@ -136,6 +136,20 @@ class StepModel:
         self._compute(rows, plane, draws)
         return self._choices.read(len(rows))
 
+    def judge(self, count: int) -> Sequence[int | None]:
+        """Each row's likeliest token, of the logits that the newest step or `logits_of` left."""
+        self._choose(count, drawn=False)
+        self._choices.fetch()
+        self._wait()
+        self.error.zero_()  # at most that numbers are invalid, and the result says so
+        return self._choices.read(count)
+
+    def confidence(self, count: int) -> Sequence[float]:
+        """Probability of each row's likeliest token, as the newest `choose` or `judge` found it;
+        NaN for a row whose logits hold NaN or infinity.
+        """
+        return self._choices.read_confidence(count)
+
     def _compute(self, rows: Sequence[StepRow], plane: Plane, draws: Sequence[Draw]) -> None:
         """A step; its results are on the host when it returns: tokens if there are draws."""
         if self._broken:
@@ -169,6 +183,9 @@ class StepModel:
         else:
             self._host_logits[:count].copy_(self.buffers.logits[:count], non_blocking=True)
         self._host_error.copy_(self.error, non_blocking=True)
+        self._wait()
+
+    def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 

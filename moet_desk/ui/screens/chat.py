@@ -44,6 +44,11 @@ DRAFT_DELAY_S = 0.3
 SHOWN_TURNS = 40  # older ones are kept, not drawn: each costs a few widgets
 
 _RETRY, _RESTART, _FORGET, _NEW = "retry", "restart", "forget", "new"
+_MEANING = {
+    Quality.FAST: "2-bit experts",
+    Quality.BALANCED: "2-bit experts, and the model as shipped where they are unsure",
+    Quality.EXACT: "the model as shipped",
+}
 _EXAMPLES = "Tell me a short story about a fox.", "What is 17 + 25?", "/help"
 
 
@@ -55,7 +60,7 @@ class ChatScreen(Screen[None]):
         Binding("ctrl+n", "new", "New", id="chat.new"),
         Binding("ctrl+l", "chats", "Chats", id="chat.list"),
         Binding("ctrl+r", "retry", "Answer again", id="chat.retry", show=False),
-        Binding("f9", "quality", "Fast/exact", id="chat.quality"),
+        Binding("f9", "quality", "Quality", id="chat.quality"),
         Binding("ctrl+b", "rail", "Rail", id="chat.rail", show=False),
         Binding("ctrl+end", "follow", "Go to the end", id="chat.follow", show=False),
     ]
@@ -430,17 +435,18 @@ class ChatScreen(Screen[None]):
             case Verb.TEMPERATURE:
                 conversation.wish(temperature=parse_temperature(command.argument))
                 self.notify(f"Temperature: {command.argument or 'as the model recommends'}")
-            case Verb.FAST | Verb.EXACT | Verb.QUALITY:
+            case Verb.FAST | Verb.BALANCED | Verb.EXACT | Verb.QUALITY:
                 self._set_quality(Quality(command.argument or command.verb.value))
 
     def _set_quality(self, quality: Quality) -> None:
         self._conversation.wish(quality=quality)
-        meaning = {Quality.FAST: "2-bit experts", Quality.EXACT: "the model as shipped"}
-        self.notify(f"From the next message on: {quality.value}, {meaning[quality]}.")
+        self.notify(f"From the next message on: {quality.value}, {_MEANING[quality]}.")
 
     def action_quality(self) -> None:
-        fast = self._conversation.wishes.quality is Quality.FAST
-        self._set_quality(Quality.EXACT if fast else Quality.FAST)
+        """Go on to the next quality; fast follows exact."""
+        order = list(Quality)
+        at = order.index(self._conversation.wishes.quality)
+        self._set_quality(order[(at + 1) % len(order)])
 
     def action_stop(self) -> None:
         """Take the waiting message back, else stop the answer, else go to the prompt."""
@@ -546,4 +552,6 @@ def closing_line(turn: Turn, glyphs: Glyphs) -> Content:
         if meta.get("first_token_s") is not None:
             parts.append(f"first token {show_duration(float(meta['first_token_s']))}")
         parts.append(str(meta.get("quality", "")))
+        if meta.get("rerun_tokens") is not None:
+            parts.append(f"{show_percent(int(meta['rerun_tokens']) / tokens, 0)} made again")
     return Content(f" {glyphs.dot} ".join(part for part in parts if part))

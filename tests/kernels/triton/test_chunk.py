@@ -110,9 +110,15 @@ class PromptOnly:
         self.error: Exception | None = None
         self.logits = torch.empty(0)
         self.sampler = self
+        self.tau: float | None = None
+        self.rerun_tokens = 0
+        self.out_ids: list[int] = []
 
     def note_read(self) -> None:
         pass
+
+    def draw(self) -> None:
+        """The host chooses."""
 
     def choose(self, logits: Tensor) -> Tensor:
         return logits.clone()
@@ -134,7 +140,8 @@ def test_prefiller__turns_end_at_layers__other_steps_between_change_nothing(pack
         alone = core.model.run([StepRow(7, other)], Plane.BASE).clone()
         seconds = iter(range(1000))
         prefiller = CudaPrefiller(
-            core.prefiller._model, chunk=8, fast=Reading.FAST, clock=lambda: float(next(seconds)),
+            core.prefiller._model, core.decoder, chunk=8, fast=Reading.FAST,
+            clock=lambda: float(next(seconds)),
         )  # fmt: skip
         request: Any = PromptOnly(core)
         turns = []
@@ -148,6 +155,30 @@ def test_prefiller__turns_end_at_layers__other_steps_between_change_nothing(pack
         assert turns == [*[0] * (n - 1), 8, *[0] * (n - 1), len(IDS) - 8]
         assert request.kv.length == len(IDS)
         assert torch.equal(request.logits, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pack", ["plain_rope"], indirect=True)
+def test_prefiller__balanced_and_unsure__last_token_and_its_kv_at_fp4(pack: Path) -> None:
+    with on_device(pack) as core:
+        other = core.kv.reserve(len(IDS) + 1)
+        assert other is not None
+        read(core, IDS, other, core.prefiller._fast)
+        as_read = core.model.run([StepRow(7, other)], Plane.BASE).clone()
+        other.length -= 1
+        want = core.model.run([StepRow(IDS[-1], other)], Plane.FINE)[0].clone()
+        other.length += 1
+        behind = core.model.run([StepRow(7, other)], Plane.BASE).clone()
+        assert not torch.equal(behind, as_read)  # the KV really is another one
+
+        request: Any = PromptOnly(core)
+        request.tau = 1.0
+        while not len(request.logits):
+            core.prefiller.step(request)
+            assert request.error is None
+        assert torch.equal(request.logits, want)
+        assert (request.kv.length, request.rerun_tokens) == (len(IDS), 1)
+        assert torch.equal(core.model.run([StepRow(7, request.kv)], Plane.BASE), behind)
 
 
 def test_cut_batches__any_counts__every_expert_once_and_within_the_limits() -> None:

@@ -1,0 +1,151 @@
+"""Balanced answers: the gate's decision, and an engine that makes unsure tokens again at FP4."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moet_desk.engine.checks import check_gate
+from moet_desk.engine.gate import Gate, confidence
+from moet_desk.engine.handle import (
+    DEFAULT_GATE,
+    EngineHandle,
+    GenerateRequest,
+    Quality,
+    Sampling,
+)
+from moet_desk.errors import MoetError
+from moet_desk.settings import SETTINGS
+from moet_desk.telemetry import Finished, GateCounters, Usage
+from tests.engine.test_promise import STORY, SUM, Answer, answer, ask, engine
+
+
+class Row:
+    def __init__(self, tau: float | None) -> None:
+        self.tau = tau
+        self.rerun_tokens = 0
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+def test_confidence__random_logits__largest_of_softmax(scale: float) -> None:
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(3)) * scale
+    want = float(logits.double().softmax(0).max())
+    assert confidence(logits) == pytest.approx(want, rel=1e-5)
+    assert confidence(logits - 300) == pytest.approx(want, rel=1e-4)
+
+
+def test_confidence__edges() -> None:
+    assert confidence(torch.zeros(4)) == 0.25
+    assert confidence(torch.tensor([-math.inf, 2.0, -math.inf])) == 1.0
+    for bad in (math.nan, math.inf):
+        assert math.isnan(confidence(torch.tensor([0.0, bad])))
+
+
+def test_gate__below_tau__rerun_and_counted() -> None:
+    gate, row, other = Gate(), Row(0.6), Row(None)
+    assert [gate.is_unsure(row, sure) for sure in (0.59, 0.6, 0.61, math.nan)] == [
+        True, False, False, False,
+    ]  # fmt: skip
+    assert not gate.is_unsure(other, 0.1)
+    assert not gate.is_unsure(Row(0.0), 0.0)
+    gate.note_rerun(3, 4)
+    gate.note_rerun(3, 3)
+    assert (row.rerun_tokens, other.rerun_tokens) == (1, 0)
+    assert gate.counters() == GateCounters(judged=5, rerun=1, flips=1)
+    assert gate.counters().rerun_share == 0.2
+    assert GateCounters().rerun_share is None
+
+
+@pytest.mark.parametrize("gate", [-0.1, 1.01, math.nan, math.inf])
+def test_check__gate_that_is_no_probability__refused(gate: float) -> None:
+    with pytest.raises(MoetError) as caught:
+        check_gate(gate)
+    assert (caught.value.code, caught.value.facts["parameter"]) == ("MD-API-04", "gate")
+
+
+def test_default__setting_and_request__agree() -> None:
+    assert SETTINGS["answers.gate"].default == DEFAULT_GATE == GenerateRequest().gate
+
+
+def balanced(prompt: str, sampling: Sampling, gate: float = DEFAULT_GATE) -> GenerateRequest:
+    return replace(ask(prompt, Quality.BALANCED, sampling), gate=gate)
+
+
+GREEDY = Sampling(temperature=0)
+DRAWN = Sampling(temperature=0.8, seed=11)
+REQUESTS = [
+    balanced(STORY, GREEDY),
+    balanced(SUM, DRAWN, gate=0.8),
+    ask(STORY, Quality.EXACT, GREEDY),
+    ask(SUM, Quality.FAST, DRAWN),
+]
+
+
+def usage_of(handle: EngineHandle, request: GenerateRequest) -> Usage:
+    *_, last = handle.submit(request)
+    assert isinstance(last, Finished)
+    assert last.quality == request.quality.value
+    return last.usage
+
+
+@pytest.fixture(scope="module")
+def wanted(demo_pack: Path) -> list[Answer]:
+    """Each request alone, everything resident."""
+    with engine(demo_pack) as handle:
+        return [answer(handle, [request])[0] for request in REQUESTS]
+
+
+def test_tokens__default_gate__reruns_some_and_counts_them(
+    demo_pack: Path, wanted: list[Answer]
+) -> None:
+    with engine(demo_pack) as handle:
+        usage = usage_of(handle, REQUESTS[0])
+        assert usage_of(handle, REQUESTS[3]).rerun_tokens is None
+    gate = handle.snapshot().gate
+    assert usage.rerun_tokens == gate.rerun
+    assert gate.judged == usage.completion_tokens
+    assert 0 < gate.rerun < gate.judged
+    assert gate.flips <= gate.rerun
+    assert wanted[0] != wanted[2]
+    assert wanted[1] != wanted[3]
+
+
+@pytest.mark.parametrize(("prompt", "sampling"), [(STORY, GREEDY), (SUM, DRAWN)])
+def test_tokens__gate_0__those_of_fast(demo_pack: Path, prompt: str, sampling: Sampling) -> None:
+    with engine(demo_pack) as handle:
+        fast = answer(handle, [ask(prompt, Quality.FAST, sampling)])
+        assert answer(handle, [balanced(prompt, sampling, gate=0.0)]) == fast
+    assert handle.snapshot().gate.rerun == 0
+
+
+def test_tokens__every_one_rerun_behind_a_prompt_of_one_token__those_of_exact(
+    demo_pack: Path,
+) -> None:
+    # A longer prompt is read at 2 bits, and its KV stays so: then the answers may differ.
+    drawn = Sampling(temperature=1.5, seed=5)
+    request = replace(balanced("", drawn, gate=1.0), messages=None, prompt_ids=[300])
+    with engine(demo_pack) as handle:
+        exact = answer(handle, [replace(request, quality=Quality.EXACT)])
+        usage = usage_of(handle, request)
+        assert usage.rerun_tokens == usage.completion_tokens
+        assert answer(handle, [request]) == exact
+        assert answer(handle, [replace(request, quality=Quality.FAST)]) != exact
+
+
+SIZES = {
+    "least pools": {"pool_slots": 4, "fine_slots": 4},
+    "4-bit slots of one layer's experts": {"fine_slots": 4},
+    "few rows in RAM": {"arena_rows": 20, "pool_slots": 30, "fine_slots": 12},
+}
+
+
+@pytest.mark.parametrize("sizes", list(SIZES))
+def test_tokens__any_tier_sizes_beside_others__same_bits(
+    demo_pack: Path, wanted: list[Answer], sizes: str
+) -> None:
+    with engine(demo_pack, **SIZES[sizes]) as handle:
+        assert answer(handle, REQUESTS[::-1]) == wanted[::-1]
