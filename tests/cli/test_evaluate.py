@@ -44,11 +44,12 @@ def test_eval__text_and_tasks__one_document(moet: Command, packed: Path, tmp_pat
     tasks = jsonl(tmp_path / "tasks.jsonl", {"text": SUM}, {"text": FACT}, {"text": SUM})
     result = moet(
         "eval", "--text", str(plain), "--tasks", str(tasks), "--limit", "2", "--max-tokens", "24",
-        "--context", "256", "--text-tokens", "12", "--json",
+        "--context", "256", "--text-tokens", "12", "--gate", "0.9", "--json",
     )  # fmt: skip
     assert result.code == 0, result.err
     document = result.document
     assert document["needle"] is None
+    assert list(document["texts"][0]["qualities"]) == ["fast", "exact"]
     assert (document["model"], document["device"]) == ("demo", "cpu")
     (text,) = document["texts"]
     assert (text["file"], text["tokens"], text["window_tokens"]) == ("story.txt", 12, 256)
@@ -62,8 +63,17 @@ def test_eval__text_and_tasks__one_document(moet: Command, packed: Path, tmp_pat
     assert answers["exact"]["right"] <= 2
     assert answers["exact"]["length_ratio_median"] is None
     assert answers["fast"]["length_ratio_geometric_mean"] > 0
+    assert document["tasks"]["gate"] == 0.9
+    assert 0 < answers["balanced"]["rerun_share"] <= 1
+    assert answers["fast"]["rerun_share"] is answers["exact"]["rerun_share"] is None
     assert "12/12 tokens" in result.err
-    assert "4/4 answers" in result.err
+    assert "6/6 answers" in result.err
+
+
+def test_eval__text_for_balanced_alone__refused(moet: Command, packed: Path) -> None:
+    result = moet("eval", "--text", __file__, "--quality", "balanced")
+    assert result.code == 2
+    assert "--tasks" in result.err
 
 
 def test_eval__only_fast__null_where_exact_would_be_needed(
