@@ -35,7 +35,10 @@ from moet_desk.store.library import DEMO
 from moet_desk.telemetry import CPU
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from moet_desk.engine.evaluate import TextFigures
+    from moet_desk.engine.text import Text
 
 QUALITIES = tuple(quality.value for quality in Quality)
 _FILE = click.Path(path_type=Path)
@@ -160,15 +163,9 @@ def _measure_texts(pack: Path, options: EngineOptions, wishes: Wishes, report: _
 
     with measuring.opened_core(pack, options) as (core, text):
         size = core.plan.context
-        cut = [
-            measuring.windows_of(text, documents, size=size, most_tokens=wishes.text_tokens)
-            for _, documents in wishes.texts
-        ]
+        cut = windows_of_files(text, wishes.texts, size=size, most_tokens=wishes.text_tokens)
         for (path, _), windows in zip(wishes.texts, cut, strict=True):
-            if not windows:
-                raise nothing(path, "no text of two tokens or more")
-        for (path, _), windows in zip(wishes.texts, cut, strict=True):
-            with _shown(report, path.name, "tokens") as progress:
+            with shown(path.name, "tokens", quiet=report.quiet) as progress:
                 figures = measuring.measure(core, windows, wishes.qualities, progress)
             report.text(_text_part(path, figures, size, len(windows)))
 
@@ -176,7 +173,7 @@ def _measure_texts(pack: Path, options: EngineOptions, wishes: Wishes, report: _
 def _measure_answers(handle: EngineHandle, wishes: Wishes, report: _Report) -> None:
     if wishes.tasks is not None:
         path, tasks = wishes.tasks
-        with _shown(report, path.name, "answers") as progress:
+        with shown(path.name, "answers", quiet=report.quiet) as progress:
             figures = run_tasks(
                 handle,
                 tasks,
@@ -189,16 +186,40 @@ def _measure_answers(handle: EngineHandle, wishes: Wishes, report: _Report) -> N
     if wishes.needle:
         info = handle.model()
         context = info.context if info is not None else 0
-        with _shown(report, "Hidden numbers", "answers") as progress:
+        with shown("Hidden numbers", "answers", quiet=report.quiet) as progress:
             found = find_needles(
                 handle, wishes.qualities, context=context, trials=wishes.trials, progress=progress
             )
         report.needle(_needle_part(found, wishes.trials))
 
 
+def windows_of_files(
+    text: Text,
+    files: Sequence[tuple[Path, list[str]]],
+    *,
+    size: int,
+    most_tokens: int | None,
+) -> list[list[Tensor]]:
+    """The windows of each file, `most_tokens` scored tokens of each at most.
+
+    Raises:
+        MoetError: MD-EVAL-03 a file has too little text.
+    """
+    from moet_desk.engine.evaluate import windows_of
+
+    cut = [
+        windows_of(text, documents, size=size, most_tokens=most_tokens) for _, documents in files
+    ]
+    for (path, _), windows in zip(files, cut, strict=True):
+        if not windows:
+            raise nothing(path, "no text of two tokens or more")
+    return cut
+
+
 @contextmanager
-def _shown(report: _Report, name: str, unit: str) -> Iterator[Progress]:
-    meter = Meter(quiet=report.quiet)
+def shown(name: str, unit: str, *, quiet: bool) -> Iterator[Progress]:
+    """What a measurement tells its progress to; printed on stderr unless quiet."""
+    meter = Meter(quiet=quiet)
     try:
         yield lambda done, total: meter.show(name, done, total, f"{done}/{total} {unit}")
     finally:
