@@ -146,14 +146,15 @@ class Answers:
         _About("2-bit experts, the exact ones too where those are unsure, or the exact ones.", _M),
     ] = "fast"
     gate: Annotated[
-        float,
+        float | None,
         _About(
-            "Balanced words less likely than this are made again, exactly.",
+            "Balanced words less likely than this are made again, exactly. Unset: as the model was"
+            " calibrated, else 0.6.",
             _M,
             least=0,
             largest=1,
         ),
-    ] = 0.6
+    ] = None
     temperature: Annotated[
         float | None,
         _About("0 always takes the likeliest word; higher is freer.", _M, least=0, largest=2),

@@ -154,7 +154,7 @@ def to_generate(request: ChatRequest, model: ModelInfo, *, client: str) -> Gener
         stop=_stop_strings(request.stop),
         max_tokens=_first(request.max_completion_tokens, request.max_tokens),
         quality=default if request.quality is None else Quality(request.quality),
-        gate=_first(request.gate, model.default_gate),
+        gate=request.gate,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         ignore_eos=bool(request.ignore_eos),
         client=client,

@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "rm": ("moet_desk.cli.models:rm", "Delete a model from this computer."),
     "bench": ("moet_desk.cli.bench:bench", "Measure a model on this computer."),
     "eval": ("moet_desk.cli.evaluate:evaluate", "Measure what a model's qualities cost."),
+    "calibrate": ("moet_desk.cli.calibrate:calibrate", "Fit a model's choices to texts."),
     "config": ("moet_desk.cli.settings:config", "Show and change settings."),
     "version": ("moet_desk.cli.settings:version", "Show the version."),
     "completion": ("moet_desk.cli.settings:completion", "Print the completion script of a shell."),

@@ -30,12 +30,15 @@ from moet_desk.cli.eval_answers import (
 from moet_desk.cli.eval_data import Task, nothing, read_tasks, read_texts
 from moet_desk.cli.models import complete_model
 from moet_desk.cli.output import Format, Meter, print_document, print_event, print_table, print_text
-from moet_desk.engine.handle import EngineHandle, EngineOptions, Quality
+from moet_desk.engine.handle import DEFAULT_GATE, EngineHandle, EngineOptions, Quality
 from moet_desk.store.library import DEMO
 from moet_desk.telemetry import CPU
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from moet_desk.engine.evaluate import TextFigures
+    from moet_desk.engine.text import Text
 
 QUALITIES = tuple(quality.value for quality in Quality)
 _FILE = click.Path(path_type=Path)
@@ -52,7 +55,7 @@ class Wishes:
     text_tokens: int | None
     max_tokens: int
     trials: int
-    gate: float
+    gate: float | None
 
 
 @click.command("eval")
@@ -169,48 +172,69 @@ def _measure_texts(pack: Path, options: EngineOptions, wishes: Wishes, report: _
 
     with measuring.opened_core(pack, options) as (core, text):
         size = core.plan.context
-        cut = [
-            measuring.windows_of(text, documents, size=size, most_tokens=wishes.text_tokens)
-            for _, documents in wishes.texts
-        ]
+        cut = windows_of_files(text, wishes.texts, size=size, most_tokens=wishes.text_tokens)
         for (path, _), windows in zip(wishes.texts, cut, strict=True):
-            if not windows:
-                raise nothing(path, "no text of two tokens or more")
-        for (path, _), windows in zip(wishes.texts, cut, strict=True):
-            with _shown(report, path.name, "tokens") as progress:
+            with shown(path.name, "tokens", quiet=report.quiet) as progress:
                 qualities = [q for q in wishes.qualities if q in measuring.PLANES]
                 figures = measuring.measure(core, windows, qualities, progress)
             report.text(_text_part(path, figures, size, len(windows)))
 
 
 def _measure_answers(handle: EngineHandle, wishes: Wishes, report: _Report) -> None:
+    info = handle.model()
+    gate = wishes.gate
+    if gate is None:
+        gate = info.default_gate if info is not None else DEFAULT_GATE
     if wishes.tasks is not None:
         path, tasks = wishes.tasks
-        with _shown(report, path.name, "answers") as progress:
+        with shown(path.name, "answers", quiet=report.quiet) as progress:
             figures = run_tasks(
                 handle,
                 tasks,
                 wishes.qualities,
                 path=path,
                 max_tokens=wishes.max_tokens,
-                gate=wishes.gate,
+                gate=gate,
                 progress=progress,
             )
-        report.tasks(_task_part(path, figures, wishes))
+        report.tasks(_task_part(path, figures, wishes.max_tokens, gate))
     if wishes.needle:
-        info = handle.model()
         context = info.context if info is not None else 0
-        with _shown(report, "Hidden numbers", "answers") as progress:
+        with shown("Hidden numbers", "answers", quiet=report.quiet) as progress:
             found = find_needles(
-                handle, wishes.qualities, context=context, trials=wishes.trials, gate=wishes.gate,
+                handle, wishes.qualities, context=context, trials=wishes.trials, gate=gate,
                 progress=progress,
             )  # fmt: skip
-        report.needle(_needle_part(found, wishes))
+        report.needle(_needle_part(found, wishes.trials, gate))
+
+
+def windows_of_files(
+    text: Text,
+    files: Sequence[tuple[Path, list[str]]],
+    *,
+    size: int,
+    most_tokens: int | None,
+) -> list[list[Tensor]]:
+    """The windows of each file, `most_tokens` scored tokens of each at most.
+
+    Raises:
+        MoetError: MD-EVAL-03 a file has too little text.
+    """
+    from moet_desk.engine.evaluate import windows_of
+
+    cut = [
+        windows_of(text, documents, size=size, most_tokens=most_tokens) for _, documents in files
+    ]
+    for (path, _), windows in zip(files, cut, strict=True):
+        if not windows:
+            raise nothing(path, "no text of two tokens or more")
+    return cut
 
 
 @contextmanager
-def _shown(report: _Report, name: str, unit: str) -> Iterator[Progress]:
-    meter = Meter(quiet=report.quiet)
+def shown(name: str, unit: str, *, quiet: bool) -> Iterator[Progress]:
+    """What a measurement tells its progress to; printed on stderr unless quiet."""
+    meter = Meter(quiet=quiet)
     try:
         yield lambda done, total: meter.show(name, done, total, f"{done}/{total} {unit}")
     finally:
@@ -245,7 +269,7 @@ _LARGEST_NLL = 700.0
 """Beyond it the perplexity is no float any more."""
 
 
-def _task_part(path: Path, figures: TaskFigures, wishes: Wishes) -> dict[str, Any]:
+def _task_part(path: Path, figures: TaskFigures, max_tokens: int, gate: float) -> dict[str, Any]:
     qualities: dict[str, Any] = {}
     for quality, score in figures.scores.items():
         ratio = figures.lengths.get(quality)
@@ -258,12 +282,12 @@ def _task_part(path: Path, figures: TaskFigures, wishes: Wishes) -> dict[str, An
             "length_ratio_median": rounded(against.get("median"), 4),
             "length_ratio_geometric_mean": rounded(against.get("geometric_mean"), 4),
         }
-    head = {"file": path.name, "tasks": figures.tasks, "max_tokens": wishes.max_tokens}
-    head["gate"] = wishes.gate
+    head = {"file": path.name, "tasks": figures.tasks, "max_tokens": max_tokens}
+    head["gate"] = gate
     return {**head, "qualities": qualities}
 
 
-def _needle_part(found: Sequence[Found], wishes: Wishes) -> dict[str, Any]:
+def _needle_part(found: Sequence[Found], trials: int, gate: float) -> dict[str, Any]:
     places = [
         {
             "quality": one.quality.value,
@@ -274,7 +298,7 @@ def _needle_part(found: Sequence[Found], wishes: Wishes) -> dict[str, Any]:
         }
         for one in found
     ]
-    return {"trials": wishes.trials, "gate": wishes.gate, "places": places}
+    return {"trials": trials, "gate": gate, "places": places}
 
 
 # -- figures for people ----------------------------------------------------------------------

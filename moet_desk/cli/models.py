@@ -202,6 +202,8 @@ def show(invocation: Invocation, model: str) -> None:
         print_document(details)
         return
     details["state"] = _state(found)
+    if details.get("gate_tau") is None:
+        details.pop("gate_tau", None)  # most packs have none
     if found.error is not None:
         details["error"] = f"{found.error.code} {found.error.cause}"
     rows = []
@@ -255,6 +257,9 @@ def _summary(found: InstalledPack) -> dict[str, Any]:
 
 
 def _details(path: Path, meta: PackMeta) -> dict[str, Any]:
+    from moet_desk.engine.gate_file import read_gate
+
+    gate = read_gate(path)
     template = path / "chat_template.jinja"
     digest = hashlib.sha256(template.read_bytes()).hexdigest() if template.is_file() else None
     return {
@@ -272,6 +277,7 @@ def _details(path: Path, meta: PackMeta) -> dict[str, Any]:
         "model_context": _model_context(path),
         "template_sha256": digest,
         "source_files": [file.name for file in meta.source],
+        "gate_tau": gate.tau if gate is not None else None,
     }
 
 

@@ -50,13 +50,13 @@ def check_sampling(sampling: Sampling, vocab: int | None = None) -> None:
             raise _refuse("logit_bias", f"{bias} is not from -100 to 100")
 
 
-def check_gate(gate: float) -> None:
+def check_gate(gate: float | None) -> None:
     """Refuse a gate that is no probability.
 
     Raises:
         MoetError: MD-API-04.
     """
-    if not 0.0 <= gate <= 1.0:
+    if gate is not None and not 0.0 <= gate <= 1.0:
         raise _refuse("gate", f"{gate} is not from 0 to 1")
 
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moet_desk import hardware
+from moet_desk.engine.gate_curve import Counts
 from moet_desk.engine.handle import EngineOptions, Quality
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.engine.loader import Core, load
@@ -71,9 +73,7 @@ class Tally:
         Raises:
             MoetError: MD-ENG-04, scores that are no numbers.
         """
-        if not all(bool(x.isfinite().all()) for x in logits.values()):
-            reason = "The model computed scores that are no numbers"
-            raise fail("MD-ENG-04", reason=reason, model=self._model)
+        _check_finite(logits, self._model)
         scores = {quality: torch.log_softmax(x.double(), -1) for quality, x in logits.items()}
         for quality, score in scores.items():
             self._nll[quality] -= float(score.gather(1, targets[:, None]).sum())
@@ -103,6 +103,31 @@ class Tally:
         if differ.any():
             margins = (exact.gather(1, best) - exact.gather(1, picked))[differ]
             self._margin[quality] = max(float(margins.max()), self._margin.get(quality, 0.0))
+
+
+class FlipTally:
+    """Reduces scores to what a gate sees (`fast` alone) and what it should have caught."""
+
+    def __init__(self, counts: Counts, *, model: str) -> None:
+        self._counts = counts
+        self._model = model
+        self.tokens = 0
+
+    def add(self, logits: Mapping[Quality, Tensor], targets: Tensor) -> None:
+        """Count tokens; shapes and errors as those of `Tally.add`."""
+        _check_finite(logits, self._model)
+        fast, exact = logits[Quality.FAST], logits[Quality.EXACT]
+        confidences = torch.softmax(fast.double(), -1).amax(-1)
+        flips = fast.argmax(-1) != exact.argmax(-1)
+        for confidence, flip in zip(confidences.tolist(), flips.tolist(), strict=True):
+            self._counts.add(confidence, flip=flip)
+        self.tokens += len(targets)
+
+
+def _check_finite(logits: Mapping[Quality, Tensor], model: str) -> None:
+    if not all(bool(x.isfinite().all()) for x in logits.values()):
+        reason = "The model computed scores that are no numbers"
+        raise fail("MD-ENG-04", reason=reason, model=model)
 
 
 @contextmanager
@@ -161,16 +186,49 @@ def measure(
         MoetError: MD-NVME-04, MD-PACK-.. an expert could not be read, MD-ENG-04.
     """
     tally = Tally(qualities, model=core.reader.path.name)
+    _score_all(core, windows, tally, qualities, progress)
+    return tally.figures()
+
+
+@torch.inference_mode()
+def count_flips(
+    core: Core,
+    windows: Sequence[Tensor],
+    counts: Counts,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Count how sure `fast` is at every scored token, and where `exact` prefers another one.
+
+    `progress` and errors as those of `measure`.
+    """
+    tally = FlipTally(counts, model=core.reader.path.name)
+    _score_all(core, windows, tally, tuple(PLANES), progress)
+
+
+class _Adder(Protocol):
+    """What takes the scores of each slice."""
+
+    tokens: int  # so far
+
+    def add(self, logits: Mapping[Quality, Tensor], targets: Tensor) -> None: ...
+
+
+def _score_all(
+    core: Core,
+    windows: Sequence[Tensor],
+    tally: _Adder,
+    qualities: Sequence[Quality],
+    progress: Callable[[int, int], None],
+) -> None:
     total = sum(len(window) - 1 for window in windows)
     for window in windows:
         _score(core, window.long(), tally, qualities, lambda done: progress(done, total))
-    return tally.figures()
 
 
 def _score(
     core: Core,
     ids: Tensor,
-    tally: Tally,
+    tally: _Adder,
     qualities: Sequence[Quality],
     progress: Callable[[int], None],
 ) -> None:

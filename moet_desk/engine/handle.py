@@ -70,7 +70,7 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
     quality: Quality = Quality.FAST
-    gate: float = DEFAULT_GATE  # of balanced answers: 0 never, 1 for every token in doubt
+    gate: float | None = None  # of balanced answers: 0 never, 1 for every token in doubt
     top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
     ignore_eos: bool = False
     client: str = ""  # who asked, for the log
@@ -219,7 +219,7 @@ class EngineOptions:
     kv_format: str = "auto"  # auto | nvfp4 | fp8 | bf16 | f32
     threads: int | None = None
     quality: Quality = Quality.FAST  # for requests that do not say; so is the gate
-    gate: float = DEFAULT_GATE
+    gate: float | None = None  # None: what the pack was calibrated to, else DEFAULT_GATE
     max_running: int = 4
     max_waiting: int = 32
     activations: str = "integer"  # "float" is the oracle path of the tests

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from moet_desk.engine.detokenize import Detokenizer
-from moet_desk.engine.handle import GenerateRequest, Quality, RequestStream
+from moet_desk.engine.handle import DEFAULT_GATE, GenerateRequest, Quality, RequestStream
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.engine.sampling import Chosen, Sampler
 from moet_desk.engine.stops import StopScanner
@@ -75,7 +75,9 @@ class ActiveRequest:
         self.sampler = sampler
         self.limit = limit
         self.plane = Plane.FINE if request.quality is Quality.EXACT else Plane.BASE
-        self.tau = request.gate if request.quality is Quality.BALANCED else None
+        self.tau: float | None = None
+        if request.quality is Quality.BALANCED:
+            self.tau = DEFAULT_GATE if request.gate is None else request.gate
         self.rerun_tokens = 0
         self.kv = KvSequence()
         self.out_ids: list[int] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,14 @@ import torch
 from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.checks import check_gate, check_stops
-from moet_desk.engine.handle import EngineOptions, GenerateRequest, ModelInfo, RequestStream
+from moet_desk.engine.gate_file import read_gate
+from moet_desk.engine.handle import (
+    DEFAULT_GATE,
+    EngineOptions,
+    GenerateRequest,
+    ModelInfo,
+    RequestStream,
+)
 from moet_desk.engine.loader import Core, load
 from moet_desk.engine.meter import Meter
 from moet_desk.engine.request import ActiveRequest
@@ -53,6 +61,14 @@ def _device(wanted: str) -> str:
     choice = hardware.choose_device(wanted, hardware.probe_accelerator())
     log.info("computing on %s: %s", choice.device, choice.why)
     return choice.device
+
+
+def _default_gate(pack: Path, options: EngineOptions) -> float:
+    """The gate of balanced requests that give none: the user's, the pack's own, or ours."""
+    if options.gate is not None:
+        return options.gate
+    found = read_gate(pack)
+    return DEFAULT_GATE if found is None else found.tau
 
 
 class Serving:
@@ -106,6 +122,8 @@ class Serving:
             MoetError: MD-API-03 too long, MD-API-04 bad parameter, MD-CHAT-01 template.
         """
         check_stops(request.stop)
+        if request.gate is None:
+            request = replace(request, gate=self.info.default_gate)
         check_gate(request.gate)
         if request.max_tokens is not None and request.max_tokens < 1:
             raise fail("MD-API-04", parameter="max_tokens", reason="it must be at least 1")
@@ -277,7 +295,7 @@ class Serving:
             top_k=router.top_k,
             identity=core.reader.meta.identity,
             default_quality=self._options.quality,
-            default_gate=self._options.gate,
+            default_gate=_default_gate(self._pack, self._options),
         )
 
     def _save_heat(self, now: float) -> None:

@@ -24,6 +24,7 @@ from moet_desk.store.pack_format import (
     DENSE_FILE,
     DIGEST_FILE,
     FINE_FILE,
+    GATE_FILE,
     HEAT_FILE,
     JOURNAL_FILE,
     LOCK_FILE,
@@ -38,7 +39,8 @@ DEMO = "demo"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _REMOVING = ".removing-"  # a folder of this name is on its way out and is no pack any more
 _OWN_FILES = (
-    *(PACK_JSON, DENSE_FILE, BASE_FILE, FINE_FILE, DIGEST_FILE, HEAT_FILE, JOURNAL_FILE, LOCK_FILE),
+    *(PACK_JSON, DENSE_FILE, BASE_FILE, FINE_FILE, DIGEST_FILE, HEAT_FILE, GATE_FILE),
+    *(JOURNAL_FILE, LOCK_FILE),
     *COPIED_FILES,
 )
 

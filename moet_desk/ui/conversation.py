@@ -12,7 +12,7 @@ from datetime import datetime
 from enum import Enum
 from typing import Any, Protocol
 
-from moet_desk.engine.handle import DEFAULT_GATE, GenerateRequest, Quality, Sampling
+from moet_desk.engine.handle import GenerateRequest, Quality, Sampling
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import FinishReason, Usage
 from moet_desk.ui.bridge import Bridge, LiveAnswer, Phase
@@ -98,7 +98,7 @@ class Wishes:
     """How answers are asked for; None means the model's own recommendation."""
 
     quality: Quality = Quality.FAST
-    gate: float = DEFAULT_GATE
+    gate: float | None = None
     temperature: float | None = None
     system: str = ""
     max_tokens: int | None = None

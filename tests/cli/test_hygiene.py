@@ -38,6 +38,8 @@ def loaded_by(module: str, tmp_path: Path) -> set[str]:
         ("moet_desk.cli.serve", HEAVY | FRONT_ENDS),
         ("moet_desk.cli.bench", HEAVY | FRONT_ENDS),
         ("moet_desk.cli.evaluate", HEAVY | FRONT_ENDS),
+        ("moet_desk.cli.calibrate", HEAVY | FRONT_ENDS),
+        ("moet_desk.engine.gate_file", HEAVY | FRONT_ENDS),
         ("moet_desk.cli.app", HEAVY | FRONT_ENDS),
         ("moet_desk.config", HEAVY | FRONT_ENDS | {"tomlkit"}),
         ("moet_desk.engine.handle", HEAVY | FRONT_ENDS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +12,20 @@ import torch
 
 from moet_desk.engine.checks import check_gate
 from moet_desk.engine.gate import Gate, confidence
+from moet_desk.engine.gate_curve import Limit
+from moet_desk.engine.gate_file import Calibration, GatePoint, write_gate
 from moet_desk.engine.handle import (
     DEFAULT_GATE,
     EngineHandle,
+    EngineOptions,
     GenerateRequest,
     Quality,
     Sampling,
 )
+from moet_desk.engine.serving import _default_gate
 from moet_desk.errors import MoetError
 from moet_desk.settings import SETTINGS
+from moet_desk.store.pack_meta import read_meta
 from moet_desk.telemetry import Finished, GateCounters, Usage
 from tests.engine.test_promise import STORY, SUM, Answer, answer, ask, engine
 
@@ -68,7 +74,7 @@ def test_check__gate_that_is_no_probability__refused(gate: float) -> None:
 
 
 def test_default__setting_and_request__agree() -> None:
-    assert SETTINGS["answers.gate"].default == DEFAULT_GATE == GenerateRequest().gate
+    assert SETTINGS["answers.gate"].default is GenerateRequest().gate is None
 
 
 def balanced(prompt: str, sampling: Sampling, gate: float = DEFAULT_GATE) -> GenerateRequest:
@@ -149,3 +155,19 @@ def test_tokens__any_tier_sizes_beside_others__same_bits(
 ) -> None:
     with engine(demo_pack, **SIZES[sizes]) as handle:
         assert answer(handle, REQUESTS[::-1]) == wanted[::-1]
+
+
+def test_gate__unset__of_the_pack_or_ours(demo_pack: Path, tmp_path: Path) -> None:
+    pack = tmp_path / "demo"
+    shutil.copytree(demo_pack, pack)
+    assert _default_gate(pack, EngineOptions()) == DEFAULT_GATE
+    point = GatePoint(0.42, 0.1, 0.9)
+    identity = read_meta(pack).identity
+    write_gate(
+        pack,
+        Calibration(
+            1, identity, 0.42, Limit.TARGET, 0.9, 0.15, [point], 10, 1, ["a.txt"], "2026-11-29"
+        ),
+    )
+    assert _default_gate(pack, EngineOptions()) == 0.42
+    assert _default_gate(pack, EngineOptions(gate=0.7)) == 0.7

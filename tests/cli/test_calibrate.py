@@ -1,0 +1,104 @@
+"""`calibrate gate` on the demo model: its document, its table, what it keeps, and wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moet_desk.engine import evaluate
+from moet_desk.engine.gate_file import read_gate
+from moet_desk.engine.handle import Quality
+from moet_desk.errors import ExitCode
+from moet_desk.store.pack_format import GATE_FILE
+from tests.cli.conftest import Command
+
+
+@pytest.fixture
+def packed(demo_pack: Path, data_dir: Path) -> Path:
+    folder = data_dir / "models" / "demo"
+    shutil.copytree(demo_pack, folder)
+    return folder
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Path:
+    path = tmp_path / "story.txt"
+    path.write_text("The miller waited for the wind, and it came in the evening. " * 6)
+    return path
+
+
+def test_gate__one_text__document_and_file_agree(moet: Command, packed: Path, story: Path) -> None:
+    assert moet("show", "--json").document["gate_tau"] is None
+    assert "gate tau" not in moet("show").out
+    result = moet("calibrate", "gate", "demo", "--text", str(story), "--text-tokens", "60",
+                  "--budget", "0.5", "--json")  # fmt: skip
+    assert result.code == 0, result.err
+    document = result.document
+    assert document["texts"] == [{"file": "story.txt", "tokens": 60, "windows": 1}]
+    assert (document["tokens"], document["target"], document["budget"]) == (60, 0.9, 0.5)
+    assert document["flips"] > 0
+    assert len(document["curve"]) == 101
+    assert document["stored"] == str(packed / GATE_FILE)
+    kept = read_gate(packed)
+    assert kept is not None
+    assert (kept.tau, kept.limit.value) == (document["tau"], document["limit"])
+    assert (kept.tokens, kept.flips, kept.texts) == (60, document["flips"], ["story.txt"])
+    assert document["rerun"] <= 0.5
+    assert "60/60 tokens" in result.err
+    assert moet("show", "--json").document["gate_tau"] == kept.tau
+    assert f"{kept.tau}" in moet("show").out.split("gate tau")[1]
+
+
+def test_gate__for_people__table_with_the_chosen_one(
+    moet: Command, packed: Path, story: Path
+) -> None:
+    given = ("--text", str(story), "--text-tokens", "40", "-q")
+    result = moet("calibrate", "gate", *given, "--catch", "0.5", "--budget", "1")
+    assert (result.code, result.err) == (0, "")
+    kept = read_gate(packed)
+    assert kept is not None
+    (line,) = [line for line in result.out.splitlines() if line.endswith("chosen")]
+    assert line.startswith(f"{kept.tau:.2f} ")
+    assert f"Kept {kept.tau:.2f}, the smallest that catches 50%" in result.out
+    short = moet("calibrate", "gate", *given, "--budget", "0")
+    assert "Kept 0.00, which catches most within 0% of reruns" in short.out
+
+
+def test_gate__no_flips__nothing_is_kept(
+    moet: Command, packed: Path, story: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = evaluate.PLANES[Quality.EXACT]
+    monkeypatch.setattr(evaluate, "PLANES", dict.fromkeys(evaluate.PLANES, plane))
+    given = ("calibrate", "gate", "--text", str(story), "--text-tokens", "10", "-q")
+    (event,) = moet(*given, "--format", "ndjson").events
+    assert (event["event"], event["flips"], event["tokens"]) == ("gate", 0, 10)
+    assert event["tau"] is event["limit"] is event["stored"] is event["curve"][5]["caught"] is None
+    assert "Nothing was chosen" in moet(*given).out
+    assert not (packed / GATE_FILE).exists()
+
+
+def test_gate__wrong_input__as_eval_says_it(moet: Command, packed: Path, tmp_path: Path) -> None:
+    assert moet("calibrate", "gate").code == ExitCode.USAGE
+    short = tmp_path / "short.jsonl"
+    short.write_text(json.dumps({"text": " "}))
+    for path, code in ((tmp_path / "none", "MD-EVAL-01"), (short, "MD-EVAL-03")):
+        assert moet("calibrate", "gate", "--text", str(path), "--json").error_code == code
+    text = ("--text", str(short))
+    assert moet("calibrate", "gate", *text, "--catch", "1.2").code == ExitCode.USAGE
+    good = tmp_path / "good.txt"
+    good.write_text("A grey horse.")
+    found = moet("calibrate", "gate", "none", "--text", str(good), "--json")
+    assert found.error_code == "MD-LIB-01"
+
+
+def test_gate__folder_that_cannot_be_written__said_before_the_work(
+    moet: Command, packed: Path, story: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
+    result = moet("calibrate", "gate", "--text", str(story), "--json")
+    assert result.error_code == "MD-DISK-03"
+    assert "tokens" not in result.err
