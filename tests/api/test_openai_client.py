@@ -105,7 +105,7 @@ def test_request__nothing_set__leaves_the_choice_to_the_model(
     assert got.sampling.temperature is None
     assert got.max_tokens is None
     assert got.top_logprobs is None
-    assert (got.quality, got.gate) == (MODEL.default_quality, MODEL.default_gate)
+    assert (got.quality, got.gate) == (MODEL.default_quality, None)
     assert got.tools == ()
 
 
