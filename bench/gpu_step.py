@@ -13,13 +13,14 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 
+from bench.timing import per_call_us
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.cuda.step import StepRow
 from moet_desk.engine.handle import EngineOptions
@@ -55,25 +56,6 @@ def demo() -> None:
                 times.append(time.perf_counter() - began)
             say("demo step", plane=plane.value, rows=rows, ms=round(1e3 * median(times), 3))
     core.close()
-
-
-def timed(work: Callable[[], None], *, repeat: int = 20, inner: int = 1) -> float:
-    """Median seconds of one call of `work`, from graph replays."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inner):
-            work()
-    found = []
-    for _ in range(repeat):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) * 1e-3 / inner)
-    return median(found)
 
 
 def kernels() -> None:
@@ -125,7 +107,7 @@ def kernels() -> None:
                         experts_hidden(pool(out), codes, scales, scratch=scratch, out_codes=hcodes,
                                        out_scales=hscales, tile=tile)
                 try:
-                    us = timed(hidden_all) / len(found) * 1e6
+                    us = per_call_us([hidden_all]) / len(found)
                 except Exception as error:
                     say("hidden failed", tile=str(tile), error=str(error)[:80])
                     continue
@@ -137,7 +119,7 @@ def kernels() -> None:
                     for out in found:
                         experts_down(pool(out), hcodes, hscales, part=part, tile=tile)
                 try:
-                    us = timed(down_all) / len(found) * 1e6
+                    us = per_call_us([down_all]) / len(found)
                 except Exception as error:
                     say("down failed", tile=str(tile), error=str(error)[:80])
                     continue
@@ -153,7 +135,7 @@ def kernels() -> None:
     ids = torch.randperm(256, device=DEVICE)[:top_k].int().view(1, top_k)
     out = LookupOutput.empty(1, top_k, device=DEVICE)
     lookup(ids, tables, layer=0, out=out)
-    say("lookup, all hits", us=round(timed(lambda: lookup(ids, tables, layer=0, out=out), inner=50) * 1e6, 2))
+    say("lookup, all hits", us=round(per_call_us([lambda: lookup(ids, tables, layer=0, out=out)]), 2))
     pinned = PinnedMemory()
     memory = torch.frombuffer(pinned.allocate(64 * layout.base_stride), dtype=torch.uint8)
     place = torch.arange(64, dtype=torch.int32, device=DEVICE)
@@ -161,7 +143,7 @@ def kernels() -> None:
     for n in (0, 1, 4):
         miss_n = torch.tensor([n], dtype=torch.int32, device=DEVICE)
         row = torch.arange(8, dtype=torch.int32, device=DEVICE)
-        us = timed(lambda m=miss_n: fetch(base, arena, m, miss_row=row, miss_slot=row), inner=10) * 1e6
+        us = per_call_us([lambda m=miss_n: fetch(base, arena, m, miss_row=row, miss_slot=row)])
         say("fetch", rows=n, us=round(us, 2), gb_per_s=round(n * layout.base_stride / us / 1e3, 1))
     for n, k in ((4096, 4096), (16384, 4096), (2048, 4096)):
         values = torch.randn(n, k, device=DEVICE).to(torch.float8_e4m3fn)
@@ -172,7 +154,7 @@ def kernels() -> None:
             def dense_all() -> None:
                 for weight in weights:
                     gemv(x, weight, y)
-            us = timed(dense_all) / len(weights) * 1e6
+            us = per_call_us([dense_all]) / len(weights)
             say("gemv fp8", n=n, k=k, rows=rows, us=round(us, 2), gb_per_s=round(n * k / us / 1e3))
     del memory
     pinned.release()
