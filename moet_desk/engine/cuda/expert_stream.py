@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
@@ -122,6 +123,18 @@ class Wanted:
         return [plane for plane, slots in self.slots.items() if slots[expert] < 0]
 
 
+Fill = tuple[int, Plane, int]
+"""A staging place and the row that goes there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a batch of experts needs: places that its kernels read, and rows that come there."""
+
+    places: Sequence[int]
+    fills: Sequence[Fill]
+
+
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """Rows that were brought before their layer began: the place of each expert."""
@@ -227,19 +240,37 @@ class ChunkExperts:
     ) -> None:
         """Batch after batch; `held` has the places of rows that are on the device or on the way."""
         pieces = cut_batches(wanted.counts, experts=self._size, pairs=weights.shape[0])
+        turns = self._plan(pieces, wanted, held, moe_layer * self._n_experts)
+        # All tables before all rows: the copy engine takes what it gets in order, so that a table
+        # which came later would wait for rows that no kernel needs yet.
+        rows = self._addresses(wanted, held)
         batches = self._upload([make_batch(wanted.counts, p, device="cpu") for p in pieces])
-        used = [[expert for expert in piece if wanted.counts[expert]] for piece in pieces]
-        first_row = moe_layer * self._n_experts
-        for i, batch in enumerate(batches):
-            if i == 0:
-                self._bring(used[0], wanted, held, first_row)
-            rows = self._addresses(wanted, used[i], held)
-            places = [held.pop(expert) for expert in used[i] if expert in held]
-            with self._staging.reading(places):
+        self._fill(turns[0].fills)
+        for turn, batch, behind in zip_longest(turns, batches, turns[1:]):
+            with self._staging.reading(turn.places):
                 self._compute(rows, batch, groups, weights, out, reading.activations)
-            if i + 1 < len(batches):  # after the launches: reading from disk holds up the host only
-                self._bring(used[i + 1], wanted, held, first_row)
-        self._staging.give_back(held.values())
+            if behind is not None:  # after the launches: reading from disk holds up the host only
+                self._fill(behind.fills)
+
+    def _plan(
+        self, pieces: Sequence[range], wanted: Wanted, held: dict[int, int], first_row: int
+    ) -> list[Turn]:
+        """Places for the experts that lack a slot, added to `held`; nothing stays taken."""
+        turns, given_back = [], set[int]()
+        for piece in pieces:
+            fills: list[Fill] = []
+            for expert in piece:
+                if wanted.counts[expert] and (missing := wanted.missing(expert)):
+                    if expert not in held:
+                        held[expert] = self._staging.take()
+                        fills += [(held[expert], plane, first_row + expert) for plane in missing]
+                    given_back.add(expert)
+            places = [held[expert] for expert in piece if expert in given_back]
+            self._staging.give_back(places)
+            turns.append(Turn(places, fills))
+        unused = [place for expert, place in held.items() if expert not in given_back]
+        self._staging.give_back(unused)
+        return turns
 
     def _wanted(self, groups: PairGroups, moe_layer: int, planes: Sequence[Plane]) -> Wanted:
         """The one wait of a layer: what was routed where, and who has a slot."""
@@ -256,33 +287,18 @@ class ChunkExperts:
             [expert for expert, slot in enumerate(lowest) if slot < 0],
         )
 
-    def _addresses(
-        self, wanted: Wanted, experts: Sequence[int], held: Mapping[int, int]
-    ) -> RowAddresses:
-        """Where the rows of a batch's experts lie: in their slots or in staging."""
+    def _addresses(self, wanted: Wanted, held: Mapping[int, int]) -> RowAddresses:
+        """Where the rows of a layer's experts lie: in their slots or in staging."""
         tables: list[Tensor] = []
         for plane, slots in wanted.slots.items():
-            pool, where = self._pools[plane], [0] * self._n_experts
-            for expert in experts:
-                at = pool.slots.data_ptr() + slots[expert] * pool.arena.stride
+            pool = self._pools[plane]
+            where = [pool.slots.data_ptr() + slot * pool.arena.stride for slot in slots]
+            for expert, place in held.items():
                 if slots[expert] < 0:
-                    at = self._staging.address(held[expert], plane)
-                where[expert] = at
+                    where[expert] = self._staging.address(place, plane)
             tables.append(torch.tensor(where))
         base, *fine = self._to_device(torch.stack(tables))
         return RowAddresses(self._layout, base, fine[0] if fine else None)
-
-    def _bring(
-        self, experts: Sequence[int], wanted: Wanted, held: dict[int, int], first_row: int
-    ) -> None:
-        """Take places for the experts of a batch that lack a slot, and fill them."""
-        rows: list[tuple[int, Plane, int]] = []
-        for expert in experts:
-            missing = wanted.missing(expert)
-            if missing and expert not in held:
-                held[expert] = self._staging.take()
-                rows += [(held[expert], plane, first_row + expert) for plane in missing]
-        self._fill(rows)
 
     def _bring_ahead(self, moe_layer: int, reading: Reading, missing: Sequence[int]) -> None:
         """Begin with the next layer's rows; a batch's worth of places stays free.
@@ -311,9 +327,9 @@ class ChunkExperts:
         self._staging.divide({plane: self._pools[plane].arena.stride for plane in reading.planes})
         return {}
 
-    def _fill(self, rows: Sequence[tuple[int, Plane, int]]) -> None:
+    def _fill(self, rows: Sequence[Fill]) -> None:
         """Copy rows (place, plane, row) into staging, from RAM or from disk."""
-        copies, late = list[tuple[int, Plane, Tensor]](), list[tuple[int, Plane, int]]()
+        copies, late = list[tuple[int, Plane, Tensor]](), list[Fill]()
         for place, plane, row in rows:
             at = int(self._host.table(plane)[row])
             if at == ABSENT:
@@ -326,7 +342,7 @@ class ChunkExperts:
         self.counters.n_bytes += sum(row.numel() for _, _, row in copies)
         self._staging.fill(copies)
 
-    def _read(self, late: Sequence[tuple[int, Plane, int]]) -> list[tuple[int, Plane, Tensor]]:
+    def _read(self, late: Sequence[Fill]) -> list[tuple[int, Plane, Tensor]]:
         """Rows on disk into the pinned places that belong to staging's.
 
         A read that does not end keeps its place, so no later one begins before it has ended. That

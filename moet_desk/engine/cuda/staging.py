@@ -30,7 +30,9 @@ class Staging:
     """Places of equal size in a flat piece of memory.
 
     A place holds the rows of one expert, one after another: how many planes there are is said by
-    `divide`, and the fewer, the more places. Invariant: every place is free or held by the caller.
+    `divide`, and the fewer, the more places. Invariant: every place is free or held by the caller,
+    who may plan ahead: places are taken and given back in the order in which they are going to be
+    filled and read.
     """
 
     def __init__(self, n_bytes: int, device: torch.device) -> None:
@@ -91,7 +93,7 @@ class Staging:
 
     @contextmanager
     def reading(self, places: Collection[int]) -> Iterator[None]:
-        """Kernels launched inside read these places, which are free again behind them."""
+        """Kernels launched inside read these places; the next copies there come behind them."""
         if self._stream is not None:
             for event in {self._places[place].filled for place in places}:
                 if event is not None:
@@ -100,10 +102,9 @@ class Staging:
         used = self._event()
         for place in places:
             self._places[place].used = used
-            self._free.append(place)
 
     def give_back(self, places: Collection[int]) -> None:
-        """Free places that no kernel reads."""
+        """Free places behind all that are free already."""
         self._free.extend(places)
 
     def _offset(self, place: int, plane: Plane) -> int:

@@ -319,7 +319,7 @@ def mla_prefill(
     group = _heads_that_fit(up, scratch.expanded.numel() // entries)
     parts, ropes = _latents(kv, entries, r, dr, scratch)
     width = up.dn + up.dv
-    tile_m, tile_s, warps, stages = _shape(q_nope.device)
+    tile_m, tile_s, warps, stages = _shape(q_nope.device, narrow=max(up.dn, up.dv) <= 128)
     for first in range(0, n, group):
         heads = min(group, n - first)
         expanded = scratch.expanded[: entries * heads * width].view(entries, heads * width)
@@ -408,12 +408,16 @@ def chunk_of(d: int) -> int:
     return min(128, max(16, d & -d)) if d > 64 else max(16, 1 << (d - 1).bit_length())
 
 
-def _shape(device: torch.device) -> tuple[int, int, int, int]:
+def _shape(device: torch.device, *, narrow: bool = False) -> tuple[int, int, int, int]:
     """Rows, entries, warps and stages of a program; consumer cards have less shared memory."""
     if INTERPRETED:
         return 16, 32, 4, 1
-    return HOPPER_SHAPE if torch.cuda.get_device_capability(device)[0] in (9, 10) else CARD_SHAPE
+    if torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return CARD_SHAPE
+    return HOPPER_NARROW_SHAPE if narrow else HOPPER_SHAPE
 
 
 HOPPER_SHAPE = (128, 64, 8, 1)
+HOPPER_NARROW_SHAPE = (128, 128, 8, 1)
+"""MLA with values of at most 128: wider ones do not leave room in shared memory."""
 CARD_SHAPE = (64, 32, 8, 1)

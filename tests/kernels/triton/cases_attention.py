@@ -58,7 +58,10 @@ def _join(width: int, *, sink: bool) -> Case:
 
 
 def _mla_prefill(dn: int, dv: int, capability: int) -> Case:
-    m, tile, warps, stages = SHAPES[capability]
+    shape = SHAPES[capability]
+    if capability == 90 and dv <= 128:
+        shape = prefill_attention.HOPPER_NARROW_SHAPE
+    m, tile, warps, stages = shape
     types = {
         "q_nope": "*fp32", "q_stride": "i32", "q_pitch": "i32", "q_rope": "*fp32",
         "expanded": "*fp32", "ropes": "*fp32", "out": "*fp32", "scale": "fp32", "start": "i32",
