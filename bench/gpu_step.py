@@ -2,6 +2,7 @@
 
     python bench/gpu_step.py demo      a step of the demo model, for 1 and 4 rows and both planes
     python bench/gpu_step.py kernels   one JSON line per kernel at DeepSeek-V4-Flash's expert shape
+    python bench/gpu_step.py gate      what a gate that never fires adds to a DeepSeek-V4-Flash step
     python bench/gpu_step.py mailbox   what asking the host for rows costs beside the drive's own time
 
 Prints JSON lines. Needs a CUDA device; writes nothing.
@@ -58,6 +59,43 @@ def demo() -> None:
     core.close()
 
 
+def gate() -> None:
+    """Steps in turn with and without the gate of balanced answers, tau 0."""
+    from types import SimpleNamespace
+
+    from moet_desk.engine.cuda.measure import Setup, ShapeBench
+    from moet_desk.engine.cuda.pinned import PinnedMemory
+    from moet_desk.engine.cuda.shapes import SHAPES
+    from moet_desk.engine.gate import Gate
+    from moet_desk.units import GIB
+
+    pinned, judge, row = PinnedMemory(), Gate(), SimpleNamespace(tau=0.0, rerun_tokens=0)
+    setup = Setup(SHAPES["deepseek-v4-flash"](8192), torch.device(DEVICE), 32 * GIB, context=8192)
+    made = ShapeBench(setup, pinned.allocate, lambda _: None)
+    made.loader.set_popularity(0.004)
+    made.steps(200)
+    sequence, plain_ms, gated_ms = made._sequence(), [], []
+    for _ in range(500):
+        began = time.perf_counter()
+        made._step(sequence)
+        middle = time.perf_counter()
+        made._step(sequence)
+        assert not judge.is_unsure(row, made.model.confidence(1)[0])
+        plain_ms.append(1e3 * (middle - began))
+        gated_ms.append(1e3 * (time.perf_counter() - middle))
+    both = sorted(b - a for a, b in zip(plain_ms, gated_ms, strict=True))
+    say(
+        "gate",
+        shape="deepseek-v4-flash",
+        steps=len(plain_ms),
+        fast_ms=round(median(plain_ms), 4),
+        gated_ms=round(median(gated_ms), 4),
+        share=round(median(gated_ms) / median(plain_ms) - 1, 5),
+        difference_us={p: round(1e3 * both[len(both) * p // 100], 1) for p in (25, 50, 75)},
+    )
+    pinned.release()
+
+
 def kernels() -> None:
     from moet_desk.engine.cuda.pinned import PinnedMemory
     from moet_desk.kernels.kinds import Activations
@@ -80,7 +118,9 @@ def kernels() -> None:
         found = [LookupOutput.empty(rows, top_k, device=DEVICE) for _ in range(24)]
         order = torch.randperm(slots, device=DEVICE).int()
         for i, out in enumerate(found):
-            out.uniq_slot.copy_(order[torch.arange(pairs, device=DEVICE) + i * pairs % (slots - pairs)])
+            out.uniq_slot.copy_(
+                order[torch.arange(pairs, device=DEVICE) + i * pairs % (slots - pairs)]
+            )
             out.uniq_pair.fill_(-1)
             for p in range(pairs):
                 out.uniq_pair[p, p // top_k] = p
@@ -90,7 +130,7 @@ def kernels() -> None:
         part = torch.empty((pairs, hidden), device=DEVICE)
         for plane, kind in (("base", Activations.INT8), ("fine", Activations.INT15)):
             shape = (rows, *planar_shape(hidden, kind))
-            codes = torch.randint(-2**31, 2**31 - 1, shape, dtype=torch.int32, device=DEVICE)
+            codes = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=DEVICE)
             shape = (pairs, *planar_shape(inter, kind))
             hcodes = torch.empty(shape, dtype=torch.int32, device=DEVICE)
             n_bytes = pairs * (layout.base_bytes + (layout.fine_bytes if plane == "fine" else 0))
@@ -102,10 +142,19 @@ def kernels() -> None:
 
             best: tuple[float, Any] | None = None
             for tile in [Tile(r, w) for r, w in HIDDEN_TILES]:
+
                 def hidden_all(tile: Tile = tile) -> None:
                     for out in found:
-                        experts_hidden(pool(out), codes, scales, scratch=scratch, out_codes=hcodes,
-                                       out_scales=hscales, tile=tile)
+                        experts_hidden(
+                            pool(out),
+                            codes,
+                            scales,
+                            scratch=scratch,
+                            out_codes=hcodes,
+                            out_scales=hscales,
+                            tile=tile,
+                        )
+
                 try:
                     us = per_call_us([hidden_all]) / len(found)
                 except Exception as error:
@@ -115,9 +164,11 @@ def kernels() -> None:
                     best = (us, tile)
             best2: tuple[float, Any] | None = None
             for tile in [Tile(r, w) for r, w in DOWN_TILES]:
+
                 def down_all(tile: Tile = tile) -> None:
                     for out in found:
                         experts_down(pool(out), hcodes, hscales, part=part, tile=tile)
+
                 try:
                     us = per_call_us([down_all]) / len(found)
                 except Exception as error:
@@ -128,14 +179,25 @@ def kernels() -> None:
             assert best is not None
             assert best2 is not None
             total = best[0] + best2[0]
-            say("experts", rows=rows, plane=plane, hidden_us=round(best[0], 2), hidden_tile=str(best[1]),
-                down_us=round(best2[0], 2), down_tile=str(best2[1]), layer_us=round(total, 2),
-                gb_per_s=round(n_bytes / total / 1e3))
+            say(
+                "experts",
+                rows=rows,
+                plane=plane,
+                hidden_us=round(best[0], 2),
+                hidden_tile=str(best[1]),
+                down_us=round(best2[0], 2),
+                down_tile=str(best2[1]),
+                layer_us=round(total, 2),
+                gb_per_s=round(n_bytes / total / 1e3),
+            )
     tables = GpuTables.empty(43, 256, 2000, device=DEVICE)
     ids = torch.randperm(256, device=DEVICE)[:top_k].int().view(1, top_k)
     out = LookupOutput.empty(1, top_k, device=DEVICE)
     lookup(ids, tables, layer=0, out=out)
-    say("lookup, all hits", us=round(per_call_us([lambda: lookup(ids, tables, layer=0, out=out)]), 2))
+    say(
+        "lookup, all hits",
+        us=round(per_call_us([lambda: lookup(ids, tables, layer=0, out=out)]), 2),
+    )
     pinned = PinnedMemory()
     memory = torch.frombuffer(pinned.allocate(64 * layout.base_stride), dtype=torch.uint8)
     place = torch.arange(64, dtype=torch.int32, device=DEVICE)
@@ -147,13 +209,18 @@ def kernels() -> None:
         say("fetch", rows=n, us=round(us, 2), gb_per_s=round(n * layout.base_stride / us / 1e3, 1))
     for n, k in ((4096, 4096), (16384, 4096), (2048, 4096)):
         values = torch.randn(n, k, device=DEVICE).to(torch.float8_e4m3fn)
-        weights = [DenseWeight(values.clone(), torch.rand(-(-n // 128), -(-k // 128), device=DEVICE)) for _ in range(8)]
+        weights = [
+            DenseWeight(values.clone(), torch.rand(-(-n // 128), -(-k // 128), device=DEVICE))
+            for _ in range(8)
+        ]
         for rows in (1, 4):
             x = torch.randn(rows, k, device=DEVICE)
             y = torch.empty(rows, n, device=DEVICE)
+
             def dense_all() -> None:
                 for weight in weights:
                     gemv(x, weight, y)
+
             us = per_call_us([dense_all]) / len(weights)
             say("gemv fp8", n=n, k=k, rows=rows, us=round(us, 2), gb_per_s=round(n * k / us / 1e3))
     del memory
@@ -226,13 +293,20 @@ def mailbox() -> None:
             for rows in (1, 6):
                 whole, waiting = measured(rows, announced=announced, pause_s=pause_s)
                 late = quantiles(whole, n=20)[-1]
-                say("mailbox", rows=rows, announced=announced, pause_ms=1e3 * pause_s,
-                    round_trip_us=round(median(whole) - idle, 1), p95_us=round(late - idle, 1),
-                    waiting_us=round(median(waiting), 1), no_request_us=round(idle, 1),
-                    error=int(error))
+                say(
+                    "mailbox",
+                    rows=rows,
+                    announced=announced,
+                    pause_ms=1e3 * pause_s,
+                    round_trip_us=round(median(whole) - idle, 1),
+                    p95_us=round(late - idle, 1),
+                    waiting_us=round(median(waiting), 1),
+                    no_request_us=round(idle, 1),
+                    error=int(error),
+                )
     server.close()
     pinned.release()
 
 
 if __name__ == "__main__":
-    {"demo": demo, "kernels": kernels, "mailbox": mailbox}[sys.argv[1]]()
+    {"demo": demo, "kernels": kernels, "gate": gate, "mailbox": mailbox}[sys.argv[1]]()

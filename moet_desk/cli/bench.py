@@ -99,10 +99,10 @@ def bench(
     With --shape: the decode step of made-up weights on the GPU, and where its time goes.
     """
     invocation: Invocation = ctx.obj
-    of_a_model = ("model", "repeat", "exact", "pool_slots", "arena_rows", "no_pack", "device")
+    of_a_model = ("model", "repeat", "pool_slots", "arena_rows", "no_pack", "device")
     if shape is not None:
         _refuse(ctx, of_a_model, "cannot be used with --shape")
-        bench_shape(invocation, shape, ShapeWishes(**made_up))
+        bench_shape(invocation, shape, ShapeWishes(exact=exact, **made_up))
         return
     _refuse(ctx, made_up, "needs --shape")
     settings = invocation.load_settings(engine__device=device).settings

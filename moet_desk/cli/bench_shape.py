@@ -20,6 +20,7 @@ from moet_desk.cli.models import Size
 from moet_desk.cli.output import Format, print_document, print_text
 from moet_desk.engine.cuda.shapes import SHAPES, Shape
 from moet_desk.errors import fail
+from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB, show_disk, show_memory, show_rate
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class ShapeWishes:
     context: int
     rows: int
     prefill: int
+    exact: bool
+    fine_slots: int
 
 
 def shape_options(command: _Decorated) -> _Decorated:
@@ -70,6 +73,10 @@ def shape_options(command: _Decorated) -> _Decorated:
             "--prefill", default=0, type=click.IntRange(0, 1 << 20),
             help="With --shape: also read a prompt of so many tokens.",
         ),
+        click.option(
+            "--fine-slots", default=0, type=click.IntRange(0),
+            help="With --shape and --exact: slots for FP4 rows; by default all come from RAM.",
+        ),
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -88,13 +95,14 @@ def bench_shape(invocation: Invocation, name: str, wishes: ShapeWishes) -> None:
         raise click.BadParameter(
             f"a step of {name} has {shape.most_rows} rows at most", param_hint="--rows"
         )
-    _check_ram(shape, wishes.ram_limit)
+    _check_ram(shape, wishes.ram_limit, exact=wishes.exact)
     device = _device()
     from moet_desk.engine.cuda.measure import Setup, measure
 
     setup = Setup(
         shape, device, _vram_bytes(device, wishes.vram_limit), context=wishes.context,
         rows=wishes.rows, prefill=wishes.prefill,
+        plane=Plane.FINE if wishes.exact else Plane.BASE, fine_slots=wishes.fine_slots,
     )  # fmt: skip
     invocation.say(f"Measuring made-up weights of {name}, {setup.n_slots()} slots")
     figures = measure(setup, hit_rate=wishes.hit_rate, progress=invocation.say)
@@ -105,13 +113,14 @@ def bench_shape(invocation: Invocation, name: str, wishes: ShapeWishes) -> None:
         print_document(record)
 
 
-def _check_ram(shape: Shape, limit: int | None) -> None:
+def _check_ram(shape: Shape, limit: int | None, *, exact: bool) -> None:
     """Refuse a limit that would send rows to a drive: made-up rows are in no file."""
     from moet_desk.kernels.layouts import ExpertLayout
 
     spec = shape.spec
     n_rows = len(spec.main_moe_layers) * spec.moe_ffn.router.n_experts
-    need = n_rows * ExpertLayout(spec.hidden, spec.moe_ffn.inter).base_stride
+    layout = ExpertLayout(spec.hidden, spec.moe_ffn.inter)
+    need = n_rows * (layout.base_stride + (layout.fine_stride if exact else 0))
     if limit is not None and need > limit:
         raise fail(
             "MD-RAM-05", shape=shape.name, need=show_memory(need), have=show_memory(limit),
@@ -153,11 +162,14 @@ def make_record(shape: Shape, wishes: ShapeWishes, figures: Figures, n_rows: int
         "weights": "synthetic",
         "vram_limit_gib": _gib(wishes.vram_limit),
         "ram_limit_gib": _gib(wishes.ram_limit),
+        "quality": "exact" if wishes.exact else "fast",
         "base_slots": figures.n_slots,
+        "fine_slots": figures.n_fine_slots,
         "rows": n_rows,
         "hit_rate_wanted": wishes.hit_rate,
         "hit_rate": rounded(steps.hit_rate, 4),
         "misses_per_step": rounded(steps.misses),
+        "fine_misses_per_step": rounded(steps.fine_misses),
         "tokens_per_step": wishes.rows,
         "acceptance": None,
         "context": wishes.context,
@@ -208,7 +220,8 @@ def for_people(record: Mapping[str, Any]) -> str:
     step, moved = record["step_ms"], record["bytes_per_step"]
     limit = record["vram_limit_gib"]
     within = "" if limit is None else f" in {show_memory(limit * GIB)} of VRAM"
-    lines = [f"{record['shape']}, made-up weights, on {record['gpu']}{within}"]
+    head = f"{record['shape']}, {record['quality']}, made-up weights"
+    lines = [f"{head}, on {record['gpu']}{within}"]
     if record["note"]:
         lines.append(f"  note           {record['note']}")
     lines += [
@@ -218,6 +231,7 @@ def for_people(record: Mapping[str, Any]) -> str:
         *_group_lines(step),
         f"  hits           {record['hit_rate']:.1%}, {record['hit_rate_wanted']:.1%} wanted;"
         f" {record['base_slots']} slots of {record['rows']} experts",
+        *_fine_lines(record),
         f"  VRAM           {show_disk(moved['vram'])} per step{_rates(record, 'vram')}",
         f"  PCIe           {show_disk(moved['pcie'])} per step{_rates(record, 'pcie')}",
         f"  roofline       {_or_unknown(record['roofline_ratio'])} of the step is what its bytes"
@@ -242,6 +256,13 @@ def _group_lines(step: Mapping[str, Any]) -> list[str]:
         f"    {_WORDS[name]:<16} {ms:7.3f} ms  {ms / step['median']:4.0%}"
         for name, ms in groups.items()
     ]
+
+
+def _fine_lines(record: Mapping[str, Any]) -> list[str]:
+    if record["quality"] == "fast":
+        return []
+    fetched, slots = record["fine_misses_per_step"], record["fine_slots"]
+    return [f"  FP4 rows       {fetched:.1f} per step from RAM; {slots} slots"]
 
 
 def _rates(record: Mapping[str, Any], tier: str) -> str:

@@ -15,6 +15,7 @@ from moet_desk.engine.cuda.bandwidth import Bandwidth
 from moet_desk.engine.cuda.measure import Figures, Setup, Steps
 from moet_desk.engine.cuda.shapes import SHAPES
 from moet_desk.errors import ExitCode
+from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB
 from tests.cli.conftest import Command
 
@@ -27,6 +28,7 @@ measured_bw roofline_ratio peak_vram_gib peak_rss_gib repeats
 FIGURES = Figures(
     steps=Steps(tuple(8 + i / 100 for i in range(301)), 0.9612, 10.01, 258.0),
     n_slots=3386,
+    n_fine_slots=0,
     attempts=4,
     vram_bytes=10_000_000_000,
     pcie_bytes=70_850_000,
@@ -87,7 +89,8 @@ def test_bench_shape__rows_over_the_ram_limit__refused_with_both_sizes(moet: Com
         (["--shape", "gpt-5"], "is not one of 'deepseek-v4-flash'"),
         (["--shape", "glm-5.2", "--vram-limit", "lots"], "lots"),
         (["--shape", "glm-5.2", "--hit-rate", "96"], "--hit-rate"),
-        (["--shape", "glm-5.2", "--exact"], "--exact cannot be used with --shape"),
+        (["--shape", "glm-5.2", "--pool-slots", "9"], "--pool-slots cannot be used with --shape"),
+        (["demo", "--fine-slots", "9"], "--fine-slots needs --shape"),
         (["demo", "--shape", "glm-5.2"], "MODEL cannot be used with --shape"),
         (["--shape", "qwen3-next-80b", "--rows", "7"], "6 rows at most"),
         (["--prefill", "100"], "--prefill needs --shape"),
@@ -117,6 +120,31 @@ def test_bench_shape__options__reach_the_measurement(moet: Command, card: FakeCa
     record = result.document
     assert (record["vram_limit_gib"], record["ram_limit_gib"]) == (32, 96)
     assert record["decode_tok_per_s"] == pytest.approx(2000 / 9.5, abs=0.1)
+
+
+def test_bench_shape__exact__both_planes_in_memory_and_record(
+    moet: Command, card: FakeCard
+) -> None:
+    card.figures = replace(FIGURES, n_fine_slots=6, steps=replace(FIGURES.steps, fine_misses=258.0))
+    shape = ("bench", "--shape", "deepseek-v4-flash", "--exact")
+    record = moet(*shape, "--json").document
+    (setup,) = card.setups
+    assert setup.planes == (Plane.BASE, Plane.FINE)
+    assert setup.n_fine_slots() == 6
+    assert (record["quality"], record["fine_slots"]) == ("exact", 6)
+    assert record["fine_misses_per_step"] == 258
+    assert "258.0 per step from RAM; 6 slots" in moet(*shape).out
+    refused = moet(*shape, "--ram-limit", "96GiB", "--json")  # enough for the 2-bit rows alone
+    assert refused.error_code == "MD-RAM-05"
+
+
+def test_setup__fine_slots__take_from_the_base_pool() -> None:
+    shape = SHAPES["deepseek-v4-flash"](8192)
+    fast = Setup(shape, torch.device("cpu"), 32 * GIB, context=8192)
+    exact = replace(fast, plane=Plane.FINE, fine_slots=500)
+    assert (fast.n_fine_slots(), exact.n_fine_slots()) == (0, 500)
+    less = fast.n_slots() - exact.n_slots()
+    assert less == pytest.approx(500 * exact.layout.fine_stride / exact.layout.base_stride, abs=1)
 
 
 def test_bench_shape__record__schema_of_the_bench_records(moet: Command, card: FakeCard) -> None:
@@ -157,7 +185,7 @@ def test_bench_shape__for_people__one_line_per_figure(moet: Command, card: FakeC
     lines = moet(
         "bench", "--shape", "deepseek-v4-flash", "--vram-limit", "32GiB", "--prefill", "512"
     ).out.splitlines()
-    assert lines[0] == "deepseek-v4-flash, made-up weights, on NVIDIA X in 32.0 GiB of VRAM"
+    assert lines[0] == "deepseek-v4-flash, fast, made-up weights, on NVIDIA X in 32.0 GiB of VRAM"
     assert lines[1].startswith("  note           attention: MLA of about equal weight bytes")
     assert lines[2:] == [
         "  decode         105.3 tokens/s, 1 per step, context of 8192",

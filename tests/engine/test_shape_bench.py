@@ -6,6 +6,7 @@ import importlib
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.reference import mla_entry_bytes
 from moet_desk.kernels.triton.cache import MOST_PAIRS
 from moet_desk.store.arena import plain_memory
+from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB, MIB
 
 CPU = torch.device("cpu")
@@ -194,7 +196,7 @@ def test_figures__roofline__the_slower_bus_counts() -> None:
     def ratio(vram: int, pcie: int) -> float | None:
         steps = Steps((9.0, 10.0, 11.0), 0.96, 2.0, 10.0)
         bandwidth = Bandwidth(vram=4e12, pcie=50e9)
-        return Figures(steps, 10, 1, vram, pcie, None, bandwidth, None, None).roofline_ratio
+        return Figures(steps, 10, 0, 1, vram, pcie, None, bandwidth, None, None).roofline_ratio
 
     assert ratio(8 * 10**9, 0) == pytest.approx(0.2)
     assert ratio(8 * 10**9, 400 * 10**6) == pytest.approx(0.8)
@@ -276,3 +278,16 @@ def test_measure__tiny_model_interpreted__whole_figures(launched: set[str]) -> N
     assert launched - set(GROUP_OF_KERNEL) == set()
     assert {"_fetch_kernel", "_lookup_kernel", "_swiglu_gemv_kernel", "_scan_kernel"} <= launched
     assert "_pass_kernel" not in launched
+
+
+@pytest.mark.slow
+def test_measure__exact_steps__every_fp4_row_from_ram() -> None:
+    setup = replace(tiny(RESERVE_BYTES + 2**27), plane=Plane.FINE, prefill=0)
+    bench = measuring.ShapeBench(setup, plain_memory, lambda _: None)
+    found = bench.run(1.0)
+    assert (found.n_slots, found.n_fine_slots) == (8, 2)
+    assert found.steps.fine_misses <= 2
+    assert found.pcie_bytes == round(found.steps.fine_misses * setup.layout.fine_stride)
+    experts = 2 * (setup.layout.base_bytes + setup.layout.fine_bytes)
+    kv = setup.context * setup.kv_token_bytes
+    assert found.vram_bytes == dense_read_bytes(setup.shape.spec, 1) + experts + kv

@@ -66,6 +66,9 @@ class Setup:
         context: tokens of the model that each step sees, its own included.
         rows: rows of a step, neighbours in one sequence.
         prefill: tokens of the prompt that is read at the end, 0 for none.
+        plane: FINE measures exact steps.
+        fine_slots: of the FP4 pool, for exact steps; at least those of a layer of a step, so that
+            with none more than these every FP4 row comes from RAM.
         warm, steps, traced: steps before a measurement, in it, and under the profiler.
         attempts: most measurements in search of the hit rate.
     """
@@ -76,6 +79,8 @@ class Setup:
     context: int
     rows: int = 1
     prefill: int = 0
+    plane: Plane = Plane.BASE
+    fine_slots: int = 0
     warm: int = 200
     steps: int = 300
     traced: int = 20
@@ -114,6 +119,22 @@ class Setup:
         mixer = spec.layers[0].mixer
         return len(spec.layers) * mla_entry_bytes(KV_FORM, mixer.kv_rank, mixer.rope_dim)
 
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Planes whose rows a step reads."""
+        return (Plane.BASE,) if self.plane is Plane.BASE else (Plane.BASE, Plane.FINE)
+
+    @property
+    def least_slots(self) -> int:
+        """Slots that a layer of a step can need at once."""
+        return self.rows * self.shape.spec.moe_ffn.router.top_k
+
+    def n_fine_slots(self) -> int:
+        """Slots of the FP4 pool; none for 2-bit steps."""
+        if self.plane is Plane.BASE:
+            return 0
+        return min(self.n_rows, max(self.least_slots, self.fine_slots))
+
     def n_slots(self) -> int:
         """Slots of the pool: what the limit leaves beside dense weights, KV and activations.
 
@@ -121,8 +142,8 @@ class Setup:
             MoetError: MD-GPU-05, not even the experts of one layer fit.
         """
         spec = self.shape.spec
-        least = self.rows * spec.moe_ffn.router.top_k
-        fixed = dense_bytes(spec) + RESERVE_BYTES
+        least = self.least_slots
+        fixed = dense_bytes(spec) + RESERVE_BYTES + self.n_fine_slots() * self.layout.fine_stride
         fixed += self.kv_pages * _PAGE_TOKENS * self.kv_token_bytes
         if self.prefill:
             fixed += stage_bytes(self.layout, spec.moe_ffn.router.n_experts)
@@ -142,13 +163,15 @@ class Steps:
     Attributes:
         times_ms: of each, from the tokens to the next ones.
         hit_rate: share of look-ups that found their expert in a slot.
-        misses, distinct: per step, rows fetched and distinct experts read.
+        misses, fine_misses, distinct: per step, rows fetched of each plane and distinct experts
+            read.
     """
 
     times_ms: tuple[float, ...]
     hit_rate: float
     misses: float
     distinct: float
+    fine_misses: float = 0.0
 
     @property
     def median_ms(self) -> float:
@@ -167,6 +190,7 @@ class Figures:
 
     steps: Steps
     n_slots: int
+    n_fine_slots: int
     attempts: int
     vram_bytes: int
     pcie_bytes: int
@@ -231,8 +255,12 @@ class ShapeBench:
         n_layers, router = len(spec.main_moe_layers), spec.moe_ffn.router
         n_slots = setup.n_slots()
         progress("Pinning rows")
-        rows = make_arena(setup.layout, setup.n_rows, allocate=allocate)
-        self._host = SyntheticHost({Plane.BASE: rows})
+        arenas = {
+            plane: make_arena(setup.layout, setup.n_rows, allocate=allocate, plane=plane)
+            for plane in setup.planes
+        }
+        rows = arenas[Plane.BASE]
+        self._host = SyntheticHost(arenas)
         on_card = device.type == "cuda"
         self.bandwidth = copy_bandwidth(rows.memory, device) if on_card else None
         progress("Making dense weights")
@@ -240,16 +268,21 @@ class ShapeBench:
             spec.layers[0].mixer, n_layers=len(spec.layers), n_pages=setup.kv_pages,
             page_tokens=_PAGE_TOKENS, form=KV_FORM, device=device,
         )  # fmt: skip
-        self.pool = DevicePool.make(
-            Plane.BASE, rows.on(device), n_layers=n_layers, n_experts=router.n_experts,
-            n_slots=n_slots, top_k=router.top_k, device=device,
-        )  # fmt: skip
+        self.pools = {
+            plane: DevicePool.make(
+                plane, arenas[plane].on(device), n_layers=n_layers, n_experts=router.n_experts,
+                n_slots=n, top_k=router.top_k, device=device,
+            )
+            for plane, n in zip(setup.planes, (n_slots, setup.n_fine_slots()), strict=False)
+        }  # fmt: skip
+        self.pool = self.pools[Plane.BASE]
         experts = PoolExperts(
-            self.pool, None, setup.layout, n_layers=n_layers, mailbox=None, host=self._host
-        )
+            self.pool, self.pools.get(Plane.FINE), setup.layout, n_layers=n_layers, mailbox=None,
+            host=self._host,
+        )  # fmt: skip
         self.loader = SyntheticLoader(spec, device)
         self.model = StepModel(
-            spec, self.loader, self.kv, {Plane.BASE: experts},
+            spec, self.loader, self.kv, {setup.plane: experts},
             context=self.kv.free_tokens, device=device,
             error=torch.zeros(1, dtype=torch.int32, device=device),
         )  # fmt: skip
@@ -292,9 +325,13 @@ class ShapeBench:
         return Figures(
             steps=steps,
             n_slots=n_slots,
+            n_fine_slots=setup.n_fine_slots(),
             attempts=len(tried),
             vram_bytes=self._vram_bytes(steps),
-            pcie_bytes=round(steps.misses * setup.layout.base_stride),
+            pcie_bytes=round(
+                steps.misses * setup.layout.base_stride
+                + steps.fine_misses * setup.layout.fine_stride
+            ),
             by_group=by_group,
             bandwidth=self.bandwidth,
             prefill_tok_per_s=prefill_tok_per_s,
@@ -316,15 +353,18 @@ class ShapeBench:
             times.append(1e3 * (time.perf_counter() - began))
             distinct += found  # of the last MoE layer, for all of them
         self.kv.release(sequence)
-        asked, hits, misses, _ = (self._counts() - before).tolist()
+        done = {plane: (self._counts()[plane] - before[plane]).tolist() for plane in before}
+        asked, hits, misses, _ = done[Plane.BASE]
+        fine = done[Plane.FINE][2] if Plane.FINE in done else 0
         n_layers = self.pool.tables.n_layers
-        return Steps(tuple(times), hits / asked, misses / count, int(distinct) * n_layers / count)
+        per_step = int(distinct) * n_layers / count
+        return Steps(tuple(times), hits / asked, misses / count, per_step, fine / count)
 
     def _step(self, sequence: KvSequence) -> None:
         rows = self._setup.rows
         tokens = self._random.integers(self._setup.shape.spec.vocab, size=rows).tolist()
         steps = [StepRow(token, sequence, i) for i, token in enumerate(tokens)]
-        if None in self.model.choose(steps, Plane.BASE, [GREEDY] * rows):
+        if None in self.model.choose(steps, self._setup.plane, [GREEDY] * rows):
             raise fail("MD-ENG-04", reason="made-up weights gave invalid numbers", model="MODEL")
 
     def _sequence(self) -> KvSequence:
@@ -341,19 +381,23 @@ class ShapeBench:
         sequence = self._sequence()
         sequence.length = 0
         steps = [StepRow(0, sequence, i) for i in range(rows)]
-        self.model.choose(steps, Plane.BASE, [Draw(temperature=1.0)] * rows)
+        self.model.choose(steps, self._setup.plane, [Draw(temperature=1.0)] * rows)
         if self._setup.device.type == "cuda":
-            self.model.capture(rows, Plane.BASE)
+            self.model.capture(rows, self._setup.plane)
         self.kv.release(sequence)
 
-    def _counts(self) -> NDArray[np.int64]:
-        counts: NDArray[np.int64] = self.pool.tables.counters.cpu().numpy().astype(np.int64).sum(0)
-        return counts
+    def _counts(self) -> dict[Plane, NDArray[np.int64]]:
+        return {
+            plane: pool.tables.counters.cpu().numpy().astype(np.int64).sum(0)
+            for plane, pool in self.pools.items()
+        }
 
     def _vram_bytes(self, steps: Steps) -> int:
         """Bytes that a step must read: dense weights once, each distinct expert once, KV once."""
         setup = self._setup
         experts = steps.distinct * setup.layout.base_bytes
+        if setup.plane is Plane.FINE:
+            experts += steps.distinct * setup.layout.fine_bytes
         kv = setup.entries * setup.kv_token_bytes
         return dense_read_bytes(setup.shape.spec, setup.rows) + round(experts) + kv
 
@@ -387,23 +431,24 @@ class ShapeBench:
         )
         with ThreadPoolExecutor(1) as readers:
             experts = ChunkExperts(
-                {Plane.BASE: self.pool}, self._host, setup.layout, buffers,
+                self.pools, self._host, setup.layout, buffers,
                 n_experts=spec.moe_ffn.router.n_experts, readers=readers, bounce={},
             )  # fmt: skip
             model = ChunkModel(self.model, self.kv, buffers, experts)
             prompt = self._random.integers(spec.vocab, size=setup.prefill).tolist()
-            times = [read_prompt(model, self.kv, prompt) for _ in range(PROMPTS)]
+            reading = Reading.FAST if setup.plane is Plane.BASE else Reading.EXACT
+            times = [read_prompt(model, self.kv, prompt, reading) for _ in range(PROMPTS)]
         return setup.prefill / median(times[1:])  # the first one compiles
 
 
-def read_prompt(model: ChunkModel, kv: KvCache, prompt: Sequence[int]) -> float:
+def read_prompt(model: ChunkModel, kv: KvCache, prompt: Sequence[int], reading: Reading) -> float:
     """Seconds from a prompt's tokens to the scores behind its last one."""
     sequence = kv.reserve(len(prompt))
     if sequence is None:
         raise ValueError(f"no KV pages for a prompt of {len(prompt)} tokens")
     began = time.perf_counter()
     for at in range(0, len(prompt), model.most_rows):
-        chunk = model.begin(prompt[at : at + model.most_rows], sequence, Reading.FAST)
+        chunk = model.begin(prompt[at : at + model.most_rows], sequence, reading)
         while chunk.next_layer < model.n_layers:
             model.layer(chunk)
         model.logits(chunk)
