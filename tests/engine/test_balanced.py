@@ -34,6 +34,8 @@ class Row:
     def __init__(self, tau: float | None) -> None:
         self.tau = tau
         self.rerun_tokens = 0
+        self.rerun_s = 0.0
+        self.reran = False
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
@@ -61,7 +63,9 @@ def test_gate__below_tau__rerun_and_counted() -> None:
     gate.note_rerun(3, 4)
     gate.note_rerun(3, 3)
     assert (row.rerun_tokens, other.rerun_tokens) == (1, 0)
-    assert gate.counters() == GateCounters(judged=5, rerun=1, flips=1)
+    gate.note_time([row], 0.25)
+    assert (row.reran, row.rerun_s, other.reran) == (True, 0.25, False)
+    assert gate.counters() == GateCounters(judged=5, rerun=1, flips=1, rerun_s=0.25)
     assert gate.counters().rerun_share == 0.2
     assert GateCounters().rerun_share is None
 
@@ -110,9 +114,12 @@ def test_tokens__default_gate__reruns_some_and_counts_them(
 ) -> None:
     with engine(demo_pack) as handle:
         usage = usage_of(handle, REQUESTS[0])
-        assert usage_of(handle, REQUESTS[3]).rerun_tokens is None
+        fast = usage_of(handle, REQUESTS[3])
+    assert fast.rerun_tokens is fast.rerun_s is None
     gate = handle.snapshot().gate
     assert usage.rerun_tokens == gate.rerun
+    assert usage.rerun_s == gate.rerun_s
+    assert 0 < gate.rerun_s < usage.decode_s
     assert gate.judged == usage.completion_tokens
     assert 0 < gate.rerun < gate.judged
     assert gate.flips <= gate.rerun
