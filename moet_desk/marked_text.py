@@ -13,6 +13,21 @@ from dataclasses import dataclass
 Ranges = tuple[tuple[int, int], ...]
 
 
+def join(pieces: Iterable[MarkedText]) -> MarkedText:
+    """All pieces one behind the other, in time that grows with their length."""
+    texts: list[str] = []
+    marks: list[tuple[int, int]] = []
+    length = 0
+    for piece in pieces:
+        for start, end in piece.marks:
+            if marks and marks[-1][1] == start + length:
+                start = marks.pop()[0] - length
+            marks.append((start + length, end + length))
+        texts.append(piece.text)
+        length += len(piece.text)
+    return MarkedText("".join(texts), tuple(marks))
+
+
 def join_ranges(first: Ranges, second: Ranges) -> Ranges:
     """Ranges one behind the other; two that touch become one."""
     if first and second and first[-1][1] == second[0][0]:

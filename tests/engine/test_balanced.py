@@ -13,16 +13,17 @@ import torch
 from moet_desk.engine.checks import check_gate
 from moet_desk.engine.gate import Gate, confidence
 from moet_desk.engine.gate_curve import Limit
-from moet_desk.engine.gate_file import Calibration, GatePoint, write_gate
+from moet_desk.engine.gate_file import Calibration, GatePoint, gate_in_use, write_gate
 from moet_desk.engine.handle import (
     DEFAULT_GATE,
     EngineHandle,
-    EngineOptions,
+    GateInfo,
+    GateSource,
     GenerateRequest,
+    PromptReading,
     Quality,
     Sampling,
 )
-from moet_desk.engine.serving import _default_gate
 from moet_desk.errors import MoetError
 from moet_desk.settings import SETTINGS
 from moet_desk.store.pack_meta import read_meta
@@ -167,7 +168,7 @@ def test_tokens__any_tier_sizes_beside_others__same_bits(
 def test_gate__unset__of_the_pack_or_ours(demo_pack: Path, tmp_path: Path) -> None:
     pack = tmp_path / "demo"
     shutil.copytree(demo_pack, pack)
-    assert _default_gate(pack, EngineOptions()) == DEFAULT_GATE
+    assert gate_in_use(pack, None) == GateInfo(DEFAULT_GATE, GateSource.BUILT_IN)
     point = GatePoint(0.42, 0.1, 0.9)
     identity = read_meta(pack).identity
     write_gate(
@@ -176,5 +177,12 @@ def test_gate__unset__of_the_pack_or_ours(demo_pack: Path, tmp_path: Path) -> No
             1, identity, 0.42, Limit.TARGET, 0.9, 0.15, [point], 10, 1, ["a.txt"], "2026-11-29"
         ),
     )
-    assert _default_gate(pack, EngineOptions()) == 0.42
-    assert _default_gate(pack, EngineOptions(gate=0.7)) == 0.7
+    assert gate_in_use(pack, None) == GateInfo(
+        0.42, GateSource.PACK, date="2026-11-29", budget=0.15, rerun=0.1, caught=0.9
+    )
+    assert gate_in_use(pack, 0.7) == GateInfo(0.7, GateSource.SETTINGS)
+    with engine(pack, pool_slots=4, arena_rows=4) as handle:
+        info = handle.model()
+    assert info is not None
+    assert (info.default_gate, info.gate.source) == (0.42, GateSource.PACK)
+    assert info.prompts is PromptReading.CPU
