@@ -6,7 +6,7 @@ import re
 
 import pytest
 from textual.containers import Horizontal
-from textual.widgets import Button, Input, Markdown, OptionList
+from textual.widgets import Button, Input, Markdown, OptionList, Static
 
 from moet_desk.engine.handle import GateInfo, GateSource, Quality
 from moet_desk.engine.scripted import Script, ScriptedFailure
@@ -499,11 +499,12 @@ async def test_balanced_answer__share_and_cost__while_written_and_after(columns:
         assert stage.app.conversation.busy
         await stage.play(pilot, 3.0)
         after = dump(stage.app)
+        closing = str(stage.app.chat.query(".closing").last(Static).content)
     status = status_of(writing)
     assert re.search(r"2\d % again", status)
     assert ("ms/token" in status) is (columns >= 100)
     assert re.search(r"writing.*2\d % again, \+1\.\d ms/token", " ".join(writing.split()))
-    assert f"25 % again, {cost}" in " ".join(after.split())
+    assert closing.endswith(f"balanced · 25 % again, {cost}")
     assert "   balanced   " in status_of(after)
 
 

@@ -6,7 +6,7 @@ copied are the same with marks and without. UI thread; parsing may happen in ano
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from markdown_it.token import Token
@@ -61,7 +61,7 @@ def _marked(block: type[MarkdownBlock]) -> type[MarkdownBlock]:
 
 
 _TEXT_BLOCKS = ("h1", "h2", "h3", "h4", "h5", "h6", "paragraph_open", "th_open", "td_open")
-_MARKED_BLOCKS = {
+_MARKED_BLOCKS: Mapping[str, type[MarkdownBlock]] = {
     **{name: _marked(Markdown.BLOCKS[name]) for name in _TEXT_BLOCKS},
     **dict.fromkeys(("fence", "code_block"), _MarkedCode),
 }
