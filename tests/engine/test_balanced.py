@@ -25,9 +25,10 @@ from moet_desk.engine.handle import (
     Sampling,
 )
 from moet_desk.errors import MoetError
+from moet_desk.marked_text import MarkedText, join
 from moet_desk.settings import SETTINGS
 from moet_desk.store.pack_meta import read_meta
-from moet_desk.telemetry import Finished, GateCounters, Usage
+from moet_desk.telemetry import Finished, GateCounters, TextDelta, Usage
 from tests.engine.test_promise import STORY, SUM, Answer, answer, ask, engine
 
 
@@ -126,6 +127,24 @@ def test_tokens__default_gate__reruns_some_and_counts_them(
     assert gate.flips <= gate.rerun
     assert wanted[0] != wanted[2]
     assert wanted[1] != wanted[3]
+
+
+@pytest.mark.parametrize("gate", [0.0, 0.6, 1.0])
+def test_text__of_reruns__is_marked_and_told_piece_by_piece(demo_pack: Path, gate: float) -> None:
+    with engine(demo_pack) as handle:
+        *events, last = handle.submit(balanced(STORY, GREEDY, gate=gate))
+    assert isinstance(last, Finished)
+    pieces = [event for event in events if isinstance(event, TextDelta)]
+    text = join(MarkedText(piece.text, piece.reran) for piece in pieces)
+    n_marked = sum(end - start for start, end in text.marks)
+    assert all(bool(piece.reran) == (piece.n_reran > 0) for piece in pieces if piece.text)
+    assert all((piece.rerun_s > 0) == (piece.n_reran > 0) for piece in pieces)
+    told = sum(piece.n_reran for piece in pieces)
+    assert last.usage.rerun_tokens in (told, told + 1)  # the end token has no piece
+    if gate == 0.0:
+        assert n_marked == 0
+    else:
+        assert 0 < n_marked <= len(text)
 
 
 @pytest.mark.parametrize(("prompt", "sampling"), [(STORY, GREEDY), (SUM, DRAWN)])
