@@ -233,7 +233,7 @@ class MoetDeskApp(App[int]):
         chosen, words = self.conversation.wishes.quality, self.chat.again_words()
         if not words:
             return "" if chosen is Quality.FAST else chosen.value
-        return f"balanced: {words}" if self.size.width >= 100 else words.partition(",")[0]
+        return words if self.size.width >= 120 else words.partition(",")[0]
 
     # -- actions -------------------------------------------------------------------------------
 

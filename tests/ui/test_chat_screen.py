@@ -502,7 +502,7 @@ async def test_balanced_answer__share_and_cost__while_written_and_after(columns:
         closing = str(stage.app.chat.query(".closing").last(Static).content)
     status = status_of(writing)
     assert re.search(r"2\d % again", status)
-    assert ("ms/token" in status) is (columns >= 100)
+    assert ("ms/token" in status) is (columns >= 120)
     assert re.search(r"writing.*2\d % again, \+1\.\d ms/token", " ".join(writing.split()))
     assert closing.endswith(f"balanced · 25 % again, {cost}")
     assert "   balanced   " in status_of(after)
