@@ -12,8 +12,8 @@ from moet_desk.engine.handle import GateInfo, GateSource, Quality
 from moet_desk.engine.scripted import Script, ScriptedFailure
 from moet_desk.telemetry import LoadStep
 from moet_desk.ui.bridge import Phase
+from moet_desk.ui.chat_lines import closing_line
 from moet_desk.ui.conversation import Status, Turn, Wishes
-from moet_desk.ui.screens.chat import closing_line
 from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.theme import UNICODE
 from moet_desk.ui.widgets.prompt import Prompt

@@ -16,14 +16,14 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, Markdown, Static, TextArea
 
-from moet_desk import __version__
 from moet_desk.engine.handle import Quality
 from moet_desk.errors import MoetError
 from moet_desk.marked_text import MarkedText
 from moet_desk.telemetry import EngineSnapshot
 from moet_desk.ui.bridge import Bridge, FlushPace, Phase
+from moet_desk.ui.chat_lines import closing_line, welcome_content
 from moet_desk.ui.commands import Command, Verb, parse, parse_temperature
-from moet_desk.ui.conversation import Conversation, Sent, Status, Turn
+from moet_desk.ui.conversation import Conversation, Sent, Turn
 from moet_desk.ui.quality_words import again_words, gate_in_use, quality_words
 from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.text import clean_line
@@ -40,13 +40,11 @@ from moet_desk.ui.widgets.gauges import (
 from moet_desk.ui.widgets.problem import ProblemPanel
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.transcript import AnswerBlock, MessageBlock, Transcript
-from moet_desk.units import show_duration
 
 DRAFT_DELAY_S = 0.3
 SHOWN_TURNS = 40  # older ones are kept, not drawn: each costs a few widgets
 
 _RETRY, _RESTART, _FORGET, _NEW = "retry", "restart", "forget", "new"
-_EXAMPLES = "Tell me a short story about a fox.", "What is 17 + 25?", "/help"
 
 
 class ChatScreen(Screen[None]):
@@ -536,39 +534,3 @@ class ChatScreen(Screen[None]):
     def action_follow(self) -> None:
         self.query_one(Transcript).follow()
         self.call_after_refresh(self._draw_below)
-
-
-def welcome_content(model: str) -> Content:
-    """The empty chat: what is ready, and what to try."""
-    lines = [
-        Content.styled(f"moet-desk {__version__}", "bold"),
-        Content(""),
-        Content(f"{model} is ready"),
-        Content(""),
-        *(Content(example) for example in _EXAMPLES),
-        Content(""),
-        Content.styled("/ for commands, Ctrl+L for earlier chats, F1 for help", "$dim"),
-    ]
-    return Content("\n").join(lines)
-
-
-def closing_line(turn: Turn, glyphs: Glyphs) -> Content:
-    """The line under a finished answer: how it ended, tokens, speed, waiting, quality."""
-    meta, parts = turn.meta, []
-    if turn.status is Status.STOPPED:
-        parts.append("stopped by you" if "tokens" in meta else "stopped")
-    if meta.get("reason") == "length":
-        parts.append("cut at the length limit")
-    if meta.get("tokens"):
-        tokens, decode_s = int(meta["tokens"]), float(meta.get("decode_s") or 0.0)
-        parts.append(f"{tokens} tokens")
-        if decode_s > 0:
-            parts.append(f"{tokens / decode_s:.1f} tok/s")
-            waiting = float(meta.get("wait_s") or 0.0) / decode_s
-            parts.append(f"waiting {show_percent(waiting, 0)} of time")
-        if meta.get("first_token_s") is not None:
-            parts.append(f"first token {show_duration(float(meta['first_token_s']))}")
-        parts.append(str(meta.get("quality", "")))
-        if meta.get("rerun_tokens") is not None:
-            parts.append(again_words(int(meta["rerun_tokens"]), tokens, meta.get("rerun_s")))
-    return Content(f" {glyphs.dot} ".join(part for part in parts if part))
