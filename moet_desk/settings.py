@@ -40,7 +40,7 @@ class Setting:
     unit: str
     applies: Applies
     default: Any
-    kind: type  # int, float, str or tuple (of str)
+    kind: type  # int, float, bool, str or tuple (of str)
     choices: tuple[str, ...] = ()
     least: float | None = None
     largest: float | None = None
@@ -78,6 +78,8 @@ class Setting:
             return "•••" if value else ""
         if self.unit == "bytes":
             return show_memory(value)
+        if self.kind is bool:
+            return str(value).lower()
         return ", ".join(value) if isinstance(value, tuple) else str(value)
 
     def _limit_words(self, limit: float) -> str:
@@ -183,6 +185,9 @@ class Ui:
     motion: Annotated[
         Literal["full", "reduced", "none"], _About("How much moves on the screen.", _N)
     ] = "full"
+    mark_reruns: Annotated[
+        bool, _About("Whether words of balanced answers that were made again are underlined.", _N)
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +238,7 @@ class Settings:
 _WORDS_OF_KIND: Mapping[type, str] = {
     int: "a whole number",
     float: "a number",
+    bool: "true or false",
     str: "text",
     tuple: "a list of texts",
 }
@@ -358,6 +364,14 @@ def _read_float(value: Any, _: Setting) -> float:
     return float(value)
 
 
+def _read_bool(value: Any, _: Setting) -> bool:
+    words = {"true": True, "false": False}
+    found = words.get(value) if isinstance(value, str) else value
+    if not isinstance(found, bool):
+        raise ValueError("neither true nor false")
+    return found
+
+
 def _read_text(value: Any, _: Setting) -> str:
     if not isinstance(value, str):
         raise ValueError("not text")
@@ -375,6 +389,7 @@ def _read_list(value: Any, _: Setting) -> tuple[str, ...]:
 _READERS: Mapping[type, Any] = {
     int: _read_int,
     float: _read_float,
+    bool: _read_bool,
     str: _read_text,
     tuple: _read_list,
 }

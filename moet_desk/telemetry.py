@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
 
+from moet_desk.marked_text import Ranges
+
 CPU = "cpu"
 """`EngineSnapshot.device` of an engine that computes without a card."""
 
@@ -82,6 +84,7 @@ class GateCounters:
     judged: int = 0  # made with 2-bit experts
     rerun: int = 0  # of those: made again with FP4 experts
     flips: int = 0  # of those: the rerun found another token likeliest
+    rerun_s: float = 0.0  # time that took; rows made again together count once
 
     @property
     def rerun_share(self) -> float | None:
@@ -174,6 +177,7 @@ class Usage:
     steps: int = 0
     wait_s: float = 0.0
     rerun_tokens: int | None = None  # made again with FP4 experts; None: not a balanced answer
+    rerun_s: float | None = None  # the part of `decode_s` that took
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +200,18 @@ class PrefillProgress:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New answer text; always whole characters. `n_tokens` tokens were behind it."""
+    """New answer text; always whole characters. `n_tokens` tokens were behind it.
+
+    `reran` says which characters came, if only in part, from tokens that a balanced answer made
+    again with FP4 experts; `n_reran` of the tokens were, which took `rerun_s` seconds.
+    """
 
     text: str
     n_tokens: int = 1
     logprobs: tuple[TokenLogprob, ...] = ()
+    reran: Ranges = ()
+    n_reran: int = 0
+    rerun_s: float = 0.0
 
 
 class FinishReason(Enum):

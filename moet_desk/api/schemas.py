@@ -264,9 +264,13 @@ def _first(value: _T | None, default: _T) -> _T:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """Token counts as OpenAI names them; balanced answers also say how many were made again."""
-    rerun = usage.rerun_tokens
-    own = {} if rerun is None else {"completion_tokens_details": {"rerun_tokens": rerun}}
+    """Token counts as OpenAI names them; balanced answers also say how many were made again, and
+    the seconds that took.
+    """
+    own: dict[str, Any] = {}
+    if usage.rerun_tokens is not None:
+        details = {"rerun_tokens": usage.rerun_tokens, "rerun_s": usage.rerun_s}
+        own["completion_tokens_details"] = details
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

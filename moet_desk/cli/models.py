@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,7 +196,8 @@ def show(invocation: Invocation, model: str) -> None:
     found = invocation.library.find(model)
     details = {"name": found.name, **_summary(found)}
     if found.meta is not None:
-        details |= _details(found.path, found.meta)
+        wished_gate = invocation.load_settings().settings.answers.gate
+        details |= _details(found.path, found.meta, wished_gate)
     if found.error is not None:
         details["error"] = found.error.to_dict()
     if invocation.format is not Format.HUMAN:
@@ -204,6 +206,8 @@ def show(invocation: Invocation, model: str) -> None:
     details["state"] = _state(found)
     if details.get("gate_tau") is None:
         details.pop("gate_tau", None)  # most packs have none
+    if "gate" in details:
+        details["gate"] = _gate_words(details["gate"])
     if found.error is not None:
         details["error"] = f"{found.error.code} {found.error.cause}"
     rows = []
@@ -256,10 +260,21 @@ def _summary(found: InstalledPack) -> dict[str, Any]:
     }
 
 
-def _details(path: Path, meta: PackMeta) -> dict[str, Any]:
-    from moet_desk.engine.gate_file import read_gate
+def _gate_words(gate: Mapping[str, Any]) -> str:
+    """Below which probability balanced answers make a token again, and who says so."""
+    source = gate["source"]
+    if gate["date"]:
+        source = f"calibrated {gate['date']}, budget {gate['budget']:.0%}"
+    if gate["caught"] is not None:
+        source += f", catches {gate['caught']:.0%} of flips"
+    return f"below {gate['tau']:.2f} ({source})"
 
-    gate = read_gate(path)
+
+def _details(path: Path, meta: PackMeta, wished_gate: float | None) -> dict[str, Any]:
+    from moet_desk.cli.bench_record import rounded
+    from moet_desk.engine.gate_file import gate_in_use, read_gate
+
+    gate, used = read_gate(path), gate_in_use(path, wished_gate)
     template = path / "chat_template.jinja"
     digest = hashlib.sha256(template.read_bytes()).hexdigest() if template.is_file() else None
     return {
@@ -278,6 +293,14 @@ def _details(path: Path, meta: PackMeta) -> dict[str, Any]:
         "template_sha256": digest,
         "source_files": [file.name for file in meta.source],
         "gate_tau": gate.tau if gate is not None else None,
+        "gate": {
+            "tau": used.tau,
+            "source": used.source.value,
+            "date": used.date or None,
+            "budget": rounded(used.budget, 6),
+            "rerun": rounded(used.rerun, 6),
+            "caught": rounded(used.caught, 6),
+        },
     }
 
 

@@ -7,6 +7,8 @@ step goes on: nothing is ever replayed, skipped or approximated (design §7).
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -72,9 +74,11 @@ class Decoder:
         """
         if request.tau is None or not self.gate.is_unsure(request, confidence(logits)):
             return logits
+        began = time.monotonic()
         self._kv.rewind(request.kv, request.kv.length - 1)
         again = self._read(request, newest, Plane.FINE)
         self.gate.note_rerun(int(logits.argmax()), int(again.argmax()))
+        self.gate.note_time([request], time.monotonic() - began)
         return again
 
     def _read(self, request: ActiveRequest, token: int, plane: Plane) -> Tensor:

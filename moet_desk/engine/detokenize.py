@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from moet_desk.errors import fail
+from moet_desk.marked_text import MarkedText
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -105,18 +106,52 @@ class Detokenizer:
     `hidden` (the end-of-sequence ones) print nothing.
     """
 
-    __slots__ = ("_decode", "_hidden", "_table")
+    __slots__ = ("_decode", "_held_is_marked", "_hidden", "_table")
 
     def __init__(self, table: TokenBytes, hidden: Collection[int]) -> None:
         self._table = table
         self._hidden = frozenset(hidden)
         self._decode = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held_is_marked = False  # whether a token of the unfinished character was marked
 
     def push(self, token_id: int) -> str:
         """Add a token; return the characters that are complete now, possibly none."""
         if token_id in self._hidden:
             return ""
         return self._decode.decode(self._table[token_id])
+
+    def push_marked(self, token_id: int, *, marked: bool) -> MarkedText:
+        """`push`; characters are marked of which at least one byte is from a marked token."""
+        held, held_is_marked = bool(self._decode.getstate()[0]), self._held_is_marked
+        if held and held_is_marked is not marked and token_id not in self._hidden:
+            return self._push_mixed(self._table[token_id], marked)
+        text = self.push(token_id)
+        if token_id not in self._hidden:
+            self._held_is_marked = marked
+        return MarkedText.whole(text, marked=marked)
+
+    def _push_mixed(self, added: bytes, marked: bool) -> MarkedText:
+        """Add bytes behind those of a token with another mark, one by one until the held ones are
+        gone: as the end of a character, or as U+FFFD if they cannot become one.
+        """
+        for at in range(len(added)):
+            text = self._decode.decode(added[at : at + 1])
+            if not text:
+                continue
+            byte_is_held = bool(self._decode.getstate()[0])
+            ended_it = len(text) == 1 and not byte_is_held  # the byte ends the held character
+            n_of_held = 1 if ended_it else len(text) - (not byte_is_held)
+            of_both = ended_it or at > 0
+            first = MarkedText.whole(text[:n_of_held], marked=of_both or self._held_is_marked)
+            rest = text[n_of_held:] + self._decode.decode(added[at + 1 :])
+            self._held_is_marked = marked
+            return first + MarkedText.whole(rest, marked=marked)
+        self._held_is_marked |= marked and bool(added)
+        return MarkedText()
+
+    def flush_marked(self) -> MarkedText:
+        """`flush`, with the mark of the unfinished character."""
+        return MarkedText.whole(self.flush(), marked=self._held_is_marked)
 
     def flush(self) -> str:
         """End the text: bytes of an unfinished character come out as one U+FFFD."""

@@ -7,6 +7,7 @@ row's logits and on tau, on nothing else, so it is the same alone and beside oth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,8 @@ class Gated(Protocol):
 
     tau: float | None  # None: the answer is not balanced
     rerun_tokens: int
+    rerun_s: float
+    reran: bool  # the token that comes next is made again
 
 
 def confidence(logits: Tensor) -> float:
@@ -40,6 +43,7 @@ class Gate:
     _judged: int = 0
     _rerun: int = 0
     _flips: int = 0
+    _rerun_s: float = 0.0
 
     def is_unsure(self, request: Gated, sure: float) -> bool:
         """Whether a 2-bit step is to be made again; `sure` is its `confidence`."""
@@ -50,12 +54,22 @@ class Gate:
             return False
         self._rerun += 1
         request.rerun_tokens += 1
+        request.reran = True
         return True
 
     def note_rerun(self, before: int | None, after: int | None) -> None:
         """Likeliest tokens of a 2-bit step and of its rerun."""
         self._flips += before != after
 
+    def note_time(self, requests: Sequence[Gated], seconds: float) -> None:
+        """How long it took to make the newest token of these requests again, all together.
+
+        Each of them waited for all of it.
+        """
+        self._rerun_s += seconds
+        for request in requests:
+            request.rerun_s += seconds
+
     def counters(self) -> GateCounters:
         """What happened since the model was loaded."""
-        return GateCounters(self._judged, self._rerun, self._flips)
+        return GateCounters(self._judged, self._rerun, self._flips, self._rerun_s)

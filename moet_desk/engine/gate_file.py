@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 from moet_desk.engine.gate_curve import Limit
+from moet_desk.engine.handle import GateInfo, GateSource
 from moet_desk.errors import MoetError
 from moet_desk.store.durable import disk_errors, replace_file
 from moet_desk.store.pack_format import GATE_FILE
@@ -70,6 +71,21 @@ def read_gate(pack: Path) -> Calibration | None:
         log.warning("%s is ignored: it was measured on another model", path)
         return None
     return gate
+
+
+def gate_in_use(pack: Path, setting: float | None) -> GateInfo:
+    """The gate of balanced requests that give none: the user's, the pack's own, or ours."""
+    if setting is not None:
+        return GateInfo(setting, GateSource.SETTINGS)
+    found = read_gate(pack)
+    if found is None:
+        return GateInfo()
+    point = next((point for point in found.curve if point.tau == found.tau), None)
+    return GateInfo(
+        found.tau, GateSource.PACK, date=found.date, budget=found.budget,
+        rerun=None if point is None else point.rerun,
+        caught=None if point is None else point.caught,
+    )  # fmt: skip
 
 
 def write_gate(pack: Path, gate: Calibration) -> Path:

@@ -34,6 +34,34 @@ DEFAULT_GATE = 0.6
 """A balanced token below this probability is made again with FP4 experts. Not calibrated yet."""
 
 
+class GateSource(Enum):
+    """Who said below which probability balanced tokens are made again."""
+
+    SETTINGS = "settings"
+    PACK = "pack"
+    BUILT_IN = "built in"
+
+
+@dataclass(frozen=True, slots=True)
+class GateInfo:
+    """The threshold of balanced answers that give none, and what a calibration knows of it."""
+
+    tau: float = DEFAULT_GATE
+    source: GateSource = GateSource.BUILT_IN
+    date: str = ""  # of the calibration; it and the rest only with `GateSource.PACK`
+    budget: float | None = None  # share of tokens that was allowed to be made again
+    rerun: float | None = None  # share of the calibration's tokens that was
+    caught: float | None = None  # share of the flips among those
+
+
+class PromptReading(Enum):
+    """How prompts of fast and balanced requests are read. Those of exact ones: with FP4 experts."""
+
+    FP4 = "fp4"
+    NO_ROOM = "2 bits: FP4 rows do not fit RAM"
+    CPU = "2 bits: on a CPU always"
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen. None means: the model's own recommendation.
@@ -92,6 +120,8 @@ class ModelInfo:
     identity: str
     default_quality: Quality = Quality.FAST
     default_gate: float = DEFAULT_GATE
+    gate: GateInfo = field(default_factory=GateInfo)  # where `default_gate` comes from
+    prompts: PromptReading = PromptReading.CPU
 
 
 class RequestStream:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moet_desk.engine.blocks.expert_math import ExpertMath
 from moet_desk.engine.decode import Decoder
+from moet_desk.engine.handle import PromptReading
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import Model
 from moet_desk.engine.request import ActiveRequest
@@ -68,6 +69,7 @@ class Prefiller:
         self._experts = experts
         self._decoder = decoder
         self.chunk = chunk
+        self.prompts = PromptReading.CPU  # with the experts of the answer
 
     def step(self, request: ActiveRequest) -> int:
         """Read the next chunk; after the last one the answer gets its first token.

@@ -15,6 +15,7 @@ from moet_desk.engine.sampling import Chosen, Sampler
 from moet_desk.engine.stops import StopScanner
 from moet_desk.engine.text import Text
 from moet_desk.errors import without_frames
+from moet_desk.marked_text import MarkedText
 from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import (
     Failed,
@@ -42,8 +43,9 @@ class Timing:
 class Outbox:
     """Text that is ready but not sent yet, because the reader is behind."""
 
-    text: str = ""
+    text: MarkedText = field(default_factory=MarkedText)
     n_tokens: int = 0
+    n_reran: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -79,6 +81,8 @@ class ActiveRequest:
         if request.quality is Quality.BALANCED:
             self.tau = DEFAULT_GATE if request.gate is None else request.gate
         self.rerun_tokens = 0
+        self.rerun_s = 0.0
+        self.reran = False  # the token that comes next is made again with FP4 experts
         self.kv = KvSequence()
         self.out_ids: list[int] = []
         self.steps = 0
@@ -89,6 +93,8 @@ class ActiveRequest:
         self._text = text
         self._detokenizer: Detokenizer = text.detokenizer()
         self._stops = StopScanner(request.stop)
+        self._held = MarkedText()  # what the scanner holds back
+        self._told_rerun_s = 0.0  # what of `rerun_s` the reader knows
         self._outbox = Outbox()
 
     @property
@@ -121,10 +127,13 @@ class ActiveRequest:
         if self.timing.first_token is None:
             self.timing.first_token = time.monotonic()
         self.out_ids.append(chosen.token_id)
+        reran, self.reran = self.reran, False
+        self._outbox.n_reran += reran
         if chosen.token_id in self._eos:
             self._finish(FinishReason.STOP)
             return
-        text, matched = self._stops.push(self._detokenizer.push(chosen.token_id))
+        piece = self._detokenizer.push_marked(chosen.token_id, marked=reran)
+        text, matched = self._scan(piece)
         self._send(text, chosen)
         if matched is not None:
             self._finish(FinishReason.STOP, stop=matched)
@@ -148,7 +157,14 @@ class ActiveRequest:
             self._flush()
             self.stream.push(Failed(error, self._usage()))
 
-    def _send(self, text: str, chosen: Chosen) -> None:
+    def _scan(self, piece: MarkedText) -> tuple[MarkedText, str | None]:
+        """What of the text may be shown now, and the stop if one is complete."""
+        shown, matched = self._stops.push(piece.text)
+        whole = self._held + piece
+        self._held = whole.cut(len(shown))
+        return whole.cut(0, len(shown)), matched
+
+    def _send(self, text: MarkedText, chosen: Chosen) -> None:
         box = self._outbox
         box.text += text
         box.n_tokens += 1
@@ -160,14 +176,19 @@ class ActiveRequest:
     def _flush(self) -> None:
         box = self._outbox
         if box.text or box.n_tokens:
-            self.stream.push(TextDelta(box.text, box.n_tokens, tuple(box.logprobs)))
+            rerun_s, self._told_rerun_s = self.rerun_s - self._told_rerun_s, self.rerun_s
+            delta = TextDelta(
+                box.text.text, box.n_tokens, tuple(box.logprobs), reran=box.text.marks,
+                n_reran=box.n_reran, rerun_s=rerun_s,
+            )  # fmt: skip
+            self.stream.push(delta)
             self._outbox = Outbox()
 
     def _finish(self, reason: FinishReason, stop: str | None = None) -> None:
         self.ended = True
         if stop is None:  # what was held back as a possible stop string, or half a character
-            tail, stop = self._stops.push(self._detokenizer.flush())
-            self._outbox.text += tail + self._stops.flush()
+            tail, stop = self._scan(self._detokenizer.flush_marked())
+            self._outbox.text += tail + self._held.cut(0, len(self._stops.flush()))
         self._flush()
         quality = self.request.quality.value
         self.stream.push(Finished(reason, self._usage(), quality, stop))
@@ -191,4 +212,5 @@ class ActiveRequest:
             steps=self.steps,
             wait_s=timing.wait_s,
             rerun_tokens=None if self.tau is None else self.rerun_tokens,
+            rerun_s=None if self.tau is None else self.rerun_s,
         )

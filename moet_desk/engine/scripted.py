@@ -19,8 +19,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moet_desk.engine.handle import GenerateRequest, ModelInfo, RequestStream
+from moet_desk.engine.handle import (
+    GateInfo,
+    GenerateRequest,
+    ModelInfo,
+    PromptReading,
+    Quality,
+    RequestStream,
+)
 from moet_desk.errors import MoetError, fail
+from moet_desk.marked_text import MarkedText, join
 from moet_desk.telemetry import (
     CacheView,
     EngineSnapshot,
@@ -70,7 +78,8 @@ class Script:
     """What a `ScriptedEngine` plays.
 
     `answers` are given in turn. `load` lists the loading steps; `seconds` of each is how long it
-    takes, `done` is ignored. `failures` names requests (counted from 0) that fail.
+    takes, `done` is ignored. `failures` names requests (counted from 0) that fail. Of a balanced
+    answer every `rerun_every`-th token is made again, which is a part `rerun_share` of its time.
     """
 
     answers: tuple[str, ...] = (DEFAULT_ANSWER,)
@@ -89,6 +98,10 @@ class Script:
     pool_share: float = 0.3
     fine_share: float = 0.03
     arena_share: float = 0.8
+    rerun_every: int = 5
+    rerun_share: float = 0.5
+    gate: GateInfo = field(default_factory=GateInfo)
+    prompts: PromptReading = PromptReading.CPU
 
 
 class _Cache:
@@ -246,11 +259,17 @@ class _Job:
     submitted_s: float
     read: int = 0
     written: int = 0
-    held: list[str] = field(default_factory=list)
+    held: list[MarkedText] = field(default_factory=list)
+    held_reran: int = 0
+    reran: int = 0
     first_token_s: float | None = None
     started_s: float = 0.0
     wait_before_s: float = 0.0
     cancelled: bool = False
+
+    @property
+    def balanced(self) -> bool:
+        return self.request.quality is Quality.BALANCED
 
 
 class ScriptedEngine:
@@ -319,7 +338,8 @@ class ScriptedEngine:
             name=script.model, family="scripted", context=script.context,
             model_context=script.context, vocab=8192, n_layers=script.n_layers + 1,
             n_moe_layers=script.n_layers, n_experts=script.n_experts, top_k=script.top_k,
-            identity="scripted",
+            identity="scripted", default_gate=script.gate.tau, gate=script.gate,
+            prompts=script.prompts,
         )  # fmt: skip
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
@@ -424,7 +444,9 @@ class ScriptedEngine:
             return False
         self._cache.step(cost_s)
         self._steps += 1
-        job.held.append(job.tokens[job.written])
+        reran = job.balanced and job.written % self.script.rerun_every == 0
+        job.held.append(MarkedText.whole(job.tokens[job.written], marked=reran))
+        job.held_reran += reran
         job.written += 1
         if job.first_token_s is None:
             job.first_token_s = self._now_s - self._credit_s - job.submitted_s
@@ -434,8 +456,17 @@ class ScriptedEngine:
 
     def _push_held(self, job: _Job) -> None:
         if job.held:
-            job.stream.push(TextDelta("".join(job.held), n_tokens=len(job.held)))
+            text, n_reran = join(job.held), job.held_reran
+            delta = TextDelta(
+                text.text, n_tokens=len(job.held), reran=text.marks, n_reran=n_reran,
+                rerun_s=self._rerun_s(n_reran),
+            )  # fmt: skip
+            job.stream.push(delta)
+            job.reran, job.held_reran = job.reran + n_reran, 0
             job.held.clear()
+
+    def _rerun_s(self, n_tokens: int) -> float:
+        return n_tokens * self.script.rerun_share / self.script.tokens_per_s
 
     def _finish(self, job: _Job, reason: FinishReason) -> None:
         self._push_held(job)
@@ -452,6 +483,8 @@ class ScriptedEngine:
             first_token_s=job.first_token_s,
             steps=job.written,
             wait_s=self._cache.counters.wait_s - job.wait_before_s if job.written else 0.0,
+            rerun_tokens=job.reran if job.balanced else None,
+            rerun_s=self._rerun_s(job.reran) if job.balanced else None,
         )
 
     def _cancel(self, request_id: str) -> None:

@@ -18,9 +18,8 @@ import torch
 from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.checks import check_gate, check_stops
-from moet_desk.engine.gate_file import read_gate
+from moet_desk.engine.gate_file import gate_in_use
 from moet_desk.engine.handle import (
-    DEFAULT_GATE,
     EngineOptions,
     GenerateRequest,
     ModelInfo,
@@ -61,14 +60,6 @@ def _device(wanted: str) -> str:
     choice = hardware.choose_device(wanted, hardware.probe_accelerator())
     log.info("computing on %s: %s", choice.device, choice.why)
     return choice.device
-
-
-def _default_gate(pack: Path, options: EngineOptions) -> float:
-    """The gate of balanced requests that give none: the user's, the pack's own, or ours."""
-    if options.gate is not None:
-        return options.gate
-    found = read_gate(pack)
-    return DEFAULT_GATE if found is None else found.tau
 
 
 class Serving:
@@ -282,7 +273,7 @@ class Serving:
 
     def _describe(self) -> ModelInfo:
         spec, core = self.core.spec, self.core
-        router = spec.moe_ffn.router
+        router, gate = spec.moe_ffn.router, gate_in_use(self._pack, self._options.gate)
         return ModelInfo(
             name=self._pack.name,
             family=spec.model_type,
@@ -295,7 +286,9 @@ class Serving:
             top_k=router.top_k,
             identity=core.reader.meta.identity,
             default_quality=self._options.quality,
-            default_gate=_default_gate(self._pack, self._options),
+            default_gate=gate.tau,
+            gate=gate,
+            prompts=core.prefiller.prompts,
         )
 
     def _save_heat(self, now: float) -> None:

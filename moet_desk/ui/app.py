@@ -34,6 +34,7 @@ from moet_desk.ui.bridge import (
     system_clock,
 )
 from moet_desk.ui.conversation import ChatStoreLike, Conversation, Wishes
+from moet_desk.ui.quality_words import precision_line
 from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen
 from moet_desk.ui.screens.chat_list import ChatList
@@ -58,6 +59,7 @@ class Look:
     motion: str = "full"  # full | reduced | none
     keys: Mapping[str, str] = field(default_factory=dict)
     terminal: str = ""  # TERM
+    marks_reruns: bool = False
 
 
 def look_of(settings: Settings, terminal: TerminalFacts) -> Look:
@@ -71,6 +73,7 @@ def look_of(settings: Settings, terminal: TerminalFacts) -> Look:
         motion=ui.motion,
         keys=settings.keys,
         terminal=terminal.term,
+        marks_reruns=ui.mark_reruns,
     )
 
 
@@ -140,6 +143,7 @@ class MoetDeskApp(App[int]):
         self.chat = ChatScreen(
             self.conversation, self.bridge, glyphs=self.glyphs, history=self._history,
             plain=plain, blink=self._look.motion == "full",
+            marks_reruns=self._look.marks_reruns,
         )  # fmt: skip
         self.cache = CacheScreen(self.glyphs, self._history, clock=clock, plain=plain)
         for theme in THEMES:
@@ -201,7 +205,9 @@ class MoetDeskApp(App[int]):
         notes = self._notes()
         if self.current_mode == "cache":
             used = max(self.conversation.context_used, snapshot.context_used)
-            self.cache.show(snapshot, context_used=used, notes=notes)
+            info, wishes = self.bridge.model(), self.conversation.wishes
+            line = precision_line(info, wishes.quality, wishes.gate, width=self.size.width)
+            self.cache.show(snapshot, context_used=used, notes=notes, precision=line)
         else:
             self.chat.show(snapshot, notes=notes)
 
@@ -212,13 +218,22 @@ class MoetDeskApp(App[int]):
         self._store_reported = problem is not None
 
     def _notes(self) -> tuple[str, ...]:
-        quality = self.conversation.wishes.quality
         facts = {
             "! not saved": self.conversation.store_problem is not None,
             "display slow": self.chat.pace.slow,
-            quality.value: quality is not Quality.FAST,
         }
-        return tuple(note for note, holds in facts.items() if holds)
+        notes = [note for note, holds in facts.items() if holds]
+        quality = self._quality_note()
+        return (*notes, quality) if quality else tuple(notes)
+
+    def _quality_note(self) -> str:
+        """The quality, if it is not the usual one; while a balanced answer is written its reruns
+        and their cost, in narrow windows without the cost.
+        """
+        chosen, words = self.conversation.wishes.quality, self.chat.again_words()
+        if not words:
+            return "" if chosen is Quality.FAST else chosen.value
+        return words if self.size.width >= 120 else words.partition(",")[0]
 
     # -- actions -------------------------------------------------------------------------------
 
@@ -330,6 +345,11 @@ CHAT_COMMANDS = (
     ("Answer again", "Answer the last message again", "retry"),
     ("Quality", "Fast, balanced or exact experts", "quality"),
     ("Copy the last answer", "As Markdown", "copy_answer"),
+    (
+        "Underline what was made again",
+        "Words of balanced answers, with 4-bit experts",
+        "mark_reruns",
+    ),
     ("Side rail", "Show or hide it in wide windows", "rail"),
     ("Go to the end", "Follow the text again", "follow"),
 )

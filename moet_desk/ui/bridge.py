@@ -16,8 +16,15 @@ from datetime import datetime
 from enum import Enum
 from typing import Any, Protocol
 
-from moet_desk.engine.handle import EngineHandle, GenerateRequest, RequestStream
+from moet_desk.engine.handle import (
+    EngineHandle,
+    GenerateRequest,
+    ModelInfo,
+    Quality,
+    RequestStream,
+)
 from moet_desk.errors import MoetError, fail
+from moet_desk.marked_text import MarkedText, join
 from moet_desk.telemetry import (
     EngineSnapshot,
     EngineState,
@@ -115,17 +122,27 @@ class FlushPace:
 class LiveAnswer:
     """The reading side of one answer: collects what has arrived, cleans it, counts."""
 
-    def __init__(self, stream: RequestStream, clock: Clock, *, log_dir: str = "") -> None:
+    def __init__(
+        self,
+        stream: RequestStream,
+        clock: Clock,
+        *,
+        quality: Quality = Quality.FAST,
+        log_dir: str = "",
+    ) -> None:
+        self.quality = quality
         self._stream = stream
         self._log_dir = log_dir
         self._clock = clock
         self._cleaner = Cleaner()
-        self._pieces: list[str] = []
+        self._pieces: list[MarkedText] = []
         self.started_s = clock.monotonic()
         self._first_s: float | None = None
         self._last_s: float | None = None
         self._first_tokens = 0
         self.n_tokens = 0
+        self.n_reran = 0
+        self.rerun_s = 0.0
         self.prompt: PrefillProgress | None = None
         self.prompt_since_s = self.started_s
         self.finished: Finished | None = None
@@ -138,11 +155,11 @@ class LiveAnswer:
         return self.finished is not None or self.error is not None
 
     @property
-    def text(self) -> str:
-        """The whole clean text so far."""
+    def text(self) -> MarkedText:
+        """The whole clean text so far; marked is what came from tokens that were made again."""
         if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
+            self._pieces = [join(self._pieces)]
+        return self._pieces[0] if self._pieces else MarkedText()
 
     @property
     def first_token_s(self) -> float | None:
@@ -156,14 +173,14 @@ class LiveAnswer:
             return None
         return (self.n_tokens - self._first_tokens) / (self._last_s - self._first_s)
 
-    def pull(self) -> str:
+    def pull(self) -> MarkedText:
         """Take what has arrived; returns the new clean text."""
-        fresh: list[str] = []
+        fresh: list[MarkedText] = []
         for event in self._stream.take():
             match event:
-                case TextDelta(text=text, n_tokens=n_tokens):
-                    fresh.append(self._cleaner.feed(text))
-                    self._count(n_tokens)
+                case TextDelta(text=piece, reran=reran):
+                    fresh.append(self._cleaner.feed_marked(MarkedText(piece, reran)))
+                    self._count(event)
                 case PrefillProgress():
                     if self.prompt is None:
                         self.prompt_since_s = self._clock.monotonic()
@@ -173,18 +190,20 @@ class LiveAnswer:
                 case Failed(error=error, usage=failed_usage):
                     self.usage = failed_usage
                     self.error = as_moet_error(error, log_dir=self._log_dir)
-        text = "".join(fresh)
+        text = join(fresh)
         if text:
             self._pieces.append(text)
         return text
 
-    def _count(self, n_tokens: int) -> None:
+    def _count(self, event: TextDelta) -> None:
         now_s = self._clock.monotonic()
         if self._first_s is None:
             self._first_s = now_s
-            self._first_tokens = n_tokens
+            self._first_tokens = event.n_tokens
         self._last_s = now_s
-        self.n_tokens += n_tokens
+        self.n_tokens += event.n_tokens
+        self.n_reran += event.n_reran
+        self.rerun_s += event.rerun_s
 
     def stop(self) -> None:
         """Ask the engine to stop; the text so far stays."""
@@ -335,6 +354,10 @@ class Bridge:
         failed = self.phase is Phase.FAILED
         return EngineSnapshot(state=EngineState.FAULT if failed else EngineState.LOADING)
 
+    def model(self) -> ModelInfo | None:
+        """The loaded model, None before it is loaded."""
+        return None if self._handle is None else self._handle.model()
+
     # -- answers -------------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> LiveAnswer:
@@ -345,7 +368,8 @@ class Bridge:
         """
         if self._handle is None:
             raise fail("MD-ENG-07", why=" yet")
-        return LiveAnswer(self._handle.submit(request), self.clock, log_dir=self._log_dir)
+        stream = self._handle.submit(request)
+        return LiveAnswer(stream, self.clock, quality=request.quality, log_dir=self._log_dir)
 
     def close(self) -> None:
         """Stop the pack job (it can resume) and close the engine."""

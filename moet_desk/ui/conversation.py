@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from moet_desk.engine.handle import GenerateRequest, Quality, Sampling
 from moet_desk.errors import MoetError
+from moet_desk.marked_text import MarkedText, Ranges
 from moet_desk.telemetry import FinishReason, Usage
 from moet_desk.ui.bridge import Bridge, LiveAnswer, Phase
 from moet_desk.ui.text import clean_line
@@ -91,6 +92,7 @@ class Turn:
     status: Status
     created: datetime
     meta: dict[str, Any] = field(default_factory=dict)
+    marks: Ranges = ()  # of `text`: what was made again; not stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ class Sent(Enum):
 class Pulled:
     """What a pull brought: new text, and whether the answer has ended with it."""
 
-    text: str
+    text: MarkedText
     ended: bool
 
 
@@ -336,10 +338,10 @@ class Conversation:
         """Take new text, save it when it is time, and end the answer when it has ended."""
         live = self.live
         if live is None:
-            return Pulled("", ended=False)
+            return Pulled(MarkedText(), ended=False)
         text = live.pull()
         turn = self.turns[-1]
-        turn.text = live.text
+        turn.text, turn.marks = live.text.text, live.text.marks
         if live.ended:
             self._end(self._status_of(live))
             return Pulled(text, ended=True)
@@ -366,7 +368,8 @@ class Conversation:
         if live.usage is not None:
             self.context_used = live.usage.prompt_tokens + live.usage.completion_tokens
             meta |= _figures(live.usage) | {"context_used": self.context_used}
-        self._end_with(status, live.text, live.error)
+        self.turns[-1].marks = live.text.marks
+        self._end_with(status, live.text.text, live.error)
 
     def _end_with(self, status: Status, text: str, error: MoetError | None) -> None:
         turn = self.turns[-1]
@@ -410,4 +413,5 @@ def _figures(usage: Usage) -> dict[str, Any]:
         "decode_s": usage.decode_s,
         "wait_s": usage.wait_s,
         "rerun_tokens": usage.rerun_tokens,
+        "rerun_s": usage.rerun_s,
     }

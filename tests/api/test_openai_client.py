@@ -89,12 +89,13 @@ def test_request__all_parameters__reach_the_engine(
 def test_request__balanced__gate_goes_in_and_reruns_come_out(
     client: openai.OpenAI, engine: FakeEngine
 ) -> None:
-    usage = Usage(7, 5, rerun_tokens=2)
+    usage = Usage(7, 5, rerun_tokens=2, rerun_s=0.25)
     engine.script = [TextDelta("a"), Finished(FinishReason.STOP, usage, "balanced")]
     answer = ask(client, extra_body={"quality": "balanced", "gate": 0.75})
     got = engine.requests[0]
     assert (got.quality, got.gate) == (Quality.BALANCED, 0.75)
-    assert answer.usage.completion_tokens_details.rerun_tokens == 2
+    details = answer.usage.completion_tokens_details
+    assert (details.rerun_tokens, details.rerun_s) == (2, 0.25)
 
 
 def test_request__nothing_set__leaves_the_choice_to_the_model(

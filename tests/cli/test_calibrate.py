@@ -32,7 +32,11 @@ def story(tmp_path: Path) -> Path:
 
 
 def test_gate__one_text__document_and_file_agree(moet: Command, packed: Path, story: Path) -> None:
-    assert moet("show", "--json").document["gate_tau"] is None
+    before = moet("show", "--json").document
+    assert before["gate_tau"] is None
+    assert before["gate"] == {"tau": 0.6, "source": "built in", "date": None, "budget": None,
+                              "rerun": None, "caught": None}  # fmt: skip
+    assert "below 0.60 (built in)" in moet("show").out
     assert "gate tau" not in moet("show").out
     result = moet("calibrate", "gate", "demo", "--text", str(story), "--text-tokens", "60",
                   "--budget", "0.5", "--json")  # fmt: skip
@@ -49,7 +53,16 @@ def test_gate__one_text__document_and_file_agree(moet: Command, packed: Path, st
     assert (kept.tokens, kept.flips, kept.texts) == (60, document["flips"], ["story.txt"])
     assert document["rerun"] <= 0.5
     assert "60/60 tokens" in result.err
-    assert moet("show", "--json").document["gate_tau"] == kept.tau
+    after = moet("show", "--json").document
+    assert after["gate_tau"] == kept.tau
+    assert after["gate"] == {"tau": kept.tau, "source": "pack", "date": kept.date, "budget": 0.5,
+                             "rerun": document["rerun"], "caught": document["caught"]}  # fmt: skip
+    assert f"below {kept.tau:.2f} (calibrated {kept.date}" in moet("show").out
+    assert moet("config", "set", "answers.gate", "0.7").code == 0
+    wished = moet("show", "--json").document
+    assert (wished["gate_tau"], wished["gate"]["tau"], wished["gate"]["source"]) == (
+        kept.tau, 0.7, "settings",
+    )  # fmt: skip
     assert f"{kept.tau}" in moet("show").out.split("gate tau")[1]
 
 

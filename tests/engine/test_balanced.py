@@ -13,20 +13,22 @@ import torch
 from moet_desk.engine.checks import check_gate
 from moet_desk.engine.gate import Gate, confidence
 from moet_desk.engine.gate_curve import Limit
-from moet_desk.engine.gate_file import Calibration, GatePoint, write_gate
+from moet_desk.engine.gate_file import Calibration, GatePoint, gate_in_use, write_gate
 from moet_desk.engine.handle import (
     DEFAULT_GATE,
     EngineHandle,
-    EngineOptions,
+    GateInfo,
+    GateSource,
     GenerateRequest,
+    PromptReading,
     Quality,
     Sampling,
 )
-from moet_desk.engine.serving import _default_gate
 from moet_desk.errors import MoetError
+from moet_desk.marked_text import MarkedText, join
 from moet_desk.settings import SETTINGS
 from moet_desk.store.pack_meta import read_meta
-from moet_desk.telemetry import Finished, GateCounters, Usage
+from moet_desk.telemetry import Finished, GateCounters, TextDelta, Usage
 from tests.engine.test_promise import STORY, SUM, Answer, answer, ask, engine
 
 
@@ -34,6 +36,8 @@ class Row:
     def __init__(self, tau: float | None) -> None:
         self.tau = tau
         self.rerun_tokens = 0
+        self.rerun_s = 0.0
+        self.reran = False
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
@@ -61,7 +65,9 @@ def test_gate__below_tau__rerun_and_counted() -> None:
     gate.note_rerun(3, 4)
     gate.note_rerun(3, 3)
     assert (row.rerun_tokens, other.rerun_tokens) == (1, 0)
-    assert gate.counters() == GateCounters(judged=5, rerun=1, flips=1)
+    gate.note_time([row], 0.25)
+    assert (row.reran, row.rerun_s, other.reran) == (True, 0.25, False)
+    assert gate.counters() == GateCounters(judged=5, rerun=1, flips=1, rerun_s=0.25)
     assert gate.counters().rerun_share == 0.2
     assert GateCounters().rerun_share is None
 
@@ -110,14 +116,35 @@ def test_tokens__default_gate__reruns_some_and_counts_them(
 ) -> None:
     with engine(demo_pack) as handle:
         usage = usage_of(handle, REQUESTS[0])
-        assert usage_of(handle, REQUESTS[3]).rerun_tokens is None
+        fast = usage_of(handle, REQUESTS[3])
+    assert fast.rerun_tokens is fast.rerun_s is None
     gate = handle.snapshot().gate
     assert usage.rerun_tokens == gate.rerun
+    assert usage.rerun_s == gate.rerun_s
+    assert 0 < gate.rerun_s < usage.decode_s
     assert gate.judged == usage.completion_tokens
     assert 0 < gate.rerun < gate.judged
     assert gate.flips <= gate.rerun
     assert wanted[0] != wanted[2]
     assert wanted[1] != wanted[3]
+
+
+@pytest.mark.parametrize("gate", [0.0, 0.6, 1.0])
+def test_text__of_reruns__is_marked_and_told_piece_by_piece(demo_pack: Path, gate: float) -> None:
+    with engine(demo_pack) as handle:
+        *events, last = handle.submit(balanced(STORY, GREEDY, gate=gate))
+    assert isinstance(last, Finished)
+    pieces = [event for event in events if isinstance(event, TextDelta)]
+    text = join(MarkedText(piece.text, piece.reran) for piece in pieces)
+    n_marked = sum(end - start for start, end in text.marks)
+    assert all(bool(piece.reran) == (piece.n_reran > 0) for piece in pieces if piece.text)
+    assert all((piece.rerun_s > 0) == (piece.n_reran > 0) for piece in pieces)
+    told = sum(piece.n_reran for piece in pieces)
+    assert last.usage.rerun_tokens in (told, told + 1)  # the end token has no piece
+    if gate == 0.0:
+        assert n_marked == 0
+    else:
+        assert 0 < n_marked <= len(text)
 
 
 @pytest.mark.parametrize(("prompt", "sampling"), [(STORY, GREEDY), (SUM, DRAWN)])
@@ -160,7 +187,7 @@ def test_tokens__any_tier_sizes_beside_others__same_bits(
 def test_gate__unset__of_the_pack_or_ours(demo_pack: Path, tmp_path: Path) -> None:
     pack = tmp_path / "demo"
     shutil.copytree(demo_pack, pack)
-    assert _default_gate(pack, EngineOptions()) == DEFAULT_GATE
+    assert gate_in_use(pack, None) == GateInfo(DEFAULT_GATE, GateSource.BUILT_IN)
     point = GatePoint(0.42, 0.1, 0.9)
     identity = read_meta(pack).identity
     write_gate(
@@ -169,5 +196,12 @@ def test_gate__unset__of_the_pack_or_ours(demo_pack: Path, tmp_path: Path) -> No
             1, identity, 0.42, Limit.TARGET, 0.9, 0.15, [point], 10, 1, ["a.txt"], "2026-11-29"
         ),
     )
-    assert _default_gate(pack, EngineOptions()) == 0.42
-    assert _default_gate(pack, EngineOptions(gate=0.7)) == 0.7
+    assert gate_in_use(pack, None) == GateInfo(
+        0.42, GateSource.PACK, date="2026-11-29", budget=0.15, rerun=0.1, caught=0.9
+    )
+    assert gate_in_use(pack, 0.7) == GateInfo(0.7, GateSource.SETTINGS)
+    with engine(pack, pool_slots=4, arena_rows=4) as handle:
+        info = handle.model()
+    assert info is not None
+    assert (info.default_gate, info.gate.source) == (0.42, GateSource.PACK)
+    assert info.prompts is PromptReading.CPU

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from moet_desk.engine.cuda.loader import fast_reading, load
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
 from moet_desk.engine.cuda.pinned import PIECE_BYTES, PinnedMemory
-from moet_desk.engine.handle import EngineOptions
+from moet_desk.engine.cuda.prefill import CudaPrefiller
+from moet_desk.engine.handle import EngineOptions, PromptReading
 from moet_desk.errors import MoetError
 from moet_desk.kernels.mailbox import MAILBOX, Answer
 from moet_desk.plan import DeviceBudget, ModelShape, TierPlan, Wishes, plan_device_tiers
@@ -194,7 +195,11 @@ def test_fast_reading__fp4_only_if_no_row_must_come_from_disk(
     base: int, fine: int, plane: Plane
 ) -> None:
     plan = TierPlan(2048, 32, 64, 64, base, fine, 256, bytes_total=0)
-    assert fast_reading(plan, 256).planes[-1] is plane
+    reading = fast_reading(plan, 256)
+    assert reading.planes[-1] is plane
+    prefiller = CudaPrefiller(None, None, chunk=256, fast=reading)  # type: ignore[arg-type]
+    said = PromptReading.FP4 if plane is Plane.FINE else PromptReading.NO_ROOM
+    assert prefiller.prompts is said
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -47,6 +47,8 @@ class Answer:
     plane: Plane = Plane.BASE
     tau: float | None = None
     rerun_tokens: int = 0
+    rerun_s: float = 0.0
+    reran: bool = False
     prompt_ids: tuple[int, ...] = (5,)
     steps: int = 0
     errors: list[Exception] = field(default_factory=list)
@@ -240,7 +242,12 @@ def test_balanced__all_unsure__tokens_of_fp4_with_the_same_draws(
     assert [answer.out_ids for answer in group] == [answer.out_ids for answer in exact]
     assert planes == [(plane, [n] * 3) for n in range(3) for plane in (Plane.BASE, Plane.FINE)]
     assert all(answer.kv.length == answer.steps == answer.rerun_tokens == 3 for answer in group)
-    assert decoder.gate.counters() == GateCounters(judged=9, rerun=9, flips=9)
+    counters = decoder.gate.counters()
+    assert replace(counters, rerun_s=0.0) == GateCounters(judged=9, rerun=9, flips=9)
+    assert all(answer.reran for answer in group)
+    # Each waited for every launch that the others shared with it.
+    assert {answer.rerun_s for answer in group} == {counters.rerun_s}
+    assert counters.rerun_s > 0
 
 
 @pytest.mark.parametrize("beside", [None, PENALTY], ids=["device chooses", "host chooses"])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from moet_desk.engine.handle import EngineHandle, GenerateRequest
+import pytest
+
+from moet_desk.engine.handle import EngineHandle, GenerateRequest, Quality
 from moet_desk.engine.scripted import Script, ScriptedEngine, ScriptedFailure
 from moet_desk.errors import MoetError, fail
+from moet_desk.marked_text import MarkedText
 from moet_desk.telemetry import EngineState, LoadStep
 from moet_desk.ui.bridge import Bridge, FlushPace, Phase
 from tests.ui.support import FakePack, HeldClock
@@ -106,14 +109,35 @@ def test_live_answer__pulls__clean_text_counts_and_rate() -> None:
     bridge = Bridge(lambda: engine, clock=time.clock())
     poll_until(bridge, Phase.READY)
     live = bridge.submit(GenerateRequest(prompt="x"))
-    text = ""
+    text = MarkedText()
     while not live.ended:
         time.seconds += 0.1
         engine.advance(0.1)
         text += live.pull()
-    assert text == live.text == "one two three four five"
+    assert text == live.text == MarkedText("one two three four five")
     assert live.finished is not None
     assert live.n_tokens == live.finished.usage.completion_tokens
     assert live.first_token_s is not None
     assert live.tok_per_s is not None
     assert abs(live.tok_per_s - 10) < 0.5
+
+
+def test_live_answer__balanced__marks_of_the_clean_text_tokens_and_seconds() -> None:
+    time = HeldClock()
+    script = Script(answers=("one \x1b[31mtwo three four five",), tokens_per_s=10, rerun_every=2)
+    engine = ScriptedEngine(script)
+    bridge = Bridge(lambda: engine, clock=time.clock())
+    poll_until(bridge, Phase.READY)
+    live = bridge.submit(GenerateRequest(prompt="x", quality=Quality.BALANCED))
+    text = MarkedText()
+    while not live.ended:
+        engine.advance(0.1)
+        text += live.pull()
+    assert text == live.text
+    assert text.text == "one two three four five"
+    assert [text.text[start:end] for start, end in text.marks] == ["one", "mtwo"[1:], " four"]
+    usage = live.usage
+    assert usage is not None
+    assert live.n_reran == usage.rerun_tokens == 3
+    assert usage.rerun_s == pytest.approx(0.15)
+    assert live.rerun_s == pytest.approx(0.15)

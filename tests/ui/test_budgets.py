@@ -10,14 +10,17 @@ from statistics import median
 import pytest
 
 from moet_desk.engine.scripted import DEFAULT_ANSWER
+from moet_desk.marked_text import MarkedText
+from moet_desk.ui.app import Look
 from moet_desk.ui.widgets.transcript import AnswerBlock, Transcript
 from tests.ui.support import Stage
 
 
 @pytest.mark.asyncio
-async def test_flush__long_answer__cost_and_widgets_stay_flat() -> None:
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "underlined"])
+async def test_flush__long_answer__cost_and_widgets_stay_flat(marked: bool) -> None:
     """Later flushes cost about what earlier ones do, because far segments hold no widgets."""
-    stage = Stage()
+    stage = Stage(look=Look(motion="none", glyphs="unicode", marks_reruns=marked))
     text = DEFAULT_ANSWER * 18  # 6,300 characters, about 270 widgets if all were kept
     costs: list[float] = []
     async with stage.open() as pilot:
@@ -27,7 +30,7 @@ async def test_flush__long_answer__cost_and_widgets_stay_flat() -> None:
         transcript = stage.app.chat.query_one(Transcript)
         for start in range(0, len(text), 150):
             before = time.process_time()
-            await block.append(text[start : start + 150])
+            await block.append(MarkedText.whole(text[start : start + 150], marked=marked))
             await pilot.pause()
             costs.append(time.process_time() - before)
             await transcript.settle()

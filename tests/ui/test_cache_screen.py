@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from moet_desk.engine.handle import GateInfo, GateSource, PromptReading, Quality
 from moet_desk.engine.scripted import Script
 from moet_desk.telemetry import LoadStep
+from moet_desk.ui.conversation import Wishes
 from moet_desk.ui.widgets.heatmap import Heatmap, Measure
 from tests.ui.support import Stage, dump
 
@@ -30,6 +32,36 @@ async def test_cache__after_an_answer__grid_tiers_and_waiting() -> None:
     assert all(line.rstrip().endswith(tuple("0123456789")) for line in lines[4:12])
     assert any(line.startswith(" waiting 21 % of time") for line in lines)
     assert [line[1] for line in lines if " answers " in line] == ["G", "Q", "R", "N"]
+
+
+CALIBRATED = GateInfo(0.26, GateSource.PACK, date="2026-11-29", budget=0.15, caught=0.508)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "quality", "said"),
+    [
+        (PromptReading.FP4, Quality.FAST, "prompts: FP4 "),
+        (PromptReading.NO_ROOM, Quality.BALANCED, "prompts: 2 bits (FP4 rows do not fit RAM) "),
+        (PromptReading.CPU, Quality.FAST, "prompts: 2 bits (always so on the CPU) "),
+        (PromptReading.NO_ROOM, Quality.EXACT, "prompts: FP4 "),
+    ],
+)
+async def test_precision__prompts_and_gate__said_with_the_reason(
+    prompts: PromptReading, quality: Quality, said: str
+) -> None:
+    stage = Stage(Script(prompts=prompts, gate=CALIBRATED), wishes=Wishes(quality=quality))
+    async with stage.open(120, 40) as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f3")
+        await stage.play(pilot, 0.5)
+        wide = dump(stage.app)
+        await pilot.resize_terminal(80, 24)
+        await stage.play(pilot, 0.5)
+        narrow = dump(stage.app)
+    assert f" {said}" in wide
+    assert f" {said}" in narrow
+    assert "again below 0.26 (calibrated 2026-11-29: catches 51 %" in wide
+    assert "balanced: again below 0.26 (pack)" in narrow
 
 
 async def test_measure__m_toggles__legend_and_glyphs_follow() -> None:

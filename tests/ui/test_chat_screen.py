@@ -6,14 +6,14 @@ import re
 
 import pytest
 from textual.containers import Horizontal
-from textual.widgets import Button, Input, Markdown, OptionList
+from textual.widgets import Button, Input, Markdown, OptionList, Static
 
-from moet_desk.engine.handle import Quality
+from moet_desk.engine.handle import GateInfo, GateSource, Quality
 from moet_desk.engine.scripted import Script, ScriptedFailure
 from moet_desk.telemetry import LoadStep
 from moet_desk.ui.bridge import Phase
+from moet_desk.ui.chat_lines import closing_line
 from moet_desk.ui.conversation import Status, Turn, Wishes
-from moet_desk.ui.screens.chat import closing_line
 from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.theme import UNICODE
 from moet_desk.ui.widgets.prompt import Prompt
@@ -477,6 +477,74 @@ async def test_open__long_history__only_the_last_turns_are_drawn() -> None:
 async def test_closing_line__balanced_answer__says_how_much_was_made_again() -> None:
     meta = {"reason": "stop", "tokens": 50, "decode_s": 2.0, "quality": "balanced"}
     turn = Turn(1, "assistant", "Hi.", Status.DONE, NOON, meta)
-    assert "made again" not in closing_line(turn, UNICODE).plain
+    assert "again" not in closing_line(turn, UNICODE).plain
     turn.meta["rerun_tokens"] = 6
-    assert closing_line(turn, UNICODE).plain.endswith("balanced · 12 % made again")
+    assert closing_line(turn, UNICODE).plain.endswith("balanced · 12 % again")
+    turn.meta["rerun_s"] = 0.04
+    assert closing_line(turn, UNICODE).plain.endswith("balanced · 12 % again, +0.8 ms/token")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+async def test_balanced_answer__share_and_cost__while_written_and_after(columns: int) -> None:
+    answer = ("word " * 60).strip()
+    script = Script(answers=(answer,), rerun_every=4, rerun_share=0.2, tokens_per_s=50)
+    stage = Stage(script, wishes=Wishes(quality=Quality.BALANCED))
+    cost = "+1.0 ms/token"  # a fifth of the 20 ms of each fourth token
+    async with stage.open(columns, 40) as pilot:
+        await stage.ready(pilot)
+        assert "   balanced   " in status_of(dump(stage.app))
+        await stage.ask(pilot, "q")
+        await stage.play(pilot, 0.9, step_s=0.1)
+        writing = dump(stage.app)
+        assert stage.app.conversation.busy
+        await stage.play(pilot, 3.0)
+        after = dump(stage.app)
+        closing = str(stage.app.chat.query(".closing").last(Static).content)
+    status = status_of(writing)
+    assert re.search(r"2\d % again", status)
+    assert ("ms/token" in status) is (columns >= 120)
+    assert re.search(r"writing.*2\d % again, \+1\.\d ms/token", " ".join(writing.split()))
+    assert closing.endswith(f"balanced · 25 % again, {cost}")
+    assert "   balanced   " in status_of(after)
+
+
+def status_of(screen: str) -> str:
+    return next(line for line in screen.splitlines() if line.startswith(" ●"))
+
+
+async def test_fast_answer__nothing_about_reruns() -> None:
+    stage = Stage(Script(answers=("word " * 60,)))
+    async with stage.open(120, 40) as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.play(pilot, 0.9, step_s=0.1)
+        assert stage.app.conversation.busy
+        assert "again" not in dump(stage.app)
+
+
+CALIBRATED = GateInfo(0.26, GateSource.PACK, date="2026-11-29", budget=0.15, caught=0.508)
+
+
+@pytest.mark.parametrize(
+    ("gate", "wished", "said"),
+    [
+        (GateInfo(), None, "below 0.60 (built in)"),
+        (CALIBRATED, None,
+         "below 0.26 (calibrated 2026-11-29: catches 51 % of flips, budget 15 %)"),
+        (CALIBRATED, 0.7, "below 0.70 (settings)"),
+    ],
+)  # fmt: skip
+async def test_quality_key__balanced__tau_and_where_it_comes_from(
+    gate: GateInfo, wished: float | None, said: str
+) -> None:
+    stage = Stage(Script(gate=gate), wishes=Wishes(gate=wished))
+    async with stage.open(120, 40) as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f9")
+        await stage.settle(pilot)
+        await pilot.pause(0.1)
+        toast = stage.app.screen.query("Toast").last()
+        assert said in " ".join(str(toast.render()).split())
+        await pilot.press("f9")
+        await stage.settle(pilot)
+        assert "below" not in str(stage.app.screen.query("Toast").last().render())

@@ -46,6 +46,21 @@ def test_show__automatic_sizes_and_secrets__readable() -> None:
     assert find_setting("endpoint.key").show("hunter2") == "•••"
 
 
+def test_switch__true_and_false__from_file_environment_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    save_setting(path, "ui.mark_reruns", "true")
+    assert "mark_reruns = true" in path.read_text()
+    assert load(path, environment={}).settings.ui.mark_reruns is True
+    name = "MOET_DESK_UI_MARK_RERUNS"
+    assert load(path, environment={name: "false"}).settings.ui.mark_reruns is False
+    assert find_setting("ui.mark_reruns").show(True) == "true"
+    for wrong in ("yes", "1", ""):
+        error = _error(path, environment={name: wrong})
+        assert error.code == "MD-CFG-03"
+        assert "true or false" in error.cause
+    assert _error(_write(tmp_path, "[ui]\nmark_reruns = 1\n")).code == "MD-CFG-03"
+
+
 # -- sources ---------------------------------------------------------------------------------
 
 

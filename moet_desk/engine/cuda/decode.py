@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -76,10 +77,12 @@ class CudaDecoder:
             requests: at most a launch; their lengths do not count the newest token yet.
             before: each row's likeliest token at 2 bits.
         """
+        began = time.monotonic()
         picks = self._picks(requests, Plane.FINE)
         if not picks:
             return
-        after = self._model.judge(len(requests))
+        after = self._model.judge(len(requests))  # waits for the device: the time is all of it
+        self.gate.note_time(requests, time.monotonic() - began)
         for i, (request, pick) in enumerate(zip(requests, picks, strict=True)):
             self.gate.note_rerun(before[i], after[i])
             request.kv.length += 1

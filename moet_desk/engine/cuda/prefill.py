@@ -19,6 +19,7 @@ from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
 from moet_desk.engine.cuda.step import StepModel
+from moet_desk.engine.handle import PromptReading
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.request import ActiveRequest
 from moet_desk.errors import MoetError
@@ -129,6 +130,7 @@ class CudaPrefiller:
     ) -> None:
         self._model, self._decoder = model, decoder
         self.chunk, self._fast, self._clock = chunk, fast, clock
+        self.prompts = PromptReading.FP4 if fast is Reading.FAST_FP4 else PromptReading.NO_ROOM
         self._open: tuple[ActiveRequest, Chunk] | None = None
 
     def step(self, request: ActiveRequest) -> int:

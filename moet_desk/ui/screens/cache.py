@@ -40,7 +40,7 @@ Experts that are in a slot answer at once. The others are fetched first:
 Where an expert is changes how fast an answer comes, never its words."""
 
 
-_OTHER_ROWS = 10  # title, header, cursor line, tier bars, legend
+_OTHER_ROWS = 11  # title, header, cursor line, tier bars, precision, legend
 
 
 class CacheScreen(Screen[None]):
@@ -62,6 +62,7 @@ class CacheScreen(Screen[None]):
         self._snapshot = EngineSnapshot()
         self._paused_at: datetime | None = None
         self._measure_chosen = False
+        self._precision = ""
 
     def compose(self) -> ComposeResult:
         yield TabLine("cache", plain=self._plain)
@@ -72,6 +73,7 @@ class CacheScreen(Screen[None]):
             yield Heatmap(self._glyphs)
             yield Static("", id="cursor", markup=False)
             yield TierBars(self._glyphs, self._history)
+            yield Static("", id="precision", markup=False)
             yield Static("", id="legend", markup=False)
         yield StatusLine(self._glyphs)
         yield Footer(show_command_palette=False)
@@ -84,13 +86,22 @@ class CacheScreen(Screen[None]):
 
     # -- what is shown -------------------------------------------------------------------------
 
-    def show(self, snapshot: EngineSnapshot, *, context_used: int, notes: tuple[str, ...]) -> None:
-        """Draw a snapshot; when paused only the status line moves."""
+    def show(
+        self,
+        snapshot: EngineSnapshot,
+        *,
+        context_used: int,
+        notes: tuple[str, ...],
+        precision: str,
+    ) -> None:
+        """Draw a snapshot; when paused only the status line moves. `precision` is a line about
+        how the next prompt is read and when a balanced answer computes again.
+        """
         if not self._drawn_once:
             return
         self.query_one(StatusLine).show(snapshot, context_used=context_used, notes=notes)
         if self._paused_at is None:
-            self._snapshot = snapshot
+            self._snapshot, self._precision = snapshot, precision
             self._draw()
 
     def _draw(self) -> None:
@@ -111,6 +122,8 @@ class CacheScreen(Screen[None]):
         self._set("title", self._title_line(heatmap, width))
         self._set("header", Content.styled(header_line(heatmap.grid, width), "$dim"))
         self._set("cursor", Content(" " + heatmap.cursor_text()).truncate(width, ellipsis=True))
+        precision = Content(f" {self._precision}").truncate(width, ellipsis=True)
+        self._set("precision", precision)
         self._set("legend", legend_line(heatmap.measure, self._glyphs, width))
 
     def _set(self, name: str, content: Content) -> None:

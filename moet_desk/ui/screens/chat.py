@@ -16,13 +16,15 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, Markdown, Static, TextArea
 
-from moet_desk import __version__
 from moet_desk.engine.handle import Quality
 from moet_desk.errors import MoetError
+from moet_desk.marked_text import MarkedText
 from moet_desk.telemetry import EngineSnapshot
 from moet_desk.ui.bridge import Bridge, FlushPace, Phase
+from moet_desk.ui.chat_lines import closing_line, welcome_content
 from moet_desk.ui.commands import Command, Verb, parse, parse_temperature
-from moet_desk.ui.conversation import Conversation, Sent, Status, Turn
+from moet_desk.ui.conversation import Conversation, Sent, Turn
+from moet_desk.ui.quality_words import again_words, gate_in_use, quality_words
 from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.text import clean_line
 from moet_desk.ui.theme import Glyphs
@@ -38,18 +40,11 @@ from moet_desk.ui.widgets.gauges import (
 from moet_desk.ui.widgets.problem import ProblemPanel
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.transcript import AnswerBlock, MessageBlock, Transcript
-from moet_desk.units import show_duration
 
 DRAFT_DELAY_S = 0.3
 SHOWN_TURNS = 40  # older ones are kept, not drawn: each costs a few widgets
 
 _RETRY, _RESTART, _FORGET, _NEW = "retry", "restart", "forget", "new"
-_MEANING = {
-    Quality.FAST: "2-bit experts",
-    Quality.BALANCED: "2-bit experts, and the model as shipped where they are unsure",
-    Quality.EXACT: "the model as shipped",
-}
-_EXAMPLES = "Tell me a short story about a fox.", "What is 17 + 25?", "/help"
 
 
 class ChatScreen(Screen[None]):
@@ -74,8 +69,10 @@ class ChatScreen(Screen[None]):
         history: History,
         plain: bool,
         blink: bool,
+        marks_reruns: bool = False,
     ) -> None:
         super().__init__()
+        self._marks_reruns = marks_reruns
         self._conversation = conversation
         self._bridge = bridge
         self._drawn_once = False
@@ -85,7 +82,7 @@ class ChatScreen(Screen[None]):
         self._blink = blink
         self.pace = FlushPace()
         self._answer: AnswerBlock | None = None
-        self._undrawn = ""
+        self._undrawn = MarkedText()
         self._draft_due_s: float | None = None
         self._loading_drawn: Phase | None = None
         self._rail_wanted = True
@@ -158,7 +155,7 @@ class ChatScreen(Screen[None]):
         if answer is None:
             return
         if self._undrawn:
-            text, self._undrawn = self._undrawn, ""
+            text, self._undrawn = self._undrawn, MarkedText()
             monotonic = self._bridge.clock.monotonic
             started_s = monotonic()
             await answer.append(text)
@@ -246,7 +243,7 @@ class ChatScreen(Screen[None]):
         """Draw the open chat from its turns."""
         transcript = self.query_one(Transcript)
         await transcript.clear()
-        self._answer, self._undrawn = None, ""
+        self._answer, self._undrawn = None, MarkedText()
         turns = self._conversation.turns
         hidden = len(turns) - SHOWN_TURNS
         if hidden > 0:
@@ -264,10 +261,10 @@ class ChatScreen(Screen[None]):
         if turn.role == "user":
             await transcript.add(MessageBlock("You", when=when, text=turn.text))
             return
-        block = AnswerBlock(self._model_name(), when=when, glyphs=self._glyphs)
+        block = self._answer_block(when)
         await transcript.add(block)
         if turn.text:
-            await block.set_text(turn.text)
+            await block.set_text(MarkedText(turn.text, turn.marks))
         block.set_closing(closing_line(turn, self._glyphs))
         if "error" in turn.meta:
             await block.show_problem(turn.meta["error"], {_RETRY: "Try again"})
@@ -286,10 +283,14 @@ class ChatScreen(Screen[None]):
     async def _draw_new_answer(self) -> None:
         transcript = self.query_one(Transcript)
         when = f"{self._bridge.clock.wall():%H:%M}"
-        self._undrawn = ""
-        self._answer = AnswerBlock(self._model_name(), when=when, glyphs=self._glyphs)
+        self._undrawn = MarkedText()
+        self._answer = self._answer_block(when)
         await transcript.add(self._answer)
         self.call_after_refresh(transcript.follow)
+
+    def _answer_block(self, when: str) -> AnswerBlock:
+        name = self._bridge.snapshot().model or "Model"
+        return AnswerBlock(name, when=when, glyphs=self._glyphs, shows_marks=self._marks_reruns)
 
     async def _end_answer(self) -> None:
         """The answer ended: closing line, error panel, the waiting message back if it failed."""
@@ -323,6 +324,7 @@ class ChatScreen(Screen[None]):
             *([] if rate is None else [show_number(rate, "tok/s")]),
             f"{live.n_tokens} tokens",
             f"waiting {show_percent(snapshot.wait_share, 0)} of time",
+            *([] if live.quality is not Quality.BALANCED else [self.again_words()]),
         ]
         return Content(f"{self._glyphs.caret} " + f" {self._glyphs.dot} ".join(parts))
 
@@ -345,8 +347,12 @@ class ChatScreen(Screen[None]):
             if below.content != content:
                 below.update(content)
 
-    def _model_name(self) -> str:
-        return self._bridge.snapshot().model or "Model"
+    def again_words(self) -> str:
+        """What the balanced answer being written made again; empty: none is, or nothing yet."""
+        live = self._conversation.live
+        if live is None or live.quality is not Quality.BALANCED:
+            return ""
+        return again_words(live.n_reran, live.n_tokens, live.rerun_s)
 
     # -- events --------------------------------------------------------------------------------
 
@@ -440,7 +446,8 @@ class ChatScreen(Screen[None]):
 
     def _set_quality(self, quality: Quality) -> None:
         self._conversation.wish(quality=quality)
-        self.notify(f"From the next message on: {quality.value}, {_MEANING[quality]}.")
+        gate = gate_in_use(self._bridge.model(), self._conversation.wishes.gate)
+        self.notify(f"From the next message on: {quality_words(quality, gate)}.", markup=False)
 
     def action_quality(self) -> None:
         """Go on to the next quality; fast follows exact."""
@@ -516,42 +523,14 @@ class ChatScreen(Screen[None]):
         self._rail_wanted = not self._rail_wanted
         self.set_class(not self._rail_wanted, "-no-rail")
 
+    async def action_mark_reruns(self) -> None:
+        """Underline what balanced answers made again, or stop doing so."""
+        self._marks_reruns = not self._marks_reruns
+        for block in self.query(AnswerBlock):
+            await block.show_marks(self._marks_reruns)
+        said = "are underlined" if self._marks_reruns else "are not underlined any more"
+        self.notify(f"Words of balanced answers that were made again {said}.")
+
     def action_follow(self) -> None:
         self.query_one(Transcript).follow()
         self.call_after_refresh(self._draw_below)
-
-
-def welcome_content(model: str) -> Content:
-    """The empty chat: what is ready, and what to try."""
-    lines = [
-        Content.styled(f"moet-desk {__version__}", "bold"),
-        Content(""),
-        Content(f"{model} is ready"),
-        Content(""),
-        *(Content(example) for example in _EXAMPLES),
-        Content(""),
-        Content.styled("/ for commands, Ctrl+L for earlier chats, F1 for help", "$dim"),
-    ]
-    return Content("\n").join(lines)
-
-
-def closing_line(turn: Turn, glyphs: Glyphs) -> Content:
-    """The line under a finished answer: how it ended, tokens, speed, waiting, quality."""
-    meta, parts = turn.meta, []
-    if turn.status is Status.STOPPED:
-        parts.append("stopped by you" if "tokens" in meta else "stopped")
-    if meta.get("reason") == "length":
-        parts.append("cut at the length limit")
-    if meta.get("tokens"):
-        tokens, decode_s = int(meta["tokens"]), float(meta.get("decode_s") or 0.0)
-        parts.append(f"{tokens} tokens")
-        if decode_s > 0:
-            parts.append(f"{tokens / decode_s:.1f} tok/s")
-            waiting = float(meta.get("wait_s") or 0.0) / decode_s
-            parts.append(f"waiting {show_percent(waiting, 0)} of time")
-        if meta.get("first_token_s") is not None:
-            parts.append(f"first token {show_duration(float(meta['first_token_s']))}")
-        parts.append(str(meta.get("quality", "")))
-        if meta.get("rerun_tokens") is not None:
-            parts.append(f"{show_percent(int(meta['rerun_tokens']) / tokens, 0)} made again")
-    return Content(f" {glyphs.dot} ".join(part for part in parts if part))

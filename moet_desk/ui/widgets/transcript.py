@@ -8,6 +8,7 @@ UI thread.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,12 +16,14 @@ from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.widget import Widget
-from textual.widgets import Markdown, Static
+from textual.widgets import Static
 
 from moet_desk.errors import MoetError
-from moet_desk.ui.text import SEGMENT_CHARS, clean, markdown_parser, shown_length, split_segments
+from moet_desk.marked_text import MarkedText, Ranges
+from moet_desk.ui.text import SEGMENT_CHARS, clean, shown_length, split_segments
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.gauges import bar, spread
+from moet_desk.ui.widgets.marked_markdown import MarkedMarkdown
 from moet_desk.ui.widgets.problem import ProblemPanel
 from moet_desk.units import show_duration
 
@@ -62,15 +65,15 @@ class MessageBlock(Vertical):
         yield Static(Content(self.source.expandtabs(4)), classes="body", markup=False)
 
 
-class Segment(Markdown):
-    """One stretch of an answer. Links never open by themselves.
+class Segment(MarkedMarkdown):
+    """One stretch of an answer.
 
     A parked segment keeps its height but holds no widgets: laying out 400 of them costs 30 ms per
     flush (measured on 2 cores, 2026-11-29).
     """
 
-    def __init__(self, text: str = "") -> None:
-        super().__init__(text, parser_factory=markdown_parser, open_links=False)
+    def __init__(self, text: str = "", *, marks: Ranges = (), shows_marks: bool = False) -> None:
+        super().__init__(text, marks=marks, shows_marks=shows_marks)
         self._parked_text: str | None = None
         self._parked_width = 0
 
@@ -99,11 +102,25 @@ class Segment(Markdown):
             await self.update(text)
             self.styles.height = "auto"
 
+    async def redraw(self) -> None:
+        """Draw from the source; a parked segment is drawn when it comes near."""
+        if not self.parked:
+            await super().redraw()
+
     def refit(self, width: int) -> None:
         """The window has another width: guess the height until it is drawn again."""
         if self.parked and width and width != self._parked_width:
             rows = round(self.size.height * self._parked_width / width)
             self.styles.height, self._parked_width = max(1, rows), width
+
+
+def cut_segments(text: MarkedText) -> list[MarkedText]:
+    """`split_segments` with the marks of each part."""
+    parts, start = [], 0
+    for part in split_segments(text.text):
+        parts.append(text.cut(start, start + len(part)))
+        start += len(part)
+    return parts
 
 
 class AnswerBlock(Vertical):
@@ -115,36 +132,43 @@ class AnswerBlock(Vertical):
     AnswerBlock > .closing { height: auto; padding-left: 2; color: $dim; }
     """
 
-    def __init__(self, who: str, *, when: str, glyphs: Glyphs) -> None:
+    def __init__(self, who: str, *, when: str, glyphs: Glyphs, shows_marks: bool = False) -> None:
         super().__init__()
         self._who = who
         self._when = when
         self._glyphs = glyphs
+        self._shows_marks = shows_marks
         self._body = Vertical(classes="body")
         self._foot = Static(Content(""), classes="closing", markup=False)
         self.segments: list[Segment] = []
         self._tail: Segment | None = None  # the segment that grows
-        self._tail_text = ""  # all text of the last segment, drawn or not
+        self._tail_text = MarkedText()  # all text of the last segment, drawn or not
         self._drawn = 0  # characters of it that are drawn
         self._looked_at = 0  # length at the last look for a cut
+        self._drawing = asyncio.Lock()  # text may arrive while the marks are switched
 
     def compose(self) -> ComposeResult:
         yield _Head(self._who, self._when)
         yield self._body
         yield self._foot
 
-    async def append(self, text: str) -> None:
+    async def append(self, piece: MarkedText) -> None:
         """Draw the next clean piece of a growing answer."""
-        self._tail_text += text
-        if self._tail is None:
-            self._tail = await self._add(Segment())
-        await self._rotate()
-        await self._draw(shown_length(self._tail_text))
+        async with self._drawing:
+            self._tail_text += piece
+            if self._tail is None:
+                self._tail = await self._add(self._segment(MarkedText()))
+            await self._rotate()
+            await self._draw(shown_length(self._tail_text.text))
+
+    def _segment(self, text: MarkedText) -> Segment:
+        return Segment(text.text, marks=text.marks, shows_marks=self._shows_marks)
 
     async def finish(self) -> None:
         """The answer is complete: draw what was held back."""
-        await self._draw(len(self._tail_text))
-        self._tail = None
+        async with self._drawing:
+            await self._draw(len(self._tail_text))
+            self._tail = None
 
     async def _add(self, segment: Segment) -> Segment:
         self.segments.append(segment)
@@ -157,7 +181,8 @@ class AnswerBlock(Vertical):
 
     async def _draw(self, end: int) -> None:
         if self._tail is not None and end > self._drawn:
-            await self._tail.append(self._tail_text[self._drawn : end])
+            self._tail.marks = self._tail_text.marks
+            await self._tail.append(self._tail_text.text[self._drawn : end])
             self._drawn = end
 
     async def _rotate(self) -> None:
@@ -166,24 +191,35 @@ class AnswerBlock(Vertical):
         if self._tail is None or length < max(SEGMENT_CHARS, self._looked_at + _SPLIT_STEP):
             return
         self._looked_at = length
-        first, *others = split_segments(self._tail_text)
+        first, *others = cut_segments(self._tail_text)
         if not others:
             return
+        self._tail.marks = first.marks
         with self.app.batch_update():
             if len(first) < self._drawn:
-                await self._tail.update(first)
+                await self._tail.update(first.text)
             else:
                 await self._draw(len(first))
             for part in others[:-1]:
-                await self._add(Segment(part))
-            self._tail = await self._add(Segment())
+                await self._add(self._segment(part))
+            self._tail = await self._add(self._segment(MarkedText()))
         self._tail_text = others[-1]
         self._drawn = self._looked_at = 0
 
-    async def set_text(self, text: str) -> None:
+    async def set_text(self, text: MarkedText) -> None:
         """Draw a complete answer, cut into segments at once."""
-        self.segments = [Segment(part) for part in split_segments(text)]
+        self.segments = [self._segment(part) for part in cut_segments(text)]
         await self._body.mount_all(self.segments)
+
+    async def show_marks(self, shown: bool) -> None:
+        """Underline the marked text, or stop doing so."""
+        self._shows_marks = shown
+        async with self._drawing:
+            for segment in self.at_rest():
+                await segment.show_marks(shown)
+            if self._tail is not None and self._tail.shows_marks is not shown:
+                self._tail.shows_marks = shown
+                await self._tail.redraw_growing()
 
     def set_closing(self, closing: Content) -> None:
         """Replace the line under the answer."""

@@ -1,0 +1,50 @@
+"""Lines of the Chat screen made from data alone: the welcome, and an answer's last line."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from moet_desk import __version__
+from moet_desk.ui.conversation import Status, Turn
+from moet_desk.ui.quality_words import again_words
+from moet_desk.ui.theme import Glyphs
+from moet_desk.ui.widgets.gauges import show_percent
+from moet_desk.units import show_duration
+
+_EXAMPLES = "Tell me a short story about a fox.", "What is 17 + 25?", "/help"
+
+
+def welcome_content(model: str) -> Content:
+    """The empty chat: what is ready, and what to try."""
+    lines = [
+        Content.styled(f"moet-desk {__version__}", "bold"),
+        Content(""),
+        Content(f"{model} is ready"),
+        Content(""),
+        *(Content(example) for example in _EXAMPLES),
+        Content(""),
+        Content.styled("/ for commands, Ctrl+L for earlier chats, F1 for help", "$dim"),
+    ]
+    return Content("\n").join(lines)
+
+
+def closing_line(turn: Turn, glyphs: Glyphs) -> Content:
+    """The line under a finished answer: how it ended, tokens, speed, waiting, quality."""
+    meta, parts = turn.meta, []
+    if turn.status is Status.STOPPED:
+        parts.append("stopped by you" if "tokens" in meta else "stopped")
+    if meta.get("reason") == "length":
+        parts.append("cut at the length limit")
+    if meta.get("tokens"):
+        tokens, decode_s = int(meta["tokens"]), float(meta.get("decode_s") or 0.0)
+        parts.append(f"{tokens} tokens")
+        if decode_s > 0:
+            parts.append(f"{tokens / decode_s:.1f} tok/s")
+            waiting = float(meta.get("wait_s") or 0.0) / decode_s
+            parts.append(f"waiting {show_percent(waiting, 0)} of time")
+        if meta.get("first_token_s") is not None:
+            parts.append(f"first token {show_duration(float(meta['first_token_s']))}")
+        parts.append(str(meta.get("quality", "")))
+        if meta.get("rerun_tokens") is not None:
+            parts.append(again_words(int(meta["rerun_tokens"]), tokens, meta.get("rerun_s")))
+    return Content(f" {glyphs.dot} ".join(part for part in parts if part))
