@@ -73,6 +73,8 @@ class TierCounters:
     wait_s: float = 0.0  # time spent fetching rows a token was waiting for
     step_s: float = 0.0  # time spent in decode steps, waiting included
     read_errors: int = 0
+    promotions: int = 0  # rows put into 4-bit slots before a token asked for them
+    bytes_promoted: int = 0  # into slots, beside bytes_ram_to_slot
 
 
 @dataclass(frozen=True, slots=True)

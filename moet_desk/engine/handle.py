@@ -224,6 +224,7 @@ class EngineOptions:
     max_waiting: int = 32
     activations: str = "integer"  # "float" is the oracle path of the tests
     save_heat: bool = True
+    hot_set: bool = True  # promote hot experts into spare 4-bit slots; off for comparisons
 
 
 def start_engine(pack: Path, options: EngineOptions | None = None) -> EngineHandle:

@@ -177,6 +177,7 @@ def _residency(spec: Spec, plan: TierPlan, reader: PackReader, arena: Arena) -> 
         n_experts=reader.meta.n_experts,
         base_slots=plan.base_slots,
         fine_slots=plan.fine_slots,
+        top_k=spec.moe_ffn.router.top_k,
     )
 
 

@@ -70,6 +70,30 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowHeat:
+    """Heat over many tokens, made from samples of a count that fades within a few.
+
+    Attributes:
+        share: float [R], as in `Fill`.
+        clock: steps when the last sample was taken.
+    """
+
+    share: NDArray[np.floating]
+    clock: int
+
+    def sampled(self, share: NDArray[np.floating], clock: int, *, half_life: int) -> SlowHeat:
+        """With one more sample; without steps since the last one nothing fades.
+
+        Args:
+            share: float [R], the sample.
+            clock: steps now; one that runs backwards was set back.
+            half_life: steps after which the past counts half.
+        """
+        keep = 0.5 ** (max(0, clock - self.clock) / half_life)
+        return SlowHeat(self.share * keep + share * (1.0 - keep), clock)
+
+
+@dataclass(frozen=True, slots=True)
 class Fill:
     """The fine pool and what could be in it, at one moment between steps.
 

@@ -15,14 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moet_desk.engine.promotion import Budget, Fill, Promotion
 from moet_desk.engine.transfer import Transfer
 from moet_desk.kernels.reference import CacheTables, claim, lookup, release
 from moet_desk.kernels.reference.cache import HALF_LIFE
 from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import CacheView, Tier, TierCounters, TierSizes
+from moet_desk.units import MIB
 
 HEAT_HALF_LIFE = 512
 """Layer uses after which an expert's heat counts half."""
+
+PROMOTED_BYTES_PER_S = 256 * MIB
+"""Most that promotions expand in a second. The demo model's rows take it a tenth of that second."""
 
 RECENT_USES = 256
 """Window of the hit shares shown per layer, in uses of that layer."""
@@ -48,6 +53,7 @@ class Residency:
         moe_layers: model layer number of each MoE layer that runs.
         n_experts: experts per layer.
         base_slots, fine_slots: pool sizes; each at least the experts one token uses per layer.
+        top_k: experts a token uses per layer; a fine pool of no more has none to promote into.
     """
 
     def __init__(
@@ -58,8 +64,10 @@ class Residency:
         n_experts: int,
         base_slots: int,
         fine_slots: int,
+        top_k: int,
     ) -> None:
         self._transfer = transfer
+        self._top_k = top_k
         self._moe_layers = moe_layers
         self._n_experts = n_experts
         size = transfer.layout.slot_floats
@@ -77,6 +85,7 @@ class Residency:
         self._tier_recent = np.zeros(4, dtype=np.float64)
         self._count = dict.fromkeys(("lookups", "hits_base", "hits_fine", "evictions"), 0)
         self._bytes_to_slot = 0
+        self._promotions = 0
         self.wait_s = 0.0
         self._view: CacheView | None = None
 
@@ -160,6 +169,46 @@ class Residency:
         self._bytes_to_slot += target.numel() * 4
         return target
 
+    # -- hot FP4 set (engine/hot_set.py) -----------------------------------------------------
+
+    def promotion_budget(self) -> Budget | None:
+        """See `FineTier`. The least pool has no slot to spare: each look-up takes them all."""
+        if self._pools[Plane.FINE].n_slots <= self._top_k:
+            return None
+        return Budget(PROMOTED_BYTES_PER_S, self._transfer.layout.slot_floats * 4)
+
+    def fine_fill(self, *, idle: bool) -> Fill:
+        """See `FineTier`. A 4-bit slot is made from the rows of both planes."""
+        heat, arena = self._heat.ravel(), self._transfer.arena
+        may = np.ones(heat.size, np.bool_)
+        if not idle:
+            may = arena.present(Plane.FINE)[: heat.size] & arena.present(Plane.BASE)[: heat.size]
+        tables = self._pools[Plane.FINE].tables
+        share = heat * (np.float32(1.0) - self._decay)  # 1: every token of its layer
+        return Fill(share, tables.resident(), len(tables.free), may, self._bytes_to_slot)
+
+    def promote(self, promotions: Sequence[Promotion]) -> None:
+        """See `FineTier`."""
+        pool, base = self._pools[Plane.FINE], self._pools[Plane.BASE]
+        tables = pool.tables
+        for one in promotions:
+            if one.replaces is not None:
+                release(
+                    tables,
+                    tables.slot_of[one.replaces // self._n_experts][one.replaces % self._n_experts],
+                )
+            slot = claim(tables, *divmod(one.row, self._n_experts))
+            if slot is None:
+                raise ValueError("a promotion without a free slot")
+            try:
+                self._transfer.fetch(Plane.FINE, one.row, pool.slots[slot], scan=True)
+            except Exception:
+                release(tables, slot)
+                raise
+            # As warm as its 2-bit uses made it, else the next rerun would take its slot first.
+            tables.warmth[one.row] = max(tables.warmth[one.row], base.tables.warmth[one.row])
+            self._promotions += 1
+
     # -- heat --------------------------------------------------------------------------------
 
     def preload(self, rows: Sequence[int], *, progress: Callable[[int], None]) -> None:
@@ -228,6 +277,8 @@ class Residency:
             wait_s=self.wait_s,
             step_s=step_s,
             read_errors=arena.read_errors,
+            promotions=self._promotions,
+            bytes_promoted=self._promotions * self._transfer.layout.slot_floats * 4,
         )
 
     def sizes(self) -> TierSizes:

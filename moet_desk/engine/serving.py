@@ -24,8 +24,10 @@ from moet_desk.engine.handle import (
     EngineOptions,
     GenerateRequest,
     ModelInfo,
+    Quality,
     RequestStream,
 )
+from moet_desk.engine.hot_set import HotSet
 from moet_desk.engine.loader import Core, load
 from moet_desk.engine.meter import Meter
 from moet_desk.engine.request import ActiveRequest
@@ -95,6 +97,8 @@ class Serving:
         self._generation = 0
         self._shown = self._saved = time.monotonic()
         self._ended: list[str] = []
+        self._hot_set = HotSet(self.core.residency, self._shown) if options.hot_set else None
+        self._uses_fine = options.quality is not Quality.FAST or self.core.prefiller.fast_uses_fine
         self.info = self._describe()
 
     # -- any thread --------------------------------------------------------------------------
@@ -156,6 +160,7 @@ class Serving:
 
     def add(self, request: ActiveRequest) -> None:
         """Put a request at the end of the queue."""
+        self._uses_fine |= request.request.quality is not Quality.FAST
         self._scheduler.waiting.append(request)
 
     def cancel(self, request_id: str) -> None:
@@ -180,6 +185,8 @@ class Serving:
         for request in self._scheduler.take_ended():
             self.core.kv.release(request.kv)
             self._ended.append(request.id)
+        if writing and self._scheduler.to_read() is None:  # a prompt needs the bus for itself
+            self._promote(idle=False)
 
     def take_ended(self) -> list[str]:
         """Ids of requests that ended since the last call."""
@@ -192,6 +199,7 @@ class Serving:
 
     def idle(self, now: float) -> None:
         """Housekeeping while there is nothing to do."""
+        self._promote(idle=True)
         if now - self._saved > SAVE_HEAT_EVERY_S:
             self._save_heat(now)
 
@@ -224,6 +232,15 @@ class Serving:
             now, step_s=now - began, wait_s=self.core.residency.wait_s - waited,
             n_tokens=len(requests),
         )  # fmt: skip
+
+    def _promote(self, *, idle: bool) -> None:
+        """Fill the hot FP4 set, once something is there that looks into it."""
+        if self._hot_set is None or not self._uses_fine:
+            return
+        if idle:
+            self._hot_set.idle_turn()
+        else:
+            self._hot_set.turn(time.monotonic(), idle=False)
 
     def _guarded(self, requests: list[ActiveRequest], work: Callable[[], None]) -> None:
         """Run a piece of work; a bug in it ends these requests, not the engine."""
