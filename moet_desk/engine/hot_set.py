@@ -27,6 +27,9 @@ of every step.
 PAUSE_S = 60.0
 """Pause after a row could not be read."""
 
+IDLE_TIMES = 8
+"""How much more may be copied while idle: nobody waits for the same cores or the same bus then."""
+
 IDLE_TURN_S = 0.05
 """Longest that a turn without answers lasts, so that a request that comes now waits no longer."""
 
@@ -64,7 +67,7 @@ class HotSet:
         self._budget = tier.promotion_budget()
         self._allowance = Allowance()
         self._last_s = self._next_s = now_s
-        self._moved_bytes = 0
+        self._base_bytes = 0
         self._refill_s = 0.0
         if self._budget is not None:
             self._refill_s = MOST_PER_TURN * self._budget.row_bytes / self._budget.bytes_per_s
@@ -76,11 +79,10 @@ class HotSet:
         if budget is None or now_s < self._next_s:
             return 0
         fill = self._tier.fine_fill(idle=idle)
-        moved_bytes = max(0, fill.moved_bytes - self._moved_bytes)  # a device's count wraps
-        self._allowance = self._allowance.later(
-            budget, elapsed_s=now_s - self._last_s, moved_bytes=moved_bytes
-        )
-        self._last_s, self._moved_bytes = now_s, fill.moved_bytes
+        base_bytes = max(0, fill.base_bytes - self._base_bytes)  # a device's count wraps
+        elapsed_s = (now_s - self._last_s) * (IDLE_TIMES if idle else 1)
+        self._allowance = self._allowance.later(budget, elapsed_s=elapsed_s, base_bytes=base_bytes)
+        self._last_s, self._base_bytes = now_s, fill.base_bytes
         n_allowed = self._allowance.rows(budget)
         chosen = choose(fill, most=min(n_allowed, MOST_PER_TURN))
         self._next_s = now_s + self._pause_s(n_allowed, len(chosen), idle=idle)

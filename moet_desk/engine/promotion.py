@@ -11,14 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-FACTOR = 1.5
-"""How much hotter a row must be than the one it replaces. Two rows of about equal heat, whose order
-changes all the time, are left as they are.
+from moet_desk.kernels.reference.cache import HALF_LIFE
+
+FACTOR = 3.0
+"""How much hotter a row must be than the one it replaces, so that rows of about equal heat, whose
+order changes all the time, are left as they are. A copy between steps takes as long as the miss it
+may save: 1.5 copies twice as many rows as 3 for the same hits (docs/design/residency.md).
 """
 
 LEAST_SHARE = 0.01
-"""Least heat of a row that is promoted, as the share of its layer's recent tokens that used it: one
-in a hundred. Rarer ones would not be asked for again before others are hotter.
+"""Least heat of a row that is promoted, as the share of its layer's recent tokens that used it:
+what is left of a single use after two half-lives.
 """
 
 MOST_PER_TURN = 4
@@ -51,13 +54,13 @@ class Allowance:
 
     n_bytes: float = 0.0
 
-    def later(self, budget: Budget, *, elapsed_s: float, moved_bytes: int) -> Allowance:
-        """After some time in which answers moved bytes of their own.
+    def later(self, budget: Budget, *, elapsed_s: float, base_bytes: int) -> Allowance:
+        """After some time in which answers brought 2-bit rows of so many bytes.
 
-        What answers fetch counts as spent: while 2-bit slots are short and every step brings rows,
+        What they brought counts as spent: while 2-bit slots are short and every step lacks rows,
         the bus is theirs and promotions wait.
         """
-        n_bytes = self.n_bytes + elapsed_s * budget.bytes_per_s - moved_bytes
+        n_bytes = self.n_bytes + elapsed_s * budget.bytes_per_s - base_bytes
         return Allowance(min(max(n_bytes, 0.0), float(budget.most_bytes)))
 
     def rows(self, budget: Budget) -> int:
@@ -70,46 +73,22 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True)
-class SlowHeat:
-    """Heat over many tokens, made from samples of a count that fades within a few.
-
-    Attributes:
-        share: float [R], as in `Fill`.
-        clock: steps when the last sample was taken.
-    """
-
-    share: NDArray[np.floating]
-    clock: int
-
-    def sampled(self, share: NDArray[np.floating], clock: int, *, half_life: int) -> SlowHeat:
-        """With one more sample; without steps since the last one nothing fades.
-
-        Args:
-            share: float [R], the sample.
-            clock: steps now; one that runs backwards was set back.
-            half_life: steps after which the past counts half.
-        """
-        keep = 0.5 ** (max(0, clock - self.clock) / half_life)
-        return SlowHeat(self.share * keep + share * (1.0 - keep), clock)
-
-
-@dataclass(frozen=True, slots=True)
 class Fill:
     """The fine pool and what could be in it, at one moment between steps.
 
     Attributes:
-        heat: float [R], per row the share of its layer's recent tokens that used it.
+        heat: float [R], per row the share of its layer's recent tokens that used it (`share_of`).
         resident: int [N], rows that have a slot.
         n_free: slots without a row.
         may: bool [R], rows that could be copied now.
-        moved_bytes: total that answers have moved into slots since the start.
+        base_bytes: 2-bit rows that answers have moved into slots since the start, in bytes.
     """
 
     heat: NDArray[np.floating]
     resident: NDArray[np.integer]
     n_free: int
     may: NDArray[np.bool_]
-    moved_bytes: int
+    base_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +97,21 @@ class Promotion:
 
     row: int
     replaces: int | None = None
+
+
+def share_of(warmth: NDArray[np.floating]) -> NDArray[np.floating]:
+    """The share of its layer's recent tokens that used each row.
+
+    It is the count that look-ups choose their victims by, of the pool's own uses or of those at 2
+    bits, whichever is more: a slower count takes slots from rows that reruns just brought and are
+    about to ask for again (docs/design/residency.md has the figures).
+
+    Shapes:
+        warmth: float [R], log2 of the decayed uses, the present counted as 1; -> float [R], 1 for a
+            row that every token of its layer uses.
+    """
+    share: NDArray[np.floating] = np.exp2(warmth) * (1.0 - 0.5 ** (1 / HALF_LIFE))
+    return share
 
 
 def choose(fill: Fill, *, most: int) -> list[Promotion]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moet_desk.engine.promotion import Budget, Fill, Promotion
+from moet_desk.engine.promotion import Budget, Fill, Promotion, share_of
 from moet_desk.engine.transfer import Transfer
 from moet_desk.kernels.reference import CacheTables, claim, lookup, release
 from moet_desk.kernels.reference.cache import HALF_LIFE
@@ -26,8 +26,10 @@ from moet_desk.units import MIB
 HEAT_HALF_LIFE = 512
 """Layer uses after which an expert's heat counts half."""
 
-PROMOTED_BYTES_PER_S = 256 * MIB
-"""Most that promotions expand in a second. The demo model's rows take it a tenth of that second."""
+PROMOTED_BYTES_PER_S = 16 * MIB
+"""Most that promotions expand in a second: 4 % of that second with the demo model's rows, 2 ms for
+0.8 MB on two cores that others use too (2026-11-29).
+"""
 
 RECENT_USES = 256
 """Window of the hit shares shown per layer, in uses of that layer."""
@@ -84,7 +86,7 @@ class Residency:
         self._recent = np.zeros((len(moe_layers), 2), dtype=np.float64)  # hits, look-ups
         self._tier_recent = np.zeros(4, dtype=np.float64)
         self._count = dict.fromkeys(("lookups", "hits_base", "hits_fine", "evictions"), 0)
-        self._bytes_to_slot = 0
+        self._bytes_to_slot = dict.fromkeys(Plane, 0)
         self._promotions = 0
         self.wait_s = 0.0
         self._view: CacheView | None = None
@@ -126,7 +128,7 @@ class Residency:
                 in_ram = self._transfer.arena.holds(plane, self._row(layer, expert))
                 self._transfer.fetch(plane, self._row(layer, expert), pool.slots[slot])
                 self._tier_recent[Tier.RAM if in_ram else Tier.NVME] += 1
-                self._bytes_to_slot += pool.slots.shape[1] * 4
+                self._bytes_to_slot[plane] += pool.slots.shape[1] * 4
                 waiting.pop()
         finally:
             for _, slot in waiting:  # after an error: these slots hold nothing that can be used
@@ -166,7 +168,7 @@ class Residency:
             if free is not None:
                 release(pool.tables, free)
             raise
-        self._bytes_to_slot += target.numel() * 4
+        self._bytes_to_slot[plane] += target.numel() * 4
         return target
 
     # -- hot FP4 set (engine/hot_set.py) -----------------------------------------------------
@@ -179,13 +181,19 @@ class Residency:
 
     def fine_fill(self, *, idle: bool) -> Fill:
         """See `FineTier`. A 4-bit slot is made from the rows of both planes."""
-        heat, arena = self._heat.ravel(), self._transfer.arena
-        may = np.ones(heat.size, np.bool_)
+        arena = self._transfer.arena
+        base, fine = self._pools[Plane.BASE].tables, self._pools[Plane.FINE].tables
+        warmth = np.maximum(base.warmth, fine.warmth) - self._uses / base.life
+        may = np.ones(warmth.size, np.bool_)
         if not idle:
-            may = arena.present(Plane.FINE)[: heat.size] & arena.present(Plane.BASE)[: heat.size]
-        tables = self._pools[Plane.FINE].tables
-        share = heat * (np.float32(1.0) - self._decay)  # 1: every token of its layer
-        return Fill(share, tables.resident(), len(tables.free), may, self._bytes_to_slot)
+            may = arena.present(Plane.FINE) & arena.present(Plane.BASE)
+        return Fill(
+            heat=share_of(warmth),
+            resident=fine.resident(),
+            n_free=len(fine.free),
+            may=may[: warmth.size],
+            base_bytes=self._bytes_to_slot[Plane.BASE],
+        )
 
     def promote(self, promotions: Sequence[Promotion]) -> None:
         """See `FineTier`."""
@@ -272,7 +280,7 @@ class Residency:
             **self._count,
             from_ram=arena.from_ram,
             from_nvme=arena.from_nvme,
-            bytes_ram_to_slot=self._bytes_to_slot,
+            bytes_ram_to_slot=sum(self._bytes_to_slot.values()),
             bytes_nvme_to_ram=arena.bytes_read,
             wait_s=self.wait_s,
             step_s=step_s,

@@ -90,17 +90,16 @@ def test_fill__a_read_is_still_under_way__nothing_may_be_copied(
         assert not core.residency.fine_fill(idle=False).may.any()
 
 
-def test_slow_heat__one_burst_of_uses__counts_by_the_tokens_it_was_seen_in(
-    demo_pack: Path,
-) -> None:
+def test_fill__heat__uses_of_either_pool_by_its_own_clock(demo_pack: Path) -> None:
     with loaded(demo_pack, fine_slots=36) as core:
-        tables = core.residency._pools[Plane.BASE].tables
-        assert not core.residency._slow_share().any()
-        tables.clock.fill_(16)
-        tables.warmth[9] = 16 / 16 + np.log2(8.0)  # eight uses just now
-        share = core.residency._slow_share()
-        tables.warmth[9] = -np.inf
-        assert share[9] == pytest.approx(8 * (1 - 0.5 ** (1 / 16)) * (1 - 0.5 ** (16 / 512)))
-        assert core.residency._slow_share()[9] == pytest.approx(share[9])  # no step, no fading
-        tables.clock.fill_(16 + 512)
-        assert core.residency._slow_share()[9] == pytest.approx(share[9] / 2)
+        base, fine = (core.residency._pools[plane].tables for plane in (Plane.BASE, Plane.FINE))
+        assert not core.residency.fine_fill(idle=False).heat.any()
+        base.clock.fill_(160)
+        fine.clock.fill_(16)
+        base.warmth[9] = 160 / 16 + np.log2(8.0)  # eight uses just now
+        base.warmth[10] = 160 / 16 - 1
+        fine.warmth[10] = 16 / 16  # one now, half a use at 2 bits
+        heat = core.residency.fine_fill(idle=False).heat
+        one = 1 - 0.5 ** (1 / 16)
+        assert heat[[9, 10]] == pytest.approx([8 * one, one])
+        assert np.count_nonzero(heat) == 2

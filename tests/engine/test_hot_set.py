@@ -128,7 +128,7 @@ class Tier_:
     """A fine pool of two slots over four rows, always able to copy."""
 
     def __init__(self, budget: Budget | None) -> None:
-        self.budget, self.moved_bytes, self.looks = budget, 0, 0
+        self.budget, self.base_bytes, self.looks = budget, 0, 0
         self.heat = np.array([0.5, 0.4, 0.3, 0.2])
         self.promoted: list[int] = []
 
@@ -138,7 +138,7 @@ class Tier_:
     def fine_fill(self, *, idle: bool) -> Fill:
         self.looks += 1
         held = np.array(self.promoted, np.int64)
-        return Fill(self.heat, held, 2 - len(held), np.ones(4, np.bool_), self.moved_bytes)
+        return Fill(self.heat, held, 2 - len(held), np.ones(4, np.bool_), self.base_bytes)
 
     def promote(self, promotions: Sequence[Promotion]) -> None:
         self.promoted += [one.row for one in promotions]
@@ -163,7 +163,7 @@ def test_turn__steps_fetch_all_the_budget__waits_until_they_hit() -> None:
     tier = Tier_(Budget(bytes_per_s=1000, row_bytes=100))
     hot_set = HotSet(tier, 0.0)
     for step in range(1, 20):
-        tier.moved_bytes += 600
+        tier.base_bytes += 600
         assert hot_set.turn(step / 2, idle=False) == 0
     assert hot_set.turn(10.0, idle=False) == 2
 
@@ -193,23 +193,26 @@ def until(reached: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"fine_slots": 60, "pool_slots": 100},
-        {"fine_slots": 40, "pool_slots": 60, "arena_rows": 0},
-    ],
-    ids=["spare slots", "rows on disk"],
-)
-def test_answers__with_promotions__those_without(
-    demo_pack: Path, wanted: list[Answer], sizes: dict[str, int]
+def test_answers__rows_promoted_while_decoding__those_without(
+    demo_pack: Path, wanted: list[Answer]
 ) -> None:
-    with engine(demo_pack, **sizes) as handle:
-        assert answer(handle, [REQUESTS[0]]) == [wanted[0]]
-        while_decoding = handle.snapshot().counters.promotions
-        assert (while_decoding > 0) == ("arena_rows" not in sizes)  # only what is in RAM
-        until(lambda: handle.snapshot().counters.promotions > 0)  # idle: from disk too
+    with engine(demo_pack, fine_slots=60) as handle:
+        assert answer(handle, [REQUESTS[2]]) == [wanted[2]]  # exact: brings FP4 rows to RAM
+        assert answer(handle, [REQUESTS[3]]) == [wanted[3]]  # fast: other rows become hot
+        assert handle.snapshot().counters.promotions > 0
         assert answer(handle, REQUESTS[::-1]) == wanted[::-1]
+
+
+def test_answers__rows_promoted_from_disk_while_idle__those_without(
+    demo_pack: Path, wanted: list[Answer]
+) -> None:
+    sizes = {"fine_slots": 40, "pool_slots": 60, "arena_rows": 0}
+    with engine(demo_pack, quality=Quality.BALANCED, **sizes) as handle:
+        assert answer(handle, [REQUESTS[3]]) == [wanted[3]]
+        assert handle.snapshot().counters.promotions == 0  # no row is in RAM
+        until(lambda: handle.snapshot().counters.promotions >= 4)
+        assert answer(handle, REQUESTS[::-1]) == wanted[::-1]
+        assert handle.snapshot().counters.hits_fine > 0
 
 
 @pytest.mark.parametrize("hot_set", [True, False])

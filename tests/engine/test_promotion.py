@@ -97,7 +97,7 @@ def test_choose__two_rows_that_take_turns_being_hotter__stay() -> None:
     for heat in ([0.5, 0.6], [0.6, 0.5]):
         fill = Fill(np.array(heat), np.array([0]), 0, may, 0)
         assert choose(fill, most=4) == []
-    assert choose(Fill(np.array([0.3, 0.6]), np.array([0]), 0, may, 0), most=4) == [
+    assert choose(Fill(np.array([0.19, 0.6]), np.array([0]), 0, may, 0), most=4) == [
         Promotion(1, replaces=0)
     ]
 
@@ -114,22 +114,22 @@ def test_allowance__any_turns__never_more_than_the_rate_and_one_bucket(
 ) -> None:
     budget, allowance = Budget(bytes_per_s, row_bytes), Allowance()
     passed_s, spent = 0.0, 0
-    for elapsed_s, moved_bytes, most in turns:
-        allowance = allowance.later(budget, elapsed_s=elapsed_s, moved_bytes=moved_bytes)
+    for elapsed_s, base_bytes, most in turns:
+        allowance = allowance.later(budget, elapsed_s=elapsed_s, base_bytes=base_bytes)
         n_rows = min(most, allowance.rows(budget))
         allowance = allowance.less(budget, n_rows)
         passed_s += elapsed_s
         spent += n_rows * row_bytes
         assert 0 <= allowance.n_bytes <= budget.most_bytes
         assert spent <= passed_s * bytes_per_s * (1 + 1e-9) + 1e-6
-    long = allowance.later(budget, elapsed_s=1e6, moved_bytes=0)
+    long = allowance.later(budget, elapsed_s=1e6, base_bytes=0)
     assert long.rows(budget) * row_bytes <= budget.most_bytes
     assert long.rows(budget) >= 1
 
 
-@pytest.mark.parametrize(("moved_bytes", "rows"), [(0, 5), (500, 2), (5000, 0)])
-def test_allowance__answers_fetch_rows__promotions_yield(moved_bytes: int, rows: int) -> None:
+@pytest.mark.parametrize(("base_bytes", "rows"), [(0, 5), (500, 2), (5000, 0)])
+def test_allowance__answers_fetch_rows__promotions_yield(base_bytes: int, rows: int) -> None:
     budget = Budget(bytes_per_s=2000, row_bytes=100)
-    full = Allowance().later(budget, elapsed_s=0.25, moved_bytes=0)
-    later = full.later(budget, elapsed_s=0.1, moved_bytes=moved_bytes)
+    full = Allowance().later(budget, elapsed_s=0.25, base_bytes=0)
+    later = full.later(budget, elapsed_s=0.1, base_bytes=base_bytes)
     assert later.rows(budget) == rows

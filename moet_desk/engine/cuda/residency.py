@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from moet_desk.engine.cuda.expert_stream import StreamCounters
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
 from moet_desk.engine.cuda.pools import DevicePool
-from moet_desk.engine.promotion import Budget, Fill, Promotion, SlowHeat
-from moet_desk.engine.residency import HEAT_HALF_LIFE
+from moet_desk.engine.promotion import Budget, Fill, Promotion, share_of
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.reference.cache import HALF_LIFE
 from moet_desk.store.arena import Arena
@@ -47,7 +46,6 @@ class CudaResidency:
         self._n_experts = pools[Plane.BASE].tables.n_experts
         self._server, self._streamed = server, streamed
         self._view: CacheView | None = None
-        self._slow: SlowHeat | None = None
         self._promotions = 0
 
     @property
@@ -91,9 +89,17 @@ class CudaResidency:
             may = (
                 self._arena.present(Plane.FINE)[:n_rows] & self._arena.present(Plane.BASE)[:n_rows]
             )
-        moved = self.counters(step_s=0.0).bytes_ram_to_slot
+        base = self._pools[Plane.BASE]
+        missed = int(self._counts(Plane.BASE)[:, _MISSES].sum())
         held = owner[owner >= 0].astype(np.int64)
-        return Fill(self._slow_share(), held, int(fine.n_free), may, moved)
+        warmth = np.maximum(self._warmth(Plane.BASE), self._warmth(Plane.FINE))
+        return Fill(
+            heat=share_of(warmth),
+            resident=held,
+            n_free=int(fine.n_free),
+            may=may,
+            base_bytes=missed * base.arena.stride + self._streamed.n_bytes,
+        )
 
     def promote(self, promotions: Sequence[Promotion]) -> None:
         """See `FineTier`."""
@@ -104,15 +110,6 @@ class CudaResidency:
             like=self._pools[Plane.BASE].tables,
         )  # fmt: skip
         self._promotions += len(rows)
-
-    def _slow_share(self) -> NDArray[np.floating]:
-        """Share of its layer's recent tokens that used each row, over `HEAT_HALF_LIFE` steps."""
-        clock = int(self._pools[Plane.BASE].tables.clock)
-        share = self._heat() * (1.0 - 0.5 ** (1 / HALF_LIFE))
-        if self._slow is None:  # saved heat may have been counted over more tokens
-            self._slow = SlowHeat(share / max(1.0, float(share.max(initial=0.0))), clock)
-        self._slow = self._slow.sampled(share, clock, half_life=HEAT_HALF_LIFE)
-        return self._slow.share
 
     # -- what the screens see ----------------------------------------------------------------
 
@@ -196,7 +193,12 @@ class CudaResidency:
 
     def _heat(self) -> NDArray[np.float64]:
         """Decayed uses of every row, the present counted as 1."""
-        tables = self._pools[Plane.BASE].tables
-        now = float(tables.clock) / HALF_LIFE
-        heat: NDArray[np.float64] = np.exp2(tables.warmth.cpu().numpy().astype(np.float64) - now)
+        heat: NDArray[np.float64] = np.exp2(self._warmth(Plane.BASE))
         return heat
+
+    def _warmth(self, plane: Plane) -> NDArray[np.float64]:
+        """Log2 of a pool's decayed uses of every row, the present counted as 1."""
+        tables = self._pools[plane].tables
+        now = float(tables.clock) / HALF_LIFE
+        warmth: NDArray[np.float64] = tables.warmth.cpu().numpy().astype(np.float64) - now
+        return warmth
