@@ -40,7 +40,7 @@ class Setting:
     unit: str
     applies: Applies
     default: Any
-    kind: type  # int, float, str or tuple (of str)
+    kind: type  # bool, int, float, str or tuple (of str)
     choices: tuple[str, ...] = ()
     least: float | None = None
     largest: float | None = None
@@ -78,6 +78,8 @@ class Setting:
             return "•••" if value else ""
         if self.unit == "bytes":
             return show_memory(value)
+        if self.kind is bool:
+            return _WORD_OF_BOOL[value]
         return ", ".join(value) if isinstance(value, tuple) else str(value)
 
     def _limit_words(self, limit: float) -> str:
@@ -108,6 +110,14 @@ class Engine:
         Literal["auto", "cpu", "cuda"],
         _About("What computes: cuda is an NVIDIA GPU, auto takes one that can be used.", _R),
     ] = "auto"
+    opportunistic: Annotated[
+        bool,
+        _About(
+            "Fast and balanced use an expert's FP4 weights when they happen to be at hand. The same"
+            " question may then get another answer. CPU only.",
+            _R,
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +240,10 @@ class Settings:
 
 # -- schema ----------------------------------------------------------------------------------
 
+_WORD_OF_BOOL: Mapping[bool, str] = {True: "true", False: "false"}
+
 _WORDS_OF_KIND: Mapping[type, str] = {
+    bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
@@ -344,6 +357,15 @@ def convert(setting: Setting, value: Any, *, source: str) -> Any:
     return typed
 
 
+def _read_bool(value: Any, _: Setting) -> bool:
+    if isinstance(value, bool):
+        return value
+    words = {word: truth for truth, word in _WORD_OF_BOOL.items()}
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    raise ValueError("neither true nor false")
+
+
 def _read_int(value: Any, setting: Setting) -> int:
     if isinstance(value, str):
         return parse_bytes(value) if setting.unit == "bytes" else int(value)
@@ -373,6 +395,7 @@ def _read_list(value: Any, _: Setting) -> tuple[str, ...]:
 
 
 _READERS: Mapping[type, Any] = {
+    bool: _read_bool,
     int: _read_int,
     float: _read_float,
     str: _read_text,

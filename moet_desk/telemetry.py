@@ -136,6 +136,7 @@ class EngineSnapshot:
     model: str = ""
     family: str = ""
     device: str = ""  # CPU or the card's name
+    opportunistic: bool = False  # answers other than exact ones may differ from run to run
     context: int = 0  # tokens a request may use, prompt and answer together
     context_used: int = 0  # tokens of the longest running request
     requests_running: int = 0
@@ -176,6 +177,7 @@ class Usage:
     steps: int = 0
     wait_s: float = 0.0
     rerun_tokens: int | None = None  # made again with FP4 experts; None: not a balanced answer
+    opportunistic: bool = False  # the answer depends on which experts were in 4-bit slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,9 +264,15 @@ def _first(value: _T | None, default: _T) -> _T:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """Token counts as OpenAI names them; balanced answers also say how many were made again."""
-    rerun = usage.rerun_tokens
-    own = {} if rerun is None else {"completion_tokens_details": {"rerun_tokens": rerun}}
+    """Token counts as OpenAI names them; balanced answers also say how many were made again, and
+    opportunistic ones that they are such.
+    """
+    details: dict[str, Any] = {}
+    if usage.rerun_tokens is not None:
+        details["rerun_tokens"] = usage.rerun_tokens
+    if usage.opportunistic:
+        details["opportunistic"] = True
+    own = {"completion_tokens_details": details} if details else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -304,6 +310,7 @@ def model_body(model: ModelInfo, *, created: int) -> dict[str, Any]:
         "max_model_len": model.context,
         "family": model.family,
         "quality": model.default_quality.value,
+        "opportunistic": model.opportunistic,
     }
 
 

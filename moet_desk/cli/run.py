@@ -211,6 +211,7 @@ def _result(answer: Answer) -> dict[str, Any]:
             "wait_s": usage.wait_s,
             "steps": usage.steps,
             "rerun_tokens": usage.rerun_tokens,
+            "opportunistic": usage.opportunistic,
         },
     }
 

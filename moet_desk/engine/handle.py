@@ -78,7 +78,11 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a loaded model is, for `/v1/models` and the screens."""
+    """What a loaded model is, for `/v1/models` and the screens.
+
+    `opportunistic`: fast and balanced answers use FP4 experts that happen to lie in 4-bit slots, so
+    the same request may get another answer. Exact answers never depend on it.
+    """
 
     name: str
     family: str
@@ -92,6 +96,7 @@ class ModelInfo:
     identity: str
     default_quality: Quality = Quality.FAST
     default_gate: float = DEFAULT_GATE
+    opportunistic: bool = False
 
 
 class RequestStream:
@@ -224,6 +229,7 @@ class EngineOptions:
     max_waiting: int = 32
     activations: str = "integer"  # "float" is the oracle path of the tests
     save_heat: bool = True
+    opportunistic: bool = False  # see `ModelInfo`
     hot_set: bool = True  # promote hot experts into spare 4-bit slots; off for comparisons
 
 

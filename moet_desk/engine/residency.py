@@ -108,6 +108,27 @@ class Residency:
             MoetError: a row could not be read (MD-NVME-04, MD-PACK-04). No slot is left claiming
                 a row it does not hold.
         """
+        self._note_heat(layer, experts)
+        return self._slots(plane, layer, experts)
+
+    def mixed_slots(self, layer: int, experts: Sequence[int]) -> list[tuple[Plane, Tensor]]:
+        """For each of a token's experts its 4-bit slot if it has one now, else its 2-bit slot.
+
+        No FP4 row is fetched for this; what comes out depends on what lies where. Otherwise as
+        `slots`.
+        """
+        self._note_heat(layer, experts)
+        fine = self._pools[Plane.FINE].tables.slot_of[layer]
+        planes = [Plane.FINE if fine[expert] >= 0 else Plane.BASE for expert in experts]
+        found: dict[int, tuple[Plane, Tensor]] = {}
+        for plane in Plane:
+            held = [e for e, its in zip(experts, planes, strict=True) if its is plane]
+            if held:
+                slots = self._slots(plane, layer, held)
+                found |= {e: (plane, slot) for e, slot in zip(held, slots, strict=True)}
+        return [found[expert] for expert in experts]
+
+    def _slots(self, plane: Plane, layer: int, experts: Sequence[int]) -> list[Tensor]:
         pool = self._pools[plane]
         self._uses += 1
         found = lookup(pool.tables, layer, experts, now=self._uses)
@@ -139,13 +160,15 @@ class Residency:
         n_hits = len(experts) - n_missed
         self._count["lookups"] += len(experts)
         self._count["hits_base" if plane is Plane.BASE else "hits_fine"] += n_hits
-        heat = self._heat[layer]
-        heat *= self._decay
-        heat[list(experts)] += 1.0
         keep = 1.0 - 1.0 / RECENT_USES
         self._recent[layer] = self._recent[layer] * keep + (n_hits, len(experts))
         self._tier_recent *= 1.0 - 1.0 / (RECENT_USES * len(self._moe_layers))
         self._tier_recent[Tier.BASE if plane is Plane.BASE else Tier.FINE] += n_hits
+
+    def _note_heat(self, layer: int, experts: Sequence[int]) -> None:
+        heat = self._heat[layer]
+        heat *= self._decay
+        heat[list(experts)] += 1.0
 
     # -- prefill -----------------------------------------------------------------------------
 

@@ -98,7 +98,11 @@ class Serving:
         self._shown = self._saved = time.monotonic()
         self._ended: list[str] = []
         self._hot_set = HotSet(self.core.residency, self._shown) if options.hot_set else None
-        self._uses_fine = options.quality is not Quality.FAST or self.core.prefiller.fast_uses_fine
+        self._uses_fine = (
+            options.quality is not Quality.FAST
+            or options.opportunistic
+            or self.core.prefiller.fast_uses_fine
+        )
         self.info = self._describe()
 
     # -- any thread --------------------------------------------------------------------------
@@ -150,7 +154,10 @@ class Serving:
             model=self.info.name,
         )
         limit = min(request.max_tokens or room, room)
-        return ActiveRequest(request, stream, ids, text=self._text, sampler=sampler, limit=limit)
+        return ActiveRequest(
+            request, stream, ids, text=self._text, sampler=sampler, limit=limit,
+            opportunistic=self.info.opportunistic and request.quality is not Quality.EXACT,
+        )  # fmt: skip
 
     # -- engine thread -----------------------------------------------------------------------
 
@@ -276,6 +283,7 @@ class Serving:
             model=self.info.name,
             family=self.info.family,
             device=self.core.device,
+            opportunistic=self.info.opportunistic,
             context=self.info.context,
             context_used=max((request.kv.length for request in running), default=0),
             requests_running=len(running),
@@ -313,6 +321,7 @@ class Serving:
             identity=core.reader.meta.identity,
             default_quality=self._options.quality,
             default_gate=_default_gate(self._pack, self._options),
+            opportunistic=self._options.opportunistic,
         )
 
     def _save_heat(self, now: float) -> None:

@@ -410,4 +410,5 @@ def _figures(usage: Usage) -> dict[str, Any]:
         "decode_s": usage.decode_s,
         "wait_s": usage.wait_s,
         "rerun_tokens": usage.rerun_tokens,
+        "opportunistic": usage.opportunistic,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from textual.containers import Horizontal
@@ -10,12 +11,13 @@ from textual.widgets import Button, Input, Markdown, OptionList
 
 from moet_desk.engine.handle import Quality
 from moet_desk.engine.scripted import Script, ScriptedFailure
-from moet_desk.telemetry import LoadStep
+from moet_desk.telemetry import EngineSnapshot, EngineState, LoadStep
 from moet_desk.ui.bridge import Phase
 from moet_desk.ui.conversation import Status, Turn, Wishes
 from moet_desk.ui.screens.chat import closing_line
 from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.theme import UNICODE
+from moet_desk.ui.widgets.gauges import StatusLine
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.transcript import AnswerBlock, Segment, Transcript
 from tests.ui.support import NOON, FakePack, Stage, dump
@@ -480,3 +482,16 @@ async def test_closing_line__balanced_answer__says_how_much_was_made_again() -> 
     assert "made again" not in closing_line(turn, UNICODE).plain
     turn.meta["rerun_tokens"] = 6
     assert closing_line(turn, UNICODE).plain.endswith("balanced · 12 % made again")
+
+
+async def test_opportunistic__status_line_and_closing_line__say_so() -> None:
+    meta = {"reason": "stop", "tokens": 50, "decode_s": 2.0, "quality": "fast"}
+    turn = Turn(1, "assistant", "Hi.", Status.DONE, NOON, meta)
+    assert "opportunistic" not in closing_line(turn, UNICODE).plain
+    turn.meta["opportunistic"] = True
+    assert closing_line(turn, UNICODE).plain.endswith("fast · opportunistic")
+    line = StatusLine(UNICODE)
+    now = EngineSnapshot(EngineState.READY, "demo", context=2048, device="cpu")
+    for opportunistic in (False, True):
+        line._snapshot = replace(now, opportunistic=opportunistic)
+        assert ("opportunistic" in line.make_text(80).plain) == opportunistic

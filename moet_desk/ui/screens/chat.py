@@ -552,6 +552,7 @@ def closing_line(turn: Turn, glyphs: Glyphs) -> Content:
         if meta.get("first_token_s") is not None:
             parts.append(f"first token {show_duration(float(meta['first_token_s']))}")
         parts.append(str(meta.get("quality", "")))
+        parts.append("opportunistic" if meta.get("opportunistic") else "")
         if meta.get("rerun_tokens") is not None:
             parts.append(f"{show_percent(int(meta['rerun_tokens']) / tokens, 0)} made again")
     return Content(f" {glyphs.dot} ".join(part for part in parts if part))
