@@ -222,6 +222,14 @@ _ROWS: tuple[ErrorSpec, ...] = (
         http=503,
     ),
     ErrorSpec(
+        "MD-GPU-09",
+        "Opportunistic answers are not made on a graphics card",
+        "engine.opportunistic is on, but there a step computes all experts with one precision.",
+        "Set engine.opportunistic to false, or engine.device to cpu.",
+        exit=ExitCode.UNFIT,
+        http=503,
+    ),
+    ErrorSpec(
         "MD-RAM-02",
         "Locking memory was refused",
         "The driver would not pin {want} for experts (error {status}); about {got} are pinned.",

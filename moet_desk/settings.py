@@ -110,6 +110,14 @@ class Engine:
         Literal["auto", "cpu", "cuda"],
         _About("What computes: cuda is an NVIDIA GPU, auto takes one that can be used.", _R),
     ] = "auto"
+    opportunistic: Annotated[
+        bool,
+        _About(
+            "Fast and balanced use an expert's FP4 weights when they happen to be at hand. The same"
+            " question may then get another answer. CPU only.",
+            _R,
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +244,9 @@ class Settings:
 # -- schema ----------------------------------------------------------------------------------
 
 _WORDS_OF_KIND: Mapping[type, str] = {
+    bool: "true or false",
     int: "a whole number",
     float: "a number",
-    bool: "true or false",
     str: "text",
     tuple: "a list of texts",
 }
@@ -387,9 +395,9 @@ def _read_list(value: Any, _: Setting) -> tuple[str, ...]:
 
 
 _READERS: Mapping[type, Any] = {
+    bool: _read_bool,
     int: _read_int,
     float: _read_float,
-    bool: _read_bool,
     str: _read_text,
     tuple: _read_list,
 }

@@ -75,6 +75,8 @@ class TierCounters:
     wait_s: float = 0.0  # time spent fetching rows a token was waiting for
     step_s: float = 0.0  # time spent in decode steps, waiting included
     read_errors: int = 0
+    promotions: int = 0  # rows put into 4-bit slots before a token asked for them
+    bytes_promoted: int = 0  # into slots, beside bytes_ram_to_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class EngineSnapshot:
     model: str = ""
     family: str = ""
     device: str = ""  # CPU or the card's name
+    opportunistic: bool = False  # answers other than exact ones may differ from run to run
     context: int = 0  # tokens a request may use, prompt and answer together
     context_used: int = 0  # tokens of the longest running request
     requests_running: int = 0
@@ -178,6 +181,7 @@ class Usage:
     wait_s: float = 0.0
     rerun_tokens: int | None = None  # made again with FP4 experts; None: not a balanced answer
     rerun_s: float | None = None  # the part of `decode_s` that took
+    opportunistic: bool = False  # the answer depends on which experts were in 4-bit slots
 
 
 @dataclass(frozen=True, slots=True)

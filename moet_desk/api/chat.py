@@ -54,8 +54,9 @@ class Envelope:
 
 
 def envelope(model: ModelInfo, version: str) -> Envelope:
-    """Same fingerprint, seed and request: same answer."""
-    return Envelope(model=model.name, fingerprint=f"fp_{model.identity[:12]}_{version}")
+    """Same fingerprint, seed and request: same answer, unless it ends in "opportunistic"."""
+    mark = "_opportunistic" if model.opportunistic else ""
+    return Envelope(model=model.name, fingerprint=f"fp_{model.identity[:12]}_{version}{mark}")
 
 
 class ChatDeltas:

@@ -265,12 +265,14 @@ def _first(value: _T | None, default: _T) -> _T:
 
 def usage_body(usage: Usage) -> dict[str, Any]:
     """Token counts as OpenAI names them; balanced answers also say how many were made again, and
-    the seconds that took.
+    the seconds that took; opportunistic ones that they are such.
     """
-    own: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     if usage.rerun_tokens is not None:
-        details = {"rerun_tokens": usage.rerun_tokens, "rerun_s": usage.rerun_s}
-        own["completion_tokens_details"] = details
+        details |= {"rerun_tokens": usage.rerun_tokens, "rerun_s": usage.rerun_s}
+    if usage.opportunistic:
+        details["opportunistic"] = True
+    own = {"completion_tokens_details": details} if details else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -308,6 +310,7 @@ def model_body(model: ModelInfo, *, created: int) -> dict[str, Any]:
         "max_model_len": model.context,
         "family": model.family,
         "quality": model.default_quality.value,
+        "opportunistic": model.opportunistic,
     }
 
 

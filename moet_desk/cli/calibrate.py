@@ -68,7 +68,7 @@ def gate(
     """
     files = tuple((path, read_texts(path)) for path in texts)
     settings = invocation.load_settings().settings
-    options = replace(engine_options(settings), device=CPU, save_heat=False)
+    options = replace(engine_options(settings), device=CPU, save_heat=False, opportunistic=False)
     pack = invocation.model_path(model)
     if not os.access(pack, os.W_OK):  # before the work, not after it
         raise fail("MD-DISK-03", path=str(pack), reason="Permission denied")

@@ -109,6 +109,7 @@ def engine_options(settings: Settings) -> EngineOptions:
     memory = settings.memory
     return EngineOptions(
         device=settings.engine.device,
+        opportunistic=settings.engine.opportunistic,
         quality=Quality(settings.answers.quality),
         gate=settings.answers.gate,
         context=memory.context,

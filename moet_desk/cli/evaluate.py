@@ -115,7 +115,10 @@ def evaluate(
         gate=settings.answers.gate if gate is None else gate,
     )
     # one answer at a time: the memory that more would need can hold experts instead
-    options = replace(engine_options(settings), device=CPU, save_heat=False, max_running=1)
+    options = replace(
+        engine_options(settings), device=CPU, save_heat=False, max_running=1,
+        opportunistic=False,  # a measurement must come out the same again
+    )  # fmt: skip
     pack = invocation.model_path(model)
     report = _Report(invocation, model)
     if wishes.texts:

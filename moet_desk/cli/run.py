@@ -212,6 +212,7 @@ def _result(answer: Answer) -> dict[str, Any]:
             "steps": usage.steps,
             "rerun_tokens": usage.rerun_tokens,
             "rerun_s": usage.rerun_s,
+            "opportunistic": usage.opportunistic,
         },
     }
 

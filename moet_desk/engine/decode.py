@@ -8,11 +8,13 @@ step goes on: nothing is ever replayed, skipped or approximated (design §7).
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from moet_desk.engine.blocks.expert_math import ExpertMath
+from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.gate import Gate, confidence
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.model import Model
@@ -39,11 +41,34 @@ class DecodeExperts:
         return combine(parts[None], weights)
 
 
+class OpportunisticExperts:
+    """The same, with FP4 weights for the experts that lie in a 4-bit slot, whatever put them there.
+
+    Nearer to `exact` than 2 bits, but which experts these are depends on what ran before, so the
+    answer does too: used only where the user asked for it.
+    """
+
+    def __init__(self, residency: Residency, math: Mapping[Plane, ExpertMath]) -> None:
+        self._residency = residency
+        self._math = math
+
+    def __call__(self, moe_layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """See `Experts`; here T is 1."""
+        found = self._residency.mixed_slots(moe_layer, ids[0].tolist())
+        parts = x.new_empty((len(found), x.shape[1]))  # [K, H]
+        for plane, math in self._math.items():
+            places = [i for i, (its, _) in enumerate(found) if its is plane]
+            if places:
+                codes, scales = math.prepare(x)
+                parts[places] = math.rows(codes, scales, [found[i][1] for i in places])
+        return combine(parts[None], weights)
+
+
 class Decoder:
     """Makes tokens for the running requests."""
 
     def __init__(
-        self, model: Model, kv: KvCache, residency: Residency, experts: dict[Plane, DecodeExperts]
+        self, model: Model, kv: KvCache, residency: Residency, experts: Mapping[Plane, Experts]
     ) -> None:
         self._model = model
         self._kv = kv

@@ -106,7 +106,11 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a loaded model is, for `/v1/models` and the screens."""
+    """What a loaded model is, for `/v1/models` and the screens.
+
+    `opportunistic`: fast and balanced answers use FP4 experts that happen to lie in 4-bit slots, so
+    the same request may get another answer. Exact answers never depend on it.
+    """
 
     name: str
     family: str
@@ -122,6 +126,7 @@ class ModelInfo:
     default_gate: float = DEFAULT_GATE
     gate: GateInfo = field(default_factory=GateInfo)  # where `default_gate` comes from
     prompts: PromptReading = PromptReading.CPU
+    opportunistic: bool = False
 
 
 class RequestStream:
@@ -254,6 +259,8 @@ class EngineOptions:
     max_waiting: int = 32
     activations: str = "integer"  # "float" is the oracle path of the tests
     save_heat: bool = True
+    opportunistic: bool = False  # see `ModelInfo`
+    hot_set: bool = True  # promote hot experts into spare 4-bit slots; off for comparisons
 
 
 def start_engine(pack: Path, options: EngineOptions | None = None) -> EngineHandle:

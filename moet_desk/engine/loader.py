@@ -15,8 +15,9 @@ import torch
 from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.blocks.expert_math import ExpertMath
+from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.blocks.weights import Weights
-from moet_desk.engine.decode import DecodeExperts, Decoder
+from moet_desk.engine.decode import DecodeExperts, Decoder, OpportunisticExperts
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
@@ -104,7 +105,11 @@ def load(
     residency = _residency(spec, plan, reader, arena)
     _warm(pack, plan, arena, residency, report)
     math = {plane: _expert_math(reader, plane, options) for plane in Plane}
-    decode = {plane: DecodeExperts(residency, math[plane], plane) for plane in Plane}
+    decode: dict[Plane, Experts] = {
+        plane: DecodeExperts(residency, math[plane], plane) for plane in Plane
+    }
+    if options.opportunistic:
+        decode[Plane.BASE] = OpportunisticExperts(residency, math)
     prefill = {plane: PrefillExperts(residency, math[plane], plane) for plane in Plane}
     decoder = Decoder(model, kv, residency, decode)
     prefiller = Prefiller(model, kv, prefill, decoder=decoder, chunk=plan.prefill_chunk)
@@ -177,6 +182,7 @@ def _residency(spec: Spec, plan: TierPlan, reader: PackReader, arena: Arena) -> 
         n_experts=reader.meta.n_experts,
         base_slots=plan.base_slots,
         fine_slots=plan.fine_slots,
+        top_k=spec.moe_ffn.router.top_k,
     )
 
 

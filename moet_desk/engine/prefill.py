@@ -53,7 +53,12 @@ class Prefiller:
         experts: of each plane.
         decoder: its gate judges the first token of a balanced answer too.
         chunk: tokens of a chunk.
+
+    Attributes:
+        fast_uses_fine: whether prompts of fast requests look into 4-bit slots.
     """
+
+    fast_uses_fine = False
 
     def __init__(
         self,

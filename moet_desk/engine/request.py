@@ -59,6 +59,7 @@ class ActiveRequest:
         text: the model's tokenizer.
         sampler: chooses tokens.
         limit: most tokens the answer may have.
+        opportunistic: whether what lies in 4-bit slots has a say; only told to the reader.
     """
 
     def __init__(
@@ -70,12 +71,14 @@ class ActiveRequest:
         text: Text,
         sampler: Sampler,
         limit: int,
+        opportunistic: bool = False,
     ) -> None:
         self.request = request
         self.stream = stream
         self.prompt_ids = prompt_ids
         self.sampler = sampler
         self.limit = limit
+        self.opportunistic = opportunistic
         self.plane = Plane.FINE if request.quality is Quality.EXACT else Plane.BASE
         self.tau: float | None = None
         if request.quality is Quality.BALANCED:
@@ -213,4 +216,5 @@ class ActiveRequest:
             wait_s=timing.wait_s,
             rerun_tokens=None if self.tau is None else self.rerun_tokens,
             rerun_s=None if self.tau is None else self.rerun_s,
+            opportunistic=self.opportunistic,
         )

@@ -15,14 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moet_desk.engine.promotion import Budget, Fill, Promotion, share_of
 from moet_desk.engine.transfer import Transfer
 from moet_desk.kernels.reference import CacheTables, claim, lookup, release
 from moet_desk.kernels.reference.cache import HALF_LIFE
 from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import CacheView, Tier, TierCounters, TierSizes
+from moet_desk.units import MIB
 
 HEAT_HALF_LIFE = 512
 """Layer uses after which an expert's heat counts half."""
+
+PROMOTED_BYTES_PER_S = 16 * MIB
+"""Most that promotions expand in a second: 4 % of that second with the demo model's rows, 2 ms for
+0.8 MB on two cores that others use too (2026-11-29).
+"""
 
 RECENT_USES = 256
 """Window of the hit shares shown per layer, in uses of that layer."""
@@ -48,6 +55,7 @@ class Residency:
         moe_layers: model layer number of each MoE layer that runs.
         n_experts: experts per layer.
         base_slots, fine_slots: pool sizes; each at least the experts one token uses per layer.
+        top_k: experts a token uses per layer; a fine pool of no more has none to promote into.
     """
 
     def __init__(
@@ -58,8 +66,10 @@ class Residency:
         n_experts: int,
         base_slots: int,
         fine_slots: int,
+        top_k: int,
     ) -> None:
         self._transfer = transfer
+        self._top_k = top_k
         self._moe_layers = moe_layers
         self._n_experts = n_experts
         size = transfer.layout.slot_floats
@@ -76,7 +86,8 @@ class Residency:
         self._recent = np.zeros((len(moe_layers), 2), dtype=np.float64)  # hits, look-ups
         self._tier_recent = np.zeros(4, dtype=np.float64)
         self._count = dict.fromkeys(("lookups", "hits_base", "hits_fine", "evictions"), 0)
-        self._bytes_to_slot = 0
+        self._bytes_to_slot = dict.fromkeys(Plane, 0)
+        self._promotions = 0
         self.wait_s = 0.0
         self._view: CacheView | None = None
 
@@ -97,6 +108,27 @@ class Residency:
             MoetError: a row could not be read (MD-NVME-04, MD-PACK-04). No slot is left claiming
                 a row it does not hold.
         """
+        self._note_heat(layer, experts)
+        return self._slots(plane, layer, experts)
+
+    def mixed_slots(self, layer: int, experts: Sequence[int]) -> list[tuple[Plane, Tensor]]:
+        """For each of a token's experts its 4-bit slot if it has one now, else its 2-bit slot.
+
+        No FP4 row is fetched for this; what comes out depends on what lies where. Otherwise as
+        `slots`.
+        """
+        self._note_heat(layer, experts)
+        fine = self._pools[Plane.FINE].tables.slot_of[layer]
+        planes = [Plane.FINE if fine[expert] >= 0 else Plane.BASE for expert in experts]
+        found: dict[int, tuple[Plane, Tensor]] = {}
+        for plane in Plane:
+            held = [e for e, its in zip(experts, planes, strict=True) if its is plane]
+            if held:
+                slots = self._slots(plane, layer, held)
+                found |= {e: (plane, slot) for e, slot in zip(held, slots, strict=True)}
+        return [found[expert] for expert in experts]
+
+    def _slots(self, plane: Plane, layer: int, experts: Sequence[int]) -> list[Tensor]:
         pool = self._pools[plane]
         self._uses += 1
         found = lookup(pool.tables, layer, experts, now=self._uses)
@@ -117,7 +149,7 @@ class Residency:
                 in_ram = self._transfer.arena.holds(plane, self._row(layer, expert))
                 self._transfer.fetch(plane, self._row(layer, expert), pool.slots[slot])
                 self._tier_recent[Tier.RAM if in_ram else Tier.NVME] += 1
-                self._bytes_to_slot += pool.slots.shape[1] * 4
+                self._bytes_to_slot[plane] += pool.slots.shape[1] * 4
                 waiting.pop()
         finally:
             for _, slot in waiting:  # after an error: these slots hold nothing that can be used
@@ -128,13 +160,15 @@ class Residency:
         n_hits = len(experts) - n_missed
         self._count["lookups"] += len(experts)
         self._count["hits_base" if plane is Plane.BASE else "hits_fine"] += n_hits
-        heat = self._heat[layer]
-        heat *= self._decay
-        heat[list(experts)] += 1.0
         keep = 1.0 - 1.0 / RECENT_USES
         self._recent[layer] = self._recent[layer] * keep + (n_hits, len(experts))
         self._tier_recent *= 1.0 - 1.0 / (RECENT_USES * len(self._moe_layers))
         self._tier_recent[Tier.BASE if plane is Plane.BASE else Tier.FINE] += n_hits
+
+    def _note_heat(self, layer: int, experts: Sequence[int]) -> None:
+        heat = self._heat[layer]
+        heat *= self._decay
+        heat[list(experts)] += 1.0
 
     # -- prefill -----------------------------------------------------------------------------
 
@@ -157,8 +191,54 @@ class Residency:
             if free is not None:
                 release(pool.tables, free)
             raise
-        self._bytes_to_slot += target.numel() * 4
+        self._bytes_to_slot[plane] += target.numel() * 4
         return target
+
+    # -- hot FP4 set (engine/hot_set.py) -----------------------------------------------------
+
+    def promotion_budget(self) -> Budget | None:
+        """See `FineTier`. The least pool has no slot to spare: each look-up takes them all."""
+        if self._pools[Plane.FINE].n_slots <= self._top_k:
+            return None
+        return Budget(PROMOTED_BYTES_PER_S, self._transfer.layout.slot_floats * 4)
+
+    def fine_fill(self, *, idle: bool) -> Fill:
+        """See `FineTier`. A 4-bit slot is made from the rows of both planes."""
+        arena = self._transfer.arena
+        base, fine = self._pools[Plane.BASE].tables, self._pools[Plane.FINE].tables
+        warmth = np.maximum(base.warmth, fine.warmth) - self._uses / base.life
+        may = np.ones(warmth.size, np.bool_)
+        if not idle:
+            may = arena.present(Plane.FINE) & arena.present(Plane.BASE)
+        return Fill(
+            heat=share_of(warmth),
+            resident=fine.resident(),
+            n_free=len(fine.free),
+            may=may[: warmth.size],
+            base_bytes=self._bytes_to_slot[Plane.BASE],
+        )
+
+    def promote(self, promotions: Sequence[Promotion]) -> None:
+        """See `FineTier`."""
+        pool, base = self._pools[Plane.FINE], self._pools[Plane.BASE]
+        tables = pool.tables
+        for one in promotions:
+            if one.replaces is not None:
+                release(
+                    tables,
+                    tables.slot_of[one.replaces // self._n_experts][one.replaces % self._n_experts],
+                )
+            slot = claim(tables, *divmod(one.row, self._n_experts))
+            if slot is None:
+                raise ValueError("a promotion without a free slot")
+            try:
+                self._transfer.fetch(Plane.FINE, one.row, pool.slots[slot], scan=True)
+            except Exception:
+                release(tables, slot)
+                raise
+            # As warm as its 2-bit uses made it, else the next rerun would take its slot first.
+            tables.warmth[one.row] = max(tables.warmth[one.row], base.tables.warmth[one.row])
+            self._promotions += 1
 
     # -- heat --------------------------------------------------------------------------------
 
@@ -223,11 +303,13 @@ class Residency:
             **self._count,
             from_ram=arena.from_ram,
             from_nvme=arena.from_nvme,
-            bytes_ram_to_slot=self._bytes_to_slot,
+            bytes_ram_to_slot=sum(self._bytes_to_slot.values()),
             bytes_nvme_to_ram=arena.bytes_read,
             wait_s=self.wait_s,
             step_s=step_s,
             read_errors=arena.read_errors,
+            promotions=self._promotions,
+            bytes_promoted=self._promotions * self._transfer.layout.slot_floats * 4,
         )
 
     def sizes(self) -> TierSizes:

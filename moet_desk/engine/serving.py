@@ -23,8 +23,10 @@ from moet_desk.engine.handle import (
     EngineOptions,
     GenerateRequest,
     ModelInfo,
+    Quality,
     RequestStream,
 )
+from moet_desk.engine.hot_set import HotSet
 from moet_desk.engine.loader import Core, load
 from moet_desk.engine.meter import Meter
 from moet_desk.engine.request import ActiveRequest
@@ -86,6 +88,12 @@ class Serving:
         self._generation = 0
         self._shown = self._saved = time.monotonic()
         self._ended: list[str] = []
+        self._hot_set = HotSet(self.core.residency, self._shown) if options.hot_set else None
+        self._uses_fine = (
+            options.quality is not Quality.FAST
+            or options.opportunistic
+            or self.core.prefiller.fast_uses_fine
+        )
         self.info = self._describe()
 
     # -- any thread --------------------------------------------------------------------------
@@ -137,7 +145,10 @@ class Serving:
             model=self.info.name,
         )
         limit = min(request.max_tokens or room, room)
-        return ActiveRequest(request, stream, ids, text=self._text, sampler=sampler, limit=limit)
+        return ActiveRequest(
+            request, stream, ids, text=self._text, sampler=sampler, limit=limit,
+            opportunistic=self.info.opportunistic and request.quality is not Quality.EXACT,
+        )  # fmt: skip
 
     # -- engine thread -----------------------------------------------------------------------
 
@@ -147,6 +158,7 @@ class Serving:
 
     def add(self, request: ActiveRequest) -> None:
         """Put a request at the end of the queue."""
+        self._uses_fine |= request.request.quality is not Quality.FAST
         self._scheduler.waiting.append(request)
 
     def cancel(self, request_id: str) -> None:
@@ -171,6 +183,8 @@ class Serving:
         for request in self._scheduler.take_ended():
             self.core.kv.release(request.kv)
             self._ended.append(request.id)
+        if writing and self._scheduler.to_read() is None:  # a prompt needs the bus for itself
+            self._promote(idle=False)
 
     def take_ended(self) -> list[str]:
         """Ids of requests that ended since the last call."""
@@ -183,6 +197,7 @@ class Serving:
 
     def idle(self, now: float) -> None:
         """Housekeeping while there is nothing to do."""
+        self._promote(idle=True)
         if now - self._saved > SAVE_HEAT_EVERY_S:
             self._save_heat(now)
 
@@ -215,6 +230,15 @@ class Serving:
             now, step_s=now - began, wait_s=self.core.residency.wait_s - waited,
             n_tokens=len(requests),
         )  # fmt: skip
+
+    def _promote(self, *, idle: bool) -> None:
+        """Fill the hot FP4 set, once something is there that looks into it."""
+        if self._hot_set is None or not self._uses_fine:
+            return
+        if idle:
+            self._hot_set.idle_turn()
+        else:
+            self._hot_set.turn(time.monotonic(), idle=False)
 
     def _guarded(self, requests: list[ActiveRequest], work: Callable[[], None]) -> None:
         """Run a piece of work; a bug in it ends these requests, not the engine."""
@@ -250,6 +274,7 @@ class Serving:
             model=self.info.name,
             family=self.info.family,
             device=self.core.device,
+            opportunistic=self.info.opportunistic,
             context=self.info.context,
             context_used=max((request.kv.length for request in running), default=0),
             requests_running=len(running),
@@ -289,6 +314,7 @@ class Serving:
             default_gate=gate.tau,
             gate=gate,
             prompts=core.prefiller.prompts,
+            opportunistic=self._options.opportunistic,
         )
 
     def _save_heat(self, now: float) -> None:

@@ -45,6 +45,7 @@ def closing_line(turn: Turn, glyphs: Glyphs) -> Content:
         if meta.get("first_token_s") is not None:
             parts.append(f"first token {show_duration(float(meta['first_token_s']))}")
         parts.append(str(meta.get("quality", "")))
+        parts.append("opportunistic" if meta.get("opportunistic") else "")
         if meta.get("rerun_tokens") is not None:
             parts.append(again_words(int(meta["rerun_tokens"]), tokens, meta.get("rerun_s")))
     return Content(f" {glyphs.dot} ".join(part for part in parts if part))

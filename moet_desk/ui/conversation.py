@@ -414,4 +414,5 @@ def _figures(usage: Usage) -> dict[str, Any]:
         "wait_s": usage.wait_s,
         "rerun_tokens": usage.rerun_tokens,
         "rerun_s": usage.rerun_s,
+        "opportunistic": usage.opportunistic,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -96,6 +97,22 @@ def test_request__balanced__gate_goes_in_and_reruns_come_out(
     assert (got.quality, got.gate) == (Quality.BALANCED, 0.75)
     details = answer.usage.completion_tokens_details
     assert (details.rerun_tokens, details.rerun_s) == (2, 0.25)
+    assert not hasattr(answer.usage.completion_tokens_details, "opportunistic")
+
+
+def test_opportunistic__model_fingerprint_and_usage__say_so(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    plain = ask(client).system_fingerprint
+    assert client.models.retrieve(MODEL.name).opportunistic is False
+    engine.info = replace(MODEL, opportunistic=True)
+    engine.script = [
+        TextDelta("a"), Finished(FinishReason.STOP, Usage(7, 5, opportunistic=True), "fast"),
+    ]  # fmt: skip
+    answer = ask(client)
+    assert answer.usage.completion_tokens_details.opportunistic is True
+    assert answer.system_fingerprint == plain + "_opportunistic"
+    assert client.models.retrieve(MODEL.name).opportunistic is True
 
 
 def test_request__nothing_set__leaves_the_choice_to_the_model(

@@ -32,10 +32,10 @@ def residency_of(
 ) -> tuple[Residency, Arena]:
     arena = Arena(reader, base_rows=arena_rows, fine_rows=arena_rows)
     transfer = Transfer(arena, reader.layout)
-    return (
-        Residency(transfer, moe_layers=LAYERS, n_experts=32, base_slots=slots, fine_slots=slots),
-        arena,
+    residency = Residency(
+        transfer, moe_layers=LAYERS, n_experts=32, base_slots=slots, fine_slots=slots, top_k=4
     )
+    return residency, arena
 
 
 def row_bytes(reader: PackReader, plane: Plane, row: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from textual.containers import Horizontal
@@ -10,12 +11,13 @@ from textual.widgets import Button, Input, Markdown, OptionList, Static
 
 from moet_desk.engine.handle import GateInfo, GateSource, Quality
 from moet_desk.engine.scripted import Script, ScriptedFailure
-from moet_desk.telemetry import LoadStep
+from moet_desk.telemetry import EngineSnapshot, EngineState, LoadStep
 from moet_desk.ui.bridge import Phase
 from moet_desk.ui.chat_lines import closing_line
 from moet_desk.ui.conversation import Status, Turn, Wishes
 from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.theme import UNICODE
+from moet_desk.ui.widgets.gauges import StatusLine
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.transcript import AnswerBlock, Segment, Transcript
 from tests.ui.support import NOON, FakePack, Stage, dump
@@ -548,3 +550,16 @@ async def test_quality_key__balanced__tau_and_where_it_comes_from(
         await pilot.press("f9")
         await stage.settle(pilot)
         assert "below" not in str(stage.app.screen.query("Toast").last().render())
+
+
+async def test_opportunistic__status_line_and_closing_line__say_so() -> None:
+    meta = {"reason": "stop", "tokens": 50, "decode_s": 2.0, "quality": "fast"}
+    turn = Turn(1, "assistant", "Hi.", Status.DONE, NOON, meta)
+    assert "opportunistic" not in closing_line(turn, UNICODE).plain
+    turn.meta["opportunistic"] = True
+    assert closing_line(turn, UNICODE).plain.endswith("fast · opportunistic")
+    line = StatusLine(UNICODE)
+    now = EngineSnapshot(EngineState.READY, "demo", context=2048, device="cpu")
+    for opportunistic in (False, True):
+        line._snapshot = replace(now, opportunistic=opportunistic)
+        assert ("opportunistic" in line.make_text(80).plain) == opportunistic

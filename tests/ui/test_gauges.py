@@ -121,6 +121,13 @@ def test_wait_line__rows_read_from_disk__how_long(direct: bool, shown: str) -> N
     assert narrow.plain.endswith("disk 1.0 MiB")
 
 
+def test_wait_line__promoted_experts__counted_where_there_is_room() -> None:
+    promoted = replace(SNAPSHOT, counters=replace(SNAPSHOT.counters, promotions=1234))
+    wide = wait_line(promoted, History(), width=120, glyphs=UNICODE).plain
+    assert wide.endswith("disk 1.0 MiB, 1,234 promoted")
+    assert "promoted" not in wait_line(promoted, History(), width=100, glyphs=UNICODE).plain
+
+
 def test_loading_lines__steps__glyph_bar_numbers_seconds() -> None:
     steps = (
         LoadStep("Pack the model", done=72, total=288, unit="rows"),

@@ -91,6 +91,8 @@ def test_load__all_sources__the_strongest_wins_and_is_named(tmp_path: Path) -> N
         ("ANSWERS_TEMPERATURE", "0.25", "answers.temperature", 0.25),
         ("ENDPOINT_HOSTS", "desk.local, desk ,", "endpoint.hosts", ("desk.local", "desk")),
         ("ENDPOINT_KEY", "auto", "endpoint.key", "auto"),
+        ("ENGINE_OPPORTUNISTIC", "true", "engine.opportunistic", True),
+        ("ENGINE_OPPORTUNISTIC", "False", "engine.opportunistic", False),
     ],
 )
 def test_load__text_from_the_environment__typed(
@@ -150,6 +152,8 @@ def test_load__unknown_name__nearest_one_is_offered(tmp_path: Path) -> None:
         ("[ui]\ntheme = 4\n", "ui.theme", "moet-light"),
         ("[endpoint]\nport = 70000\n", "endpoint.port", "65,535"),
         ("[endpoint]\nhosts = [1]\n", "endpoint.hosts", "list"),
+        ("[engine]\nopportunistic = 1\n", "engine.opportunistic", "true or false"),
+        ('[engine]\nopportunistic = "yes"\n', "engine.opportunistic", "true or false"),
         ("memory = 4\n", "memory", "group"),
     ],
 )
@@ -182,6 +186,15 @@ def test_save__existing_file__comments_order_and_backup_are_kept(tmp_path: Path)
     assert (loaded.memory.ram, loaded.ui.theme, loaded.log.level) == (
         2 * 2**30, "moet-light", "debug",
     )  # fmt: skip
+
+
+def test_save__yes_or_no__as_toml_has_it(tmp_path: Path) -> None:
+    path = _write(tmp_path, "")
+    assert load(path, environment={}).settings.engine.opportunistic is False
+    assert save_setting(path, "engine.opportunistic", "true") is True
+    assert path.read_text() == "[engine]\nopportunistic = true\n"
+    assert load(path, environment={}).settings.engine.opportunistic is True
+    assert find_setting("engine.opportunistic").show(True) == "true"
 
 
 def test_save__none__default_counts_again(tmp_path: Path) -> None:

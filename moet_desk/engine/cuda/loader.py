@@ -41,6 +41,7 @@ from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
 from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import Spec
+from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.mailbox import MAILBOX
 from moet_desk.kernels.reference import mla_entry_bytes
@@ -114,8 +115,10 @@ def load(
         widths: numbers of rows whose step is captured; others run launch by launch.
 
     Raises:
-        MoetError: as `engine.loader.load`, and MD-GPU-05, MD-RAM-02.
+        MoetError: as `engine.loader.load`, and MD-GPU-05, MD-GPU-09, MD-RAM-02.
     """
+    if options.opportunistic:  # the expert kernels take one plane for all experts of a launch
+        raise fail("MD-GPU-09")
     with ExitStack() as undo:  # what was made before something fails
         core = _load(pack, options, LoadReport(show), device, widths, undo)
         undo.pop_all()

@@ -18,7 +18,7 @@ from torch import Tensor
 from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.layouts import ExpertLayout
-from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup
+from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup, release, warm_as
 from moet_desk.kernels.triton.experts import ExpertPool, experts_down, experts_hidden
 from moet_desk.kernels.triton.fetch import Arena, Mailbox, fetch, post, wait
 from moet_desk.store.pack_format import Plane
@@ -72,6 +72,11 @@ class DevicePool:
             ),
         )
 
+    @property
+    def top_k(self) -> int:
+        """Experts that a token uses per layer."""
+        return self.found[0].miss_row.shape[0]
+
     def fill(
         self, ids: Tensor, layer: int, mailbox: Mailbox | None, *, ends_step: bool
     ) -> LookupOutput:
@@ -105,6 +110,33 @@ class DevicePool:
         for slot, place in zip(slots, places, strict=False):
             self.slots[slot].copy_(memory[place], non_blocking=True)
         return len(slots)
+
+    def promote(
+        self,
+        rows: Sequence[int],
+        places: Sequence[int],
+        memory: Tensor,
+        *,
+        replaced: Sequence[int],
+        like: GpuTables,
+    ) -> None:
+        """Copy rows into slots, those of `replaced` among them, between steps.
+
+        The copies are on the current stream, so the next step's kernels come behind them.
+
+        Args:
+            rows: none has a slot; there must be slots for all of them.
+            places: where each lies in `memory`, the arena's.
+            memory: uint8 [places, stride].
+            replaced: rows that lose theirs.
+            like: tables of the 2-bit pool. The rows become as warm as they are there, else the
+                next look-up would take their slots first.
+        """
+        index = torch.tensor(list(replaced), dtype=torch.int64, device=self.slots.device)
+        release(self.tables, self.tables.slot_of[index].tolist())
+        if self.preload(rows, places, memory) < len(rows):
+            raise ValueError("a promotion without a free slot")
+        warm_as(self.tables, like, rows)
 
 
 class PoolExperts:

@@ -133,6 +133,11 @@ class CudaPrefiller:
         self.prompts = PromptReading.FP4 if fast is Reading.FAST_FP4 else PromptReading.NO_ROOM
         self._open: tuple[ActiveRequest, Chunk] | None = None
 
+    @property
+    def fast_uses_fine(self) -> bool:
+        """Whether prompts of fast requests look into 4-bit slots."""
+        return Plane.FINE in self._fast.planes
+
     def step(self, request: ActiveRequest) -> int:
         """Go on with the request's next chunk; after the last one the answer gets its first token.
 

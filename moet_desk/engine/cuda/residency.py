@@ -6,7 +6,7 @@ and then and puts them into the same records as the CPU's residency.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +14,16 @@ from numpy.typing import NDArray
 from moet_desk.engine.cuda.expert_stream import StreamCounters
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
 from moet_desk.engine.cuda.pools import DevicePool
+from moet_desk.engine.promotion import Budget, Fill, Promotion, share_of
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.reference.cache import HALF_LIFE
 from moet_desk.store.arena import Arena
 from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import CacheView, Tier, TierCounters, TierSizes
+from moet_desk.units import GIB
+
+PROMOTED_BYTES_PER_S = GIB
+"""Most that promotions copy in a second: a fiftieth of what PCIe 5 carries (docs/design/gpu.md)."""
 
 _LOOKUPS, _HITS, _MISSES, _EVICTIONS = range(4)
 
@@ -41,6 +46,7 @@ class CudaResidency:
         self._n_experts = pools[Plane.BASE].tables.n_experts
         self._server, self._streamed = server, streamed
         self._view: CacheView | None = None
+        self._promotions = 0
 
     @property
     def wait_s(self) -> float:
@@ -61,6 +67,51 @@ class CudaResidency:
                 if 0 <= row < warmth.numel() and value > 0:
                     warmth[row] = float(np.log2(value))
             pool.tables.warmth.copy_(warmth)
+
+    # -- hot FP4 set (engine/hot_set.py) -----------------------------------------------------
+
+    def promotion_budget(self) -> Budget | None:
+        """See `FineTier`."""
+        fine = self._pools[Plane.FINE]
+        if fine.tables.n_slots <= fine.top_k:
+            return None
+        return Budget(PROMOTED_BYTES_PER_S, fine.arena.stride)
+
+    def fine_fill(self, *, idle: bool) -> Fill:
+        """See `FineTier`. Rows on disk stay there even while idle: the device's table of the arena
+        changes in steps alone.
+        """
+        fine = self._pools[Plane.FINE].tables
+        owner, n_rows = fine.owner.cpu().numpy(), fine.slot_of.shape[0]
+        may = np.zeros(n_rows, np.bool_)
+        # A read that a step gave up on may still be changing who lies where.
+        if self._server is None or self._server.settle(0.0):
+            may = (
+                self._arena.present(Plane.FINE)[:n_rows] & self._arena.present(Plane.BASE)[:n_rows]
+            )
+        base = self._pools[Plane.BASE]
+        missed = int(self._counts(Plane.BASE)[:, _MISSES].sum())
+        held = owner[owner >= 0].astype(np.int64)
+        warmth = np.maximum(self._warmth(Plane.BASE), self._warmth(Plane.FINE))
+        return Fill(
+            heat=share_of(warmth),
+            resident=held,
+            n_free=int(fine.n_free),
+            may=may,
+            base_bytes=missed * base.arena.stride + self._streamed.n_bytes,
+        )
+
+    def promote(self, promotions: Sequence[Promotion]) -> None:
+        """See `FineTier`."""
+        rows, table = [one.row for one in promotions], self._arena.table(Plane.FINE)
+        self._pools[Plane.FINE].promote(
+            rows, [int(table[row]) for row in rows], self._arena.memory(Plane.FINE),
+            replaced=[one.replaces for one in promotions if one.replaces is not None],
+            like=self._pools[Plane.BASE].tables,
+        )  # fmt: skip
+        self._promotions += len(rows)
+
+    # -- what the screens see ----------------------------------------------------------------
 
     def view(self) -> CacheView:
         """See `Residency.view`."""
@@ -107,6 +158,8 @@ class CudaResidency:
             wait_s=self.wait_s,
             step_s=step_s,
             read_errors=arena.read_errors + prompts.read_errors,
+            promotions=self._promotions,
+            bytes_promoted=self._promotions * self._pools[Plane.FINE].arena.stride,
         )
 
     def sizes(self) -> TierSizes:
@@ -140,7 +193,12 @@ class CudaResidency:
 
     def _heat(self) -> NDArray[np.float64]:
         """Decayed uses of every row, the present counted as 1."""
-        tables = self._pools[Plane.BASE].tables
-        now = float(tables.clock) / HALF_LIFE
-        heat: NDArray[np.float64] = np.exp2(tables.warmth.cpu().numpy().astype(np.float64) - now)
+        heat: NDArray[np.float64] = np.exp2(self._warmth(Plane.BASE))
         return heat
+
+    def _warmth(self, plane: Plane) -> NDArray[np.float64]:
+        """Log2 of a pool's decayed uses of every row, the present counted as 1."""
+        tables = self._pools[plane].tables
+        now = float(tables.clock) / HALF_LIFE
+        warmth: NDArray[np.float64] = tables.warmth.cpu().numpy().astype(np.float64) - now
+        return warmth

@@ -40,11 +40,12 @@ class CacheTables:
         warmth: [L * E] float64, log2 of each row's decayed count of uses, the unit of time being
             `HALF_LIFE` uses of a layer. Written this way nothing has to be decayed: all rows fade
             alike, so their order only changes where one is used (LRFU: Lee et al. 2001).
+        life: that unit in `now`s.
         hand: where the next window begins.
         free: unused slots, lowest on top.
     """
 
-    __slots__ = ("_life", "free", "hand", "last_used", "n_experts", "owner", "slot_of", "warmth")
+    __slots__ = ("free", "hand", "last_used", "life", "n_experts", "owner", "slot_of", "warmth")
 
     def __init__(self, n_layers: int, n_experts: int, n_slots: int) -> None:
         if n_slots < 1:
@@ -54,7 +55,7 @@ class CacheTables:
         self.owner = np.full(n_slots, FREE, np.int64)
         self.last_used = np.full(n_slots, FREE, np.int64)
         self.warmth = np.full(n_layers * n_experts, -np.inf)
-        self._life = HALF_LIFE * n_layers
+        self.life = HALF_LIFE * n_layers
         self.hand = 0
         self.free = list(range(n_slots - 1, -1, -1))
 
@@ -75,7 +76,7 @@ class CacheTables:
 
     def note_use(self, row: int, now: int) -> None:
         """Count one use of a row."""
-        at, old = now / self._life, float(self.warmth[row])
+        at, old = now / self.life, float(self.warmth[row])
         high, low = (old, at) if old > at else (at, old)
         self.warmth[row] = high + math.log2(1.0 + 2.0 ** (low - high))  # log2(2**old + 2**at)
 

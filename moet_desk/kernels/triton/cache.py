@@ -298,6 +298,16 @@ def release(tables: GpuTables, slots: Sequence[int]) -> None:
     tables.n_free.fill_(n_free + len(index))
 
 
+def warm_as(tables: GpuTables, other: GpuTables, rows: Sequence[int]) -> None:
+    """Make rows at least as warm as they are in another pool, between steps.
+
+    The two pools' clocks may differ: each counts the steps that use it.
+    """
+    index = torch.tensor(rows, dtype=torch.int64, device=tables.owner.device)
+    ahead = (tables.clock - other.clock).float() / HALF_LIFE
+    tables.warmth[index] = torch.maximum(tables.warmth[index], other.warmth[index] + ahead)
+
+
 def rebase(tables: GpuTables) -> None:
     """Set the clock back to 0, between steps, and everything that is measured by it."""
     passed = tables.clock.float() * tables.n_layers / (HALF_LIFE * tables.n_layers)

@@ -142,6 +142,8 @@ class StatusLine(_Gauge):
         parts = [Content.styled(f"{glyph} {state.value}", f"bold ${status_variable(state)}")]
         if snapshot.model:
             parts.append(Content(snapshot.model))
+        if snapshot.opportunistic:
+            parts.append(Content.styled("opportunistic", "bold $status-warn"))
         if snapshot.context:
             parts.append(context_meter(self._context_used, snapshot.context))
         shares = tier_shares(snapshot, 1 if width >= 100 else 0)
@@ -190,6 +192,8 @@ def wait_line(snapshot: EngineSnapshot, history: History, *, width: int, glyphs:
     if snapshot.reads is not None and width >= 110:
         cached = "" if snapshot.reads.direct else ", cached"
         disk += f" (p95 {snapshot.reads.p95_ms:.1f} ms{cached})"
+    if counters.promotions and width >= 110:
+        disk += f", {counters.promotions:,} promoted"
     wide = width >= 100 and history.bytes_per_s
     rate = f" ({show_rate(history.bytes_per_s or 0.0)})" if wide else ""
     return Content.assemble(

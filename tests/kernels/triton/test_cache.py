@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.kernels.reference import CacheTables
+from moet_desk.kernels.reference.cache import HALF_LIFE
 from moet_desk.kernels.triton.cache import (
     GpuTables,
     LookupOutput,
@@ -17,6 +18,7 @@ from moet_desk.kernels.triton.cache import (
     lookup,
     rebase,
     release,
+    warm_as,
 )
 from tests.kernels.triton import twin_cache
 
@@ -154,3 +156,30 @@ def test_rebase__later_choices__unchanged() -> None:
         ids = skewed_ids(1, 3, 16)
         a, b = (twin_cache.lookup(ids, t, layer) for t in (tables, moved))
         assert a.evicted == b.evicted
+
+
+def test_promotion__hot_rows_for_cold_ones__look_ups_go_on_as_the_twin_says() -> None:
+    """Released and claimed between steps, and as warm as in a pool whose clock is ahead."""
+    base = GpuTables.empty(2, 16, 32, device="cpu")
+    fine = GpuTables.empty(2, 16, 6, device="cpu")
+    for step in range(12):
+        for layer in range(2):
+            ids = torch.tensor([[1, 2, 3 + step % 4]], dtype=torch.int32)
+            twin_cache.lookup(ids, base, layer, ends_step=layer == 1)
+    for layer in range(2):
+        check_lookup(
+            torch.tensor([[7, 8, 9]], dtype=torch.int32), fine, layer, ends_step=layer == 1
+        )
+    release(fine, fine.slot_of[torch.tensor([7, 16 + 9])].tolist())
+    claim(fine, [1, 16 + 2])
+    warm_as(fine, base, [1, 16 + 2, 16 + 7])
+    hot = fine.warmth[torch.tensor([1, 16 + 2])] - fine.clock / HALF_LIFE
+    want = base.warmth[torch.tensor([1, 16 + 2])] - base.clock / HALF_LIFE
+    torch.testing.assert_close(hot, want)
+    assert fine.warmth[16 + 7] > base.warmth[16 + 7] + (fine.clock - base.clock) / HALF_LIFE
+    for layer in range(2):
+        ids = torch.tensor([[10, 11, 12 + layer]], dtype=torch.int32)
+        check_lookup(ids, fine, layer, ends_step=layer == 1)
+        held = [r for r in range(32) if fine.slot_of[r] >= 0]
+        assert {1, 16 + 2} <= set(held)
+        assert [int(fine.owner[fine.slot_of[r]]) for r in held] == held

@@ -11,6 +11,7 @@ import torch
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.cuda.step import StepRow
 from moet_desk.engine.handle import EngineOptions
+from moet_desk.engine.promotion import Promotion
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
@@ -42,3 +43,23 @@ def test_step__tiny_model__equals_the_cpu_engine(config: str, plane: Plane, tmp_
     assert torch.equal(alone[0], together[0])
     assert core.residency.counters(step_s=0.0).lookups == 4 * 4 * 2
     core.close()
+
+
+@pytest.mark.slow
+def test_step__experts_promoted_between_steps__same_bits(tmp_path: Path) -> None:
+    save_source(random_model(CONFIGS["plain_rope"], 0.25), tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    options = EngineOptions(save_heat=False, max_running=4, vram_bytes=10**9, **OPTIONS)
+    logits, hits = [], []
+    for promoted in (False, True):
+        core = load_cuda(pack, options, device=torch.device("cpu"))
+        if promoted:
+            core.residency.promote([Promotion(row) for row in range(core.residency.sizes().rows)])
+        sequence = core.kv.reserve(8)
+        assert sequence is not None
+        logits.append(core.model.run([StepRow(IDS[0], sequence, 0)], Plane.FINE).clone())
+        hits.append(core.residency.counters(step_s=0.0).hits_fine)
+        core.close()
+    assert torch.equal(*logits)
+    assert hits[0] == 0
+    assert hits[1] > 0
