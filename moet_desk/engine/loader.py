@@ -6,7 +6,7 @@ order is: index, dense layers, rows to RAM, hot rows to slots. Called in the eng
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +15,21 @@ import torch
 from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.blocks.expert_math import ExpertMath
+from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.decode import DecodeExperts, Decoder
+from moet_desk.engine.draft import Drafter, LookupDrafter, MtpDrafter, NoDrafts
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
 from moet_desk.engine.model import Model
+from moet_desk.engine.mtp import MtpHead
 from moet_desk.engine.prefill import Prefiller, PrefillExperts
 from moet_desk.engine.residency import Residency
-from moet_desk.engine.spec import Spec
+from moet_desk.engine.spec import Layer, Spec
 from moet_desk.engine.transfer import Transfer
+from moet_desk.errors import fail
 from moet_desk.kernels.kinds import Activations, KvFormat
 from moet_desk.kernels.reference import mla_entry_bytes
 from moet_desk.plan import (
@@ -93,7 +97,7 @@ def load(
     mixer = spec.layers[0].mixer
     kv = KvCache(
         mixer,
-        n_layers=len(spec.layers),
+        n_layers=len(spec.layers) + (options.drafts == "mtp"),
         n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS,
         form=form,
@@ -101,12 +105,13 @@ def load(
     report.end()
 
     arena = Arena(reader, base_rows=plan.arena_base_rows, fine_rows=plan.arena_fine_rows)
-    residency = _residency(spec, plan, reader, arena)
+    residency = _residency(spec, plan, reader, arena, options)
     _warm(pack, plan, arena, residency, report)
     math = {plane: _expert_math(reader, plane, options) for plane in Plane}
     decode = {plane: DecodeExperts(residency, math[plane], plane) for plane in Plane}
     prefill = {plane: PrefillExperts(residency, math[plane], plane) for plane in Plane}
-    decoder = Decoder(model, kv, residency, decode)
+    drafter = _drafter(options, model, weights, kv, one=decode, many=prefill)
+    decoder = Decoder(model, kv, residency, decode, drafter=drafter)
     prefiller = Prefiller(model, kv, prefill, decoder=decoder, chunk=plan.prefill_chunk)
     return Core(reader, spec, plan, model, kv, arena, residency, decoder, prefiller)
 
@@ -130,7 +135,8 @@ def _dense_bytes(reader: PackReader) -> int:
 def _plan(
     reader: PackReader, spec: Spec, options: EngineOptions, ram: int
 ) -> tuple[KvFormat, TierPlan]:
-    meta, mixer, n_layers = reader.meta, spec.layers[0].mixer, len(spec.layers)
+    meta, mixer = reader.meta, spec.layers[0].mixer
+    n_layers = len(spec.layers) + (options.drafts == "mtp")
     wishes = Wishes(
         context=options.context,
         base_slots=options.pool_slots,
@@ -149,7 +155,7 @@ def _plan(
     else:
         form = KvFormat(options.kv_format)
     shape = ModelShape(
-        n_rows=len(spec.main_moe_layers) * meta.n_experts,
+        n_rows=len(_running_layers(spec, options)) * meta.n_experts,
         top_k=spec.moe_ffn.router.top_k,
         base_stride=meta.base_stride,
         fine_stride=meta.fine_stride,
@@ -170,10 +176,43 @@ def _counted(reader: PackReader, report: LoadReport) -> Callable[[str], torch.Te
     return load_one
 
 
-def _residency(spec: Spec, plan: TierPlan, reader: PackReader, arena: Arena) -> Residency:
+def _drafter(
+    options: EngineOptions,
+    model: Model,
+    weights: Weights,
+    kv: KvCache,
+    *,
+    one: Mapping[Plane, Experts],
+    many: Mapping[Plane, Experts],
+) -> Drafter:
+    """Who guesses tokens ahead. Raises MD-ENG-05: the model has no MTP head."""
+    if options.drafts == "lookup":
+        return LookupDrafter(options.draft_depth)
+    if options.drafts == "mtp":
+        head = MtpHead(model, _mtp_of(model.spec), weights)
+        return MtpDrafter(head, model, kv, one=one, many=many, depth=options.draft_depth)
+    return NoDrafts()
+
+
+def _mtp_of(spec: Spec) -> Layer:
+    if spec.mtp is None:
+        raise fail("MD-ENG-05", model=spec.model_type, reason="its files hold none")
+    return spec.mtp
+
+
+def _running_layers(spec: Spec, options: EngineOptions) -> tuple[int, ...]:
+    """Model layer numbers of the MoE layers that run: the head's is one of them if it drafts."""
+    if options.drafts == "mtp":
+        return (*spec.main_moe_layers, _mtp_of(spec).index)
+    return spec.main_moe_layers
+
+
+def _residency(
+    spec: Spec, plan: TierPlan, reader: PackReader, arena: Arena, options: EngineOptions
+) -> Residency:
     return Residency(
         Transfer(arena, reader.layout),
-        moe_layers=spec.main_moe_layers,
+        moe_layers=_running_layers(spec, options),
         n_experts=reader.meta.n_experts,
         base_slots=plan.base_slots,
         fine_slots=plan.fine_slots,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.buffers import MAX_ROWS
 from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.draft import Acceptance
 from moet_desk.engine.gate import Gate
 from moet_desk.engine.request import ActiveRequest
 from moet_desk.engine.sampling import Chosen
@@ -22,7 +23,7 @@ class CudaDecoder:
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
-        self.gate = Gate()
+        self.gate, self.acceptance = Gate(), Acceptance()
 
     def step(self, requests: Sequence[ActiveRequest]) -> None:
         """One token for each request. Rows that share a launch share its failure."""
