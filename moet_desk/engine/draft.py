@@ -18,6 +18,8 @@ from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import Model
 from moet_desk.engine.mtp import MtpHead
+from moet_desk.engine.spec import Layer, Spec
+from moet_desk.errors import fail
 from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import DraftCounters
 
@@ -51,7 +53,13 @@ class Drafted(Protocol):
 
 
 class Drafter(Protocol):
-    """Guesses tokens for a request."""
+    """Guesses tokens for a request.
+
+    Attributes:
+        wants_states: whether `note` does anything.
+    """
+
+    wants_states: bool
 
     def note(self, request: Drafted, hidden: Tensor) -> None:
         """The model has read tokens of the request, whose states are `hidden` [T, H]."""
@@ -86,6 +94,8 @@ class Acceptance:
 class NoDrafts:
     """Guesses nothing."""
 
+    wants_states = False
+
     def note(self, request: Drafted, hidden: Tensor) -> None:
         """See `Drafter`."""
 
@@ -96,6 +106,8 @@ class NoDrafts:
 
 class LookupDrafter:
     """Guesses that the text goes on as it did before. `depth` is the most tokens guessed."""
+
+    wants_states = False
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -123,13 +135,29 @@ def what_followed(tokens: Sequence[int], depth: int) -> list[int]:
     return []
 
 
-class MtpDrafter:
-    """Guesses with the model's MTP head, applied to its own guesses for more than one.
+class Head(Protocol):
+    """An MTP head that can be asked."""
+
+    def read(
+        self, ids: Sequence[int], states: Tensor, sequence: KvSequence, plane: Plane
+    ) -> tuple[int | None, Tensor]:
+        """Read tokens with the states behind the tokens before them; the sequence moves on.
+
+        Shapes:
+            states [T, H] for T ids
+
+        Returns:
+            what may follow the last one (None: the numbers are invalid), and its state [1, H].
+        """
+        ...
+
+
+class CpuHead:
+    """The head over the CPU's model.
 
     Args:
         head, model, kv: the head, its model, and pages with a layer for it.
         one, many: routed experts of each plane for one token and for several.
-        depth: tokens guessed.
     """
 
     def __init__(
@@ -140,46 +168,62 @@ class MtpDrafter:
         *,
         one: Mapping[Plane, Experts],
         many: Mapping[Plane, Experts],
-        depth: int,
     ) -> None:
-        self._head, self._model, self._kv = head, model, kv
-        self._one, self._many, self._depth = one, many, depth
+        self.head, self._model, self._kv = head, model, kv
+        self._one, self._many = one, many
+
+    def read(
+        self, ids: Sequence[int], states: Tensor, sequence: KvSequence, plane: Plane
+    ) -> tuple[int | None, Tensor]:
+        """See `Head`. Raises as the experts do."""
+        experts = self._one if len(ids) == 1 else self._many
+        found = self.head.forward(torch.tensor(ids), states, self._kv, sequence, experts[plane])[
+            -1:
+        ]
+        return int(self._model.logits(found)[0].argmax()), found
+
+
+class MtpDrafter:
+    """Guesses with the model's MTP head, applied to its own guesses for more than one.
+
+    `depth` is how many tokens are guessed.
+    """
+
+    wants_states = True
+
+    def __init__(self, head: Head, depth: int) -> None:
+        self.head, self._depth = head, depth
 
     def note(self, request: Drafted, hidden: Tensor) -> None:
-        """See `Drafter`. Of a prompt's chunk the head reads at once all whose next token is known:
-        the states of a long prompt would take more memory than its KV.
+        """See `Drafter`. Of a prompt's chunk the head reads at once all but the last: the states of
+        a long prompt would take more memory than its KV.
         """
-        state = _state_of(request)
+        state = state_of(request)
         state.pending += hidden
-        known = len(request.prompt_ids) + len(request.out_ids) - 1 - state.sequence.length
-        if len(state.pending) > 1 and known > 0:
-            self._read(request, state, min(known, len(state.pending)))
+        if not request.out_ids and len(state.pending) > 1:
+            self._read(request, state, len(state.pending) - 1)
 
     def propose(self, request: Drafted) -> list[int]:
-        """See `Drafter`. Raises as the experts do."""
-        state, depth = _state_of(request), min(self._depth, _room(request))
+        """See `Drafter`. Raises as `Head.read`."""
+        state, depth = state_of(request), min(self._depth, _room(request))
         if depth < 1:
             return []
-        hidden = self._read(request, state, len(state.pending))[-1:]
+        guess, hidden = self._read(request, state, len(state.pending))
         guesses: list[int] = []
         ahead = replace(state.sequence)  # what is read from here on are guesses
-        while True:
-            guesses.append(int(self._model.logits(hidden)[0].argmax()))
+        while guess is not None:
+            guesses.append(guess)
             if len(guesses) == depth:
-                return guesses
-            ids = torch.tensor(guesses[-1:])
-            experts = self._one[request.plane]
-            hidden = self._head.forward(ids, hidden, self._kv, ahead, experts)
+                break
+            guess, hidden = self.head.read([guess], hidden, ahead, request.plane)
+        return guesses
 
-    def _read(self, request: Drafted, state: DraftState, count: int) -> Tensor:
+    def _read(self, request: Drafted, state: DraftState, count: int) -> tuple[int | None, Tensor]:
         """Let the head read the first `count` pending states with the tokens behind them."""
         start = state.sequence.length + 1
         ids = _tokens(request, start, start + count)
-        hidden = torch.stack(state.pending[:count])
-        experts = self._one if count == 1 else self._many
-        found = self._head.forward(
-            torch.tensor(ids), hidden, self._kv, state.sequence, experts[request.plane]
-        )
+        states = torch.stack(state.pending[:count])
+        found = self.head.read(ids, states, state.sequence, request.plane)
         del state.pending[:count]
         return found
 
@@ -189,7 +233,8 @@ def _room(request: Drafted) -> int:
     return request.limit - len(request.out_ids) - 1
 
 
-def _state_of(request: Drafted) -> DraftState:
+def state_of(request: Drafted) -> DraftState:
+    """What the request's head has read; nothing yet at first."""
     if request.draft is None:
         request.draft = DraftState(replace(request.kv, length=0))
     return request.draft
@@ -201,3 +246,21 @@ def _tokens(request: Drafted, start: int, end: int) -> list[int]:
     if start >= n_prompt:  # an answer's: without a copy of the prompt
         return request.out_ids[start - n_prompt : end - n_prompt]
     return [*request.prompt_ids, *request.out_ids][start:end]
+
+
+def mtp_of(spec: Spec) -> Layer:
+    """The layer of a model's MTP head. Raises MD-ENG-05: it has none."""
+    if spec.mtp is None:
+        raise fail("MD-ENG-05", model=spec.model_type, reason="its files hold none")
+    return spec.mtp
+
+
+def running_layers(spec: Spec, drafts: str) -> tuple[int, ...]:
+    """Model layer numbers of the MoE layers that run: the head's is the last one if it guesses.
+
+    Raises:
+        MoetError: as `mtp_of`.
+    """
+    if drafts == "mtp":
+        return (*spec.main_moe_layers, mtp_of(spec).index)
+    return spec.main_moe_layers

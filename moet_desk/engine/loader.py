@@ -18,7 +18,15 @@ from moet_desk.engine.blocks.expert_math import ExpertMath
 from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.decode import DecodeExperts, Decoder
-from moet_desk.engine.draft import Drafter, LookupDrafter, MtpDrafter, NoDrafts
+from moet_desk.engine.draft import (
+    CpuHead,
+    Drafter,
+    LookupDrafter,
+    MtpDrafter,
+    NoDrafts,
+    mtp_of,
+    running_layers,
+)
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
@@ -27,9 +35,8 @@ from moet_desk.engine.model import Model
 from moet_desk.engine.mtp import MtpHead
 from moet_desk.engine.prefill import Prefiller, PrefillExperts
 from moet_desk.engine.residency import Residency
-from moet_desk.engine.spec import Layer, Spec
+from moet_desk.engine.spec import Spec
 from moet_desk.engine.transfer import Transfer
-from moet_desk.errors import fail
 from moet_desk.kernels.kinds import Activations, KvFormat
 from moet_desk.kernels.reference import mla_entry_bytes
 from moet_desk.plan import (
@@ -155,7 +162,7 @@ def _plan(
     else:
         form = KvFormat(options.kv_format)
     shape = ModelShape(
-        n_rows=len(_running_layers(spec, options)) * meta.n_experts,
+        n_rows=len(running_layers(spec, options.drafts)) * meta.n_experts,
         top_k=spec.moe_ffn.router.top_k,
         base_stride=meta.base_stride,
         fine_stride=meta.fine_stride,
@@ -189,22 +196,9 @@ def _drafter(
     if options.drafts == "lookup":
         return LookupDrafter(options.draft_depth)
     if options.drafts == "mtp":
-        head = MtpHead(model, _mtp_of(model.spec), weights)
-        return MtpDrafter(head, model, kv, one=one, many=many, depth=options.draft_depth)
+        head = MtpHead(model, mtp_of(model.spec), weights)
+        return MtpDrafter(CpuHead(head, model, kv, one=one, many=many), options.draft_depth)
     return NoDrafts()
-
-
-def _mtp_of(spec: Spec) -> Layer:
-    if spec.mtp is None:
-        raise fail("MD-ENG-05", model=spec.model_type, reason="its files hold none")
-    return spec.mtp
-
-
-def _running_layers(spec: Spec, options: EngineOptions) -> tuple[int, ...]:
-    """Model layer numbers of the MoE layers that run: the head's is one of them if it drafts."""
-    if options.drafts == "mtp":
-        return (*spec.main_moe_layers, _mtp_of(spec).index)
-    return spec.main_moe_layers
 
 
 def _residency(
@@ -212,7 +206,7 @@ def _residency(
 ) -> Residency:
     return Residency(
         Transfer(arena, reader.layout),
-        moe_layers=_running_layers(spec, options),
+        moe_layers=running_layers(spec, options.drafts),
         n_experts=reader.meta.n_experts,
         base_slots=plan.base_slots,
         fine_slots=plan.fine_slots,

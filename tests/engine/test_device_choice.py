@@ -332,7 +332,7 @@ def test_balanced__rerun_fails__sure_rows_keep_their_token(
 
 
 class Oracle(NoDrafts):
-    """Guesses from known answers, by the requests' first tokens; the last of every third guess is wrong."""
+    """Guesses from known answers, by their first tokens. Every third time the last is wrong."""
 
     def __init__(self, known: Sequence[list[int]], depth: int) -> None:
         self._known = {ids[0]: ids for ids in known}

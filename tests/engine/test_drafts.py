@@ -11,8 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moet_desk.engine import loader
-from moet_desk.engine.draft import Acceptance, LookupDrafter, MtpDrafter, what_followed
+from moet_desk.engine.draft import (
+    Acceptance,
+    CpuHead,
+    LookupDrafter,
+    MtpDrafter,
+    mtp_of,
+    what_followed,
+)
 from moet_desk.engine.handle import (
     EngineOptions,
     GenerateRequest,
@@ -148,6 +154,7 @@ def test_drafts__first_guess__is_what_the_head_gives_for_the_whole_text(demo_pac
     core = serving.core
     drafter = core.decoder.drafter
     assert isinstance(drafter, MtpDrafter)
+    assert isinstance(drafter.head, CpuHead)
     seen: list[tuple[list[int], int]] = []
     intact = drafter.propose
 
@@ -171,7 +178,7 @@ def test_drafts__first_guess__is_what_the_head_gives_for_the_whole_text(demo_pac
             many = core.prefiller._experts[Plane.BASE]
             tokens = torch.tensor(ids)
             hidden = core.model.forward(tokens[:-1], core.kv, kv, many)
-            states = drafter._head.forward(tokens[1:], hidden, core.kv, own, many)
+            states = drafter.head.head.forward(tokens[1:], hidden, core.kv, own, many)
             assert int(core.model.logits(states[-1:]).argmax()) == guess
             core.kv.release(kv)
             core.kv.release(own)
@@ -182,5 +189,5 @@ def test_drafts__model_without_a_head__refused(demo_pack: Path) -> None:
     with loaded(demo_pack) as core:
         bare = replace(core.spec, mtp=None)
     with pytest.raises(MoetError) as refused:
-        loader._mtp_of(bare)
+        mtp_of(bare)
     assert refused.value.code == "MD-ENG-05"

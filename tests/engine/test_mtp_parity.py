@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moet_desk.engine.draft import MtpDrafter
+from moet_desk.engine.draft import CpuHead, MtpDrafter
 from moet_desk.kernels.reference import expand_fine
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
@@ -78,16 +78,21 @@ def use_packed_head(head: Any, pack: Path) -> None:
     reader.close()
 
 
+def packed_with_head(init: float, folder: Path) -> tuple[Any, Any, Path]:
+    """transformers' model and head, and the pack of both."""
+    model = random_model({**CONFIGS["v3_groups_yarn"], "num_mtp_layers": 1}, init)
+    head = with_head(model)
+    save_source(model, folder / "source")
+    save_head(head, folder / "source")
+    return model, head, pack_source(folder / "source", folder / "pack")
+
+
 @pytest.fixture(scope="module", params=[0.02, 0.25], ids=["cold", "hot"])
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Tensor, Tensor]:
     """A pack with a head, token ids, and the head's logits for them but the first."""
-    model = random_model({**CONFIGS["v3_groups_yarn"], "num_mtp_layers": 1}, request.param)
-    head, folder = with_head(model), tmp_path_factory.mktemp("mtp")
-    save_source(model, folder / "source")
-    save_head(head, folder / "source")
-    pack = pack_source(folder / "source", folder / "pack")
+    model, head, pack = packed_with_head(request.param, tmp_path_factory.mktemp("mtp"))
     ids = torch.randint(3, 256, (LENGTH,), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         use_packed_experts_of_model(model, pack)
@@ -125,6 +130,7 @@ def test_head__chunks_and_single_tokens__equal_transformers(
     with loaded(pack, **options) as core, torch.inference_mode():
         drafter = core.decoder.drafter
         assert isinstance(drafter, MtpDrafter)
+        assert isinstance(drafter.head, CpuHead)
         sequence, own = core.kv.reserve(LENGTH), core.kv.reserve(LENGTH)
         assert sequence is not None
         assert own is not None
@@ -132,9 +138,11 @@ def test_head__chunks_and_single_tokens__equal_transformers(
         hidden = core.model.forward(ids, core.kv, sequence, many)
         found, at = [], 0
         for size in sizes:
-            experts = drafter._one[Plane.FINE] if size == 1 else many
+            experts = drafter.head._one[Plane.FINE] if size == 1 else many
             here = slice(at, at + size)
-            states = drafter._head.forward(ids[1:][here], hidden[:-1][here], core.kv, own, experts)
+            states = drafter.head.head.forward(
+                ids[1:][here], hidden[:-1][here], core.kv, own, experts
+            )
             found.append(core.model.logits(states))
             at += size
     got = torch.cat(found)

@@ -61,7 +61,8 @@ class CudaDecoder:
     def first(self, request: ActiveRequest, logits: Tensor) -> None:
         """The first token, from the scores [V] behind a prompt that was just read on the device.
 
-        If they are too unsure for a balanced answer, the prompt's last token is read again.
+        What the model knew there is the step's first row of states. If the scores are too unsure
+        for a balanced answer, the prompt's last token is read again.
         """
         if request.tau is not None:
             self._model.judge(1)
@@ -69,6 +70,7 @@ class CudaDecoder:
                 request.kv.length -= 1
                 self._rerun([request], self._model.judge(1))
                 return
+        self._note(request, 0, 1)
         _accept(request, partial(request.sampler.choose, logits))
 
     def _run_of(self, request: ActiveRequest) -> Iterator[Run]:
@@ -90,7 +92,9 @@ class CudaDecoder:
         unsure: list[tuple[ActiveRequest, int]] = []
         for run, first in zip(runs, _first_rows(runs), strict=True):
             rows = slice(first, first + len(run.tokens))
+            before = run.request.kv.length
             stopped_at = self._go_along(run, picks[rows], sure[rows])
+            self._note(run.request, first, run.request.kv.length - before)
             if stopped_at is not None:
                 unsure.append((run.request, first + stopped_at))
         if unsure:  # last: it overwrites the logits that the others chose from
@@ -115,6 +119,11 @@ class CudaDecoder:
         self.acceptance.note(len(run.guesses), n_right)
         return unsure
 
+    def _note(self, request: ActiveRequest, first: int, count: int) -> None:
+        """Tell the drafter what the newest step knew at rows that count."""
+        if self.drafter.wants_states and count and not request.ended:
+            self.drafter.note(request, self._model.states(first, count).clone())
+
     def _confidence(self, runs: Sequence[Run]) -> Sequence[float]:
         """How sure each row of the newest step is; NaN, which nobody reads, if no one asks.
 
@@ -136,6 +145,8 @@ class CudaDecoder:
         picks = self._picks([Run(request, [_newest(request)]) for request in requests], Plane.FINE)
         if not picks:
             return
+        for i, request in enumerate(requests):
+            self._note(request, i, 1)
         after = self._model.judge(len(requests))
         for i, (request, pick) in enumerate(zip(requests, picks, strict=True)):
             self.gate.note_rerun(before[i], after[i])
