@@ -484,6 +484,14 @@ _ROWS: tuple[ErrorSpec, ...] = (
         exit=ExitCode.ENGINE,
     ),
     ErrorSpec(
+        "MD-ENG-05",
+        "This model cannot guess tokens ahead with a head of its own",
+        "{model} has no MTP head: {reason}.",
+        "Choose drafts from the text so far, or none",
+        reaction=_ENGINE,
+        exit=ExitCode.ENGINE,
+    ),
+    ErrorSpec(
         "MD-ENG-06",
         "The engine is busy",
         "{n_waiting} requests are waiting, which is the limit.",

@@ -80,6 +80,16 @@ class TierCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounters:
+    """Guesses of tokens since the model was loaded: how many were made at each place behind the
+    newest token, and how many of these were right. A guess behind a wrong one counts as wrong.
+    """
+
+    guessed: tuple[int, ...] = ()
+    right: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GateCounters:
     """Tokens of balanced answers since the model was loaded."""
 
@@ -155,6 +165,7 @@ class EngineSnapshot:
     tier_share: tuple[float, float, float, float] | None = None  # recent look-ups by N, R, G, Q
     counters: TierCounters = field(default_factory=TierCounters)
     gate: GateCounters = field(default_factory=GateCounters)
+    drafts: DraftCounters = field(default_factory=DraftCounters)
     sizes: TierSizes = field(default_factory=TierSizes)
     reads: ReadTimes | None = None  # None: no row was read since the model was loaded
     cache: CacheView | None = None
@@ -182,6 +193,8 @@ class Usage:
     rerun_tokens: int | None = None  # made again with FP4 experts; None: not a balanced answer
     rerun_s: float | None = None  # the part of `decode_s` that took
     opportunistic: bool = False  # the answer depends on which experts were in 4-bit slots
+    draft_tokens: int = 0  # guessed ahead
+    accepted_tokens: int = 0  # of those, the ones that were right
 
 
 @dataclass(frozen=True, slots=True)

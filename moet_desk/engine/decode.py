@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moet_desk.engine.blocks.expert_math import ExpertMath
 from moet_desk.engine.blocks.ffn import Experts
+from moet_desk.engine.draft import Acceptance, Drafter
 from moet_desk.engine.gate import Gate, confidence
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.model import Model
@@ -68,45 +69,78 @@ class Decoder:
     """Makes tokens for the running requests."""
 
     def __init__(
-        self, model: Model, kv: KvCache, residency: Residency, experts: Mapping[Plane, Experts]
+        self,
+        model: Model,
+        kv: KvCache,
+        residency: Residency,
+        experts: Mapping[Plane, Experts],
+        *,
+        drafter: Drafter,
     ) -> None:
         self._model = model
         self._kv = kv
         self._residency = residency
         self._experts = experts
+        self.drafter = drafter
+        self.acceptance = Acceptance()
         self.gate = Gate()
 
     def step(self, requests: list[ActiveRequest]) -> None:
-        """One token for each request. A request that fails ends alone; the others go on."""
+        """A token for each request, and more where drafts were right.
+
+        A request that fails ends alone; the others go on.
+        """
         for request in requests:
             waited_before = self._residency.wait_s
             request.steps += 1
             try:
-                logits = self.logits(request)
-                request.timing.wait_s += self._residency.wait_s - waited_before
-                request.accept(request.sampler.choose(logits))
+                self._write(request)
             except MoetError as error:
                 request.fail(error)
+            request.timing.wait_s += self._residency.wait_s - waited_before
+
+    def _write(self, request: ActiveRequest) -> None:
+        """Guess some tokens, then go on for as long as each guess was right: rows are read one by
+        one here, so none is read behind a wrong one, and nothing has to be undone.
+        """
+        guesses = self.drafter.propose(request)
+        n_right = 0
+        for guess in (*guesses, None):
+            chosen = request.sampler.choose(self.logits(request))
+            request.accept(chosen)
+            n_right += chosen.token_id == guess
+            if request.ended or chosen.token_id != guess:
+                break
+        request.note_drafts(len(guesses), n_right)
+        self.acceptance.note(len(guesses), n_right)
 
     def logits(self, request: ActiveRequest) -> Tensor:
         """Scores [V] of the token after the request's newest one, which is read here."""
         newest = request.out_ids[-1]
         return self.gated(request, newest, self._read(request, newest, request.plane))
 
-    def gated(self, request: ActiveRequest, newest: int, logits: Tensor) -> Tensor:
-        """The scores that count behind the token just read: these, or those of reading it again
-        with FP4 experts if these are too unsure for a balanced answer. Its KV is then written anew.
+    def gated(self, request: ActiveRequest, newest: int, hidden: Tensor) -> Tensor:
+        """The scores that count behind the token just read: those of its states, or those of
+        reading it again with FP4 experts if these are too unsure for a balanced answer. Its KV is
+        then written anew.
+
+        Shapes:
+            hidden [T, H], the newest token last; returns [V]
         """
-        if request.tau is None or not self.gate.is_unsure(request, confidence(logits)):
-            return logits
-        began = time.monotonic()
-        self._kv.rewind(request.kv, request.kv.length - 1)
-        again = self._read(request, newest, Plane.FINE)
-        self.gate.note_rerun(int(logits.argmax()), int(again.argmax()))
-        self.gate.note_time([request], time.monotonic() - began)
-        return again
+        logits = self._model.logits(hidden[-1:])[0]
+        if request.tau is not None and self.gate.is_unsure(request, confidence(logits)):
+            began = time.monotonic()
+            self._kv.rewind(request.kv, request.kv.length - 1)
+            again = self._read(request, newest, Plane.FINE)
+            hidden = torch.cat([hidden[:-1], again])
+            better = self._model.logits(again)[0]
+            self.gate.note_rerun(int(logits.argmax()), int(better.argmax()))
+            self.gate.note_time([request], time.monotonic() - began)
+            logits = better
+        self.drafter.note(request, hidden)
+        return logits
 
     def _read(self, request: ActiveRequest, token: int, plane: Plane) -> Tensor:
+        """States [1, H] behind a token."""
         ids = torch.tensor([token])
-        hidden = self._model.forward(ids, self._kv, request.kv, self._experts[plane])
-        return self._model.logits(hidden)[0]
+        return self._model.forward(ids, self._kv, request.kv, self._experts[plane])

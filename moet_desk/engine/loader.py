@@ -6,7 +6,7 @@ order is: index, dense layers, rows to RAM, hot rows to slots. Called in the eng
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +18,21 @@ from moet_desk.engine.blocks.expert_math import ExpertMath
 from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.decode import DecodeExperts, Decoder, OpportunisticExperts
+from moet_desk.engine.draft import (
+    CpuHead,
+    Drafter,
+    LookupDrafter,
+    MtpDrafter,
+    NoDrafts,
+    mtp_of,
+    running_layers,
+)
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
 from moet_desk.engine.model import Model
+from moet_desk.engine.mtp import MtpHead
 from moet_desk.engine.prefill import Prefiller, PrefillExperts
 from moet_desk.engine.residency import Residency
 from moet_desk.engine.spec import Spec
@@ -94,7 +104,7 @@ def load(
     mixer = spec.layers[0].mixer
     kv = KvCache(
         mixer,
-        n_layers=len(spec.layers),
+        n_layers=len(spec.layers) + (options.drafts == "mtp"),
         n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS,
         form=form,
@@ -102,7 +112,7 @@ def load(
     report.end()
 
     arena = Arena(reader, base_rows=plan.arena_base_rows, fine_rows=plan.arena_fine_rows)
-    residency = _residency(spec, plan, reader, arena)
+    residency = _residency(spec, plan, reader, arena, options)
     _warm(pack, plan, arena, residency, report)
     math = {plane: _expert_math(reader, plane, options) for plane in Plane}
     decode: dict[Plane, Experts] = {
@@ -111,7 +121,8 @@ def load(
     if options.opportunistic:
         decode[Plane.BASE] = OpportunisticExperts(residency, math)
     prefill = {plane: PrefillExperts(residency, math[plane], plane) for plane in Plane}
-    decoder = Decoder(model, kv, residency, decode)
+    drafter = _drafter(options, model, weights, kv, one=decode, many=prefill)
+    decoder = Decoder(model, kv, residency, decode, drafter=drafter)
     prefiller = Prefiller(model, kv, prefill, decoder=decoder, chunk=plan.prefill_chunk)
     return Core(reader, spec, plan, model, kv, arena, residency, decoder, prefiller)
 
@@ -135,7 +146,8 @@ def _dense_bytes(reader: PackReader) -> int:
 def _plan(
     reader: PackReader, spec: Spec, options: EngineOptions, ram: int
 ) -> tuple[KvFormat, TierPlan]:
-    meta, mixer, n_layers = reader.meta, spec.layers[0].mixer, len(spec.layers)
+    meta, mixer = reader.meta, spec.layers[0].mixer
+    n_layers = len(spec.layers) + (options.drafts == "mtp")
     wishes = Wishes(
         context=options.context,
         base_slots=options.pool_slots,
@@ -154,7 +166,7 @@ def _plan(
     else:
         form = KvFormat(options.kv_format)
     shape = ModelShape(
-        n_rows=len(spec.main_moe_layers) * meta.n_experts,
+        n_rows=len(running_layers(spec, options.drafts)) * meta.n_experts,
         top_k=spec.moe_ffn.router.top_k,
         base_stride=meta.base_stride,
         fine_stride=meta.fine_stride,
@@ -175,10 +187,30 @@ def _counted(reader: PackReader, report: LoadReport) -> Callable[[str], torch.Te
     return load_one
 
 
-def _residency(spec: Spec, plan: TierPlan, reader: PackReader, arena: Arena) -> Residency:
+def _drafter(
+    options: EngineOptions,
+    model: Model,
+    weights: Weights,
+    kv: KvCache,
+    *,
+    one: Mapping[Plane, Experts],
+    many: Mapping[Plane, Experts],
+) -> Drafter:
+    """Who guesses tokens ahead. Raises MD-ENG-05: the model has no MTP head."""
+    if options.drafts == "lookup":
+        return LookupDrafter(options.draft_depth)
+    if options.drafts == "mtp":
+        head = MtpHead(model, mtp_of(model.spec), weights)
+        return MtpDrafter(CpuHead(head, model, kv, one=one, many=many), options.draft_depth)
+    return NoDrafts()
+
+
+def _residency(
+    spec: Spec, plan: TierPlan, reader: PackReader, arena: Arena, options: EngineOptions
+) -> Residency:
     return Residency(
         Transfer(arena, reader.layout),
-        moe_layers=spec.main_moe_layers,
+        moe_layers=running_layers(spec, options.drafts),
         n_experts=reader.meta.n_experts,
         base_slots=plan.base_slots,
         fine_slots=plan.fine_slots,

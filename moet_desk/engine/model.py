@@ -82,14 +82,22 @@ class Model:
             ids [T] int64; returns [T, H] float32, after the final norm
         """
         start, n_tokens = sequence.length, ids.shape[0]
-        cos = self._rope.cos[start : start + n_tokens]
-        sin = self._rope.sin[start : start + n_tokens]
-        x = self._embedding[ids]
+        cos, sin = self.rope(start, n_tokens)
+        x = self.embed(ids)
         eps = self.spec.norm_eps
         for block in self._blocks:
             x = block(x, eps, cos, sin, kv, sequence, experts)
         sequence.length = start + n_tokens
         return rms_norm(x, self._final_norm, eps)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Vectors of tokens: ids [T] int64 -> [T, H] float32."""
+        return self._embedding[ids]
+
+    def rope(self, start: int, n_tokens: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions from `start` on, [T, rope dims / 2] float32 each."""
+        here = slice(start, start + n_tokens)
+        return self._rope.cos[here], self._rope.sin[here]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token: hidden [T, H] -> [T, V] float32."""

@@ -88,9 +88,10 @@ class Prefiller:
             ids = torch.tensor(request.prompt_ids[start:end])
             hidden = self.hidden(ids, request.kv, request.plane)
             request.note_read()
-            if end == len(request.prompt_ids):
-                logits = self._model.logits(hidden[-1:])[0]
-                logits = self._decoder.gated(request, request.prompt_ids[-1], logits)
+            if end < len(request.prompt_ids):
+                self._decoder.drafter.note(request, hidden)
+            else:
+                logits = self._decoder.gated(request, request.prompt_ids[-1], hidden)
                 request.accept(request.sampler.choose(logits))
         except MoetError as error:
             request.fail(error)

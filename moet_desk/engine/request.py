@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from moet_desk.engine.detokenize import Detokenizer
+from moet_desk.engine.draft import DraftState
 from moet_desk.engine.handle import DEFAULT_GATE, GenerateRequest, Quality, RequestStream
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.engine.sampling import Chosen, Sampler
@@ -86,7 +87,9 @@ class ActiveRequest:
         self.rerun_tokens = 0
         self.rerun_s = 0.0
         self.reran = False  # the token that comes next is made again with FP4 experts
+        self.draft_tokens = self.accepted_tokens = 0
         self.kv = KvSequence()
+        self.draft: DraftState | None = None
         self.out_ids: list[int] = []
         self.steps = 0
         self.ended = False
@@ -142,6 +145,11 @@ class ActiveRequest:
             self._finish(FinishReason.STOP, stop=matched)
         elif len(self.out_ids) >= self.limit:
             self._finish(FinishReason.LENGTH)
+
+    def note_drafts(self, n_guessed: int, n_right: int) -> None:
+        """A step checked guesses of its tokens."""
+        self.draft_tokens += n_guessed
+        self.accepted_tokens += n_right
 
     def cancel(self) -> None:
         """End now; the text so far was sent."""
@@ -217,4 +225,6 @@ class ActiveRequest:
             rerun_tokens=None if self.tau is None else self.rerun_tokens,
             rerun_s=None if self.tau is None else self.rerun_s,
             opportunistic=self.opportunistic,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
         )

@@ -151,17 +151,17 @@ class Sampler:
             return Chosen(token_id)
         return _with_logprobs(logits, token_id, self._top_logprobs)
 
-    def draw(self) -> Draw | None:
-        """What the next choice takes beside the logits; None if it must be made by `choose`.
+    def draw(self, ahead: int = 0) -> Draw | None:
+        """What a choice takes beside the logits; None if it must be made by `choose`.
 
-        Penalties and biases change the logits first, and log-probabilities need all of them.
+        `ahead` counts the choices that will have been made before it. Penalties and biases change
+        the logits first, and log-probabilities need all of them.
         """
         alters = self._seen is not None or self._counts is not None or self._bias is not None
         if alters or self._top_logprobs is not None:
             return None
-        return Draw(
-            self._temperature, self._top_k, self._top_p, self._min_p, self._seed, self._n_chosen
-        )
+        place = self._n_chosen + ahead
+        return Draw(self._temperature, self._top_k, self._top_p, self._min_p, self._seed, place)
 
     def take(self, token_id: int | None) -> Chosen:
         """Count the token that was chosen elsewhere, by `draw`.

@@ -224,11 +224,12 @@ class Serving:
 
     def _write_tokens(self, requests: list[ActiveRequest]) -> None:
         began, waited = time.monotonic(), self.core.residency.wait_s
+        before = sum(len(request.out_ids) for request in requests)
         self.core.decoder.step(requests)
         now = time.monotonic()
         self._meter.note_step(
             now, step_s=now - began, wait_s=self.core.residency.wait_s - waited,
-            n_tokens=len(requests),
+            n_tokens=sum(len(request.out_ids) for request in requests) - before,
         )  # fmt: skip
 
     def _promote(self, *, idle: bool) -> None:
@@ -290,6 +291,7 @@ class Serving:
             tier_share=residency.tier_share(),
             counters=residency.counters(step_s=meter.step_s),
             gate=self.core.decoder.gate.counters(),
+            drafts=self.core.decoder.acceptance.counters(),
             sizes=residency.sizes(),
             reads=self.core.arena.read_times(),
             cache=residency.view(),

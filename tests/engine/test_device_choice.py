@@ -13,6 +13,7 @@ from torch import Tensor
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.step import ERROR_READ, StepModel, StepRow
 from moet_desk.engine.cuda.synthetic import SyntheticLoader
+from moet_desk.engine.draft import NoDrafts
 from moet_desk.engine.gate import confidence
 from moet_desk.engine.handle import Sampling
 from moet_desk.engine.kv_cache import KvCache, KvSequence
@@ -52,12 +53,20 @@ class Answer:
     prompt_ids: tuple[int, ...] = (5,)
     steps: int = 0
     errors: list[Exception] = field(default_factory=list)
+    limit: int = 100
+    draft: Any = None
+    ended: bool = False
+    drafts: list[tuple[int, int]] = field(default_factory=list)
 
     def accept(self, chosen: Chosen) -> None:
         self.out_ids.append(chosen.token_id)
 
+    def note_drafts(self, n_guessed: int, n_right: int) -> None:
+        self.drafts.append((n_guessed, n_right))
+
     def fail(self, error: Exception) -> None:
         self.errors.append(error)
+        self.ended = True
 
 
 @dataclass(frozen=True)
@@ -324,3 +333,90 @@ def test_balanced__rerun_fails__sure_rows_keep_their_token(
     assert (len(unsure.errors), len(unsure.out_ids), unsure.kv.length) == (1, 1, 0)
     decoder.step([sure])  # type: ignore[list-item]
     assert len(sure.out_ids) == 3
+
+
+# -- guesses ---------------------------------------------------------------------------------
+
+
+class Oracle(NoDrafts):
+    """Guesses from known answers, by their first tokens. Every third time the last is wrong."""
+
+    def __init__(self, known: Sequence[list[int]], depth: int) -> None:
+        self._known = {ids[0]: ids for ids in known}
+        self._depth, self._made = depth, 0
+
+    def propose(self, request: Any) -> list[int]:
+        ids, at = self._known[request.out_ids[0]], len(request.out_ids)
+        guesses = ids[at : at + self._depth]
+        self._made += 1
+        if self._made % 3 == 0 and guesses:
+            guesses = [*guesses[:-1], (guesses[-1] + 1) % VOCAB]
+        return guesses
+
+
+def decoded(
+    bench: Bench, taus: Sequence[float | None], drafter: NoDrafts, n_tokens: int
+) -> tuple[list[Answer], CudaDecoder, int]:
+    """Answers of every kind, with at least so many tokens, and the steps it took."""
+    group = balanced(bench, [*KINDS.values(), PENALTY], taus)
+    decoder, n_steps = CudaDecoder(bench.model, drafter), 0
+    while running := [answer for answer in group if len(answer.out_ids) < n_tokens]:
+        decoder.step(running)  # type: ignore[arg-type]
+        n_steps += 1
+    for answer in group:
+        assert answer.kv.length == len(answer.out_ids) - 1
+        bench.kv.release(answer.kv)
+    return group, decoder, n_steps
+
+
+@pytest.mark.parametrize("taus", [[None] * 4, [0.0, 1.0, 0.05, 0.05]], ids=["fast", "balanced"])
+def test_drafts__some_wrong__tokens_of_a_run_without(
+    bench: Bench, planes: list[tuple[Plane, list[int]]], taus: list[float | None]
+) -> None:
+    plain, without, n_plain = decoded(bench, taus, NoDrafts(), 13)
+    known = [answer.out_ids for answer in plain]
+    for depth in (1, 3):
+        # those that have enough tokens already may get some more
+        found, decoder, n_steps = decoded(bench, taus, Oracle(known, depth), 9)
+        for answer, ids in zip(found, known, strict=True):
+            assert answer.out_ids == ids[: len(answer.out_ids)]
+        guessed, right = decoder.acceptance.counters().guessed, decoder.acceptance.counters().right
+        assert len(guessed) == depth
+        assert 0 < right[-1] < guessed[-1]
+        if taus[0] is None:
+            assert n_steps < n_plain - 2
+    assert (without.gate.counters().judged > 0) == (taus[0] is not None)
+
+
+def test_drafts__unsure_behind_a_right_guess__that_row_alone_is_rerun(
+    bench: Bench, planes: list[tuple[Plane, list[int]]]
+) -> None:
+    """Its KV stands behind the rows that were sure, and rows behind it are dropped."""
+    (sure,) = balanced(bench, [KINDS["greedy"]], [0.0])
+    CudaDecoder(bench.model).step([sure])  # type: ignore[list-item]
+    first = sure.out_ids[-1]
+    rows = [StepRow(sure.out_ids[0], sure.kv), StepRow(first, sure.kv, 1)]
+    bench.model.choose(rows, Plane.BASE, [GREEDY] * 2)
+    confident, doubtful = sorted(bench.model.confidence(2), reverse=True)
+    order = bench.model.confidence(2)[0] == confident
+    bench.kv.release(sure.kv)
+    if not order:
+        pytest.skip("these weights are less sure of the first token")
+    (answer,) = balanced(bench, [KINDS["greedy"]], [(confident + doubtful) / 2])
+    planes.clear()
+    decoder = CudaDecoder(bench.model, Oracle([[answer.out_ids[0], first, 0, 0]], 3))
+    decoder.step([answer])  # type: ignore[list-item]
+    assert planes == [(Plane.BASE, [0] * 4), (Plane.FINE, [1])]
+    assert answer.out_ids[:2] == [7, first]
+    assert (len(answer.out_ids), answer.kv.length, answer.rerun_tokens) == (3, 2, 1)
+    assert answer.drafts == [(3, 1)]
+
+
+def test_drafts__more_rows_than_a_launch_has__several_launches(
+    bench: Bench, planes: list[tuple[Plane, list[int]]]
+) -> None:
+    group = answers(bench, [KINDS["greedy"]] * 4)
+    drafter = Oracle([[answer.out_ids[0], 1, 2, 3] for answer in group], 3)
+    CudaDecoder(bench.model, drafter).step(group)  # type: ignore[arg-type]
+    assert [len(lengths) for _, lengths in planes] == [8, 8]
+    assert all(len(answer.out_ids) >= 2 for answer in group)

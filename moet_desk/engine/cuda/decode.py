@@ -1,74 +1,140 @@
-"""Decode on a device, over the captured step. The twin is engine/decode."""
+"""Decode on a device, over the captured step. The twin is engine/decode.
+
+A request has a row for its newest token and one for each guess behind it. All rows are computed
+together; then each request goes on along its rows for as long as the guesses were right. What rows
+behind a wrong guess stored in the KV cache is overwritten: the sequence's length does not count it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.buffers import MAX_ROWS
 from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.draft import Acceptance, Drafter, NoDrafts
 from moet_desk.engine.gate import Gate
 from moet_desk.engine.request import ActiveRequest
 from moet_desk.engine.sampling import Chosen
 from moet_desk.errors import MoetError
 from moet_desk.store.pack_format import Plane
 
+Pick = Callable[[], Chosen]
+"""Takes the token behind a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows of a request in a step: `tokens` are its newest one and guesses of the next ones."""
+
+    request: ActiveRequest
+    tokens: Sequence[int]
+
+    @property
+    def guesses(self) -> Sequence[int]:
+        """What may follow the newest token."""
+        return self.tokens[1:]
+
 
 class CudaDecoder:
     """Makes tokens for the running requests, several rows per launch."""
 
-    def __init__(self, model: StepModel) -> None:
+    def __init__(self, model: StepModel, drafter: Drafter | None = None) -> None:
         self._model = model
-        self.gate = Gate()
+        self.drafter: Drafter = NoDrafts() if drafter is None else drafter
+        self.gate, self.acceptance = Gate(), Acceptance()
 
     def step(self, requests: Sequence[ActiveRequest]) -> None:
-        """One token for each request. Rows that share a launch share its failure."""
+        """A token for each request, and more where guesses were right. Rows that share a launch
+        share its failure.
+        """
         for plane in Plane:
-            for group in _groups([r for r in requests if r.plane is plane]):
+            runs = [run for r in requests if r.plane is plane for run in self._run_of(r)]
+            for group in _groups(runs):
                 self._step(group, plane)
 
     def first(self, request: ActiveRequest, logits: Tensor) -> None:
         """The first token, from the scores [V] behind a prompt that was just read on the device.
 
-        If they are too unsure for a balanced answer, the prompt's last token is read again.
+        What the model knew there is the step's first row of states. If the scores are too unsure
+        for a balanced answer, the prompt's last token is read again.
         """
         if request.tau is not None:
             self._model.judge(1)
-            if self._unsure([request]):
+            if self.gate.is_unsure(request, self._model.confidence(1)[0]):
                 request.kv.length -= 1
                 self._rerun([request], self._model.judge(1))
                 return
+        self._note(request, 0, 1)
         _accept(request, partial(request.sampler.choose, logits))
 
-    def _step(self, requests: Sequence[ActiveRequest], plane: Plane) -> None:
-        for request in requests:
-            request.steps += 1
-        picks = self._picks(requests, plane)
+    def _run_of(self, request: ActiveRequest) -> Iterator[Run]:
+        """The request's rows; none if guessing failed, which ends the request."""
+        try:
+            guesses = self.drafter.propose(request)
+        except MoetError as error:
+            request.fail(error)
+            return
+        yield Run(request, [_newest(request), *guesses][:MAX_ROWS])
+
+    def _step(self, runs: Sequence[Run], plane: Plane) -> None:
+        for run in runs:
+            run.request.steps += 1
+        picks = self._picks(runs, plane)
         if not picks:
             return
-        unsure = self._unsure(requests)
-        likeliest = self._model.judge(len(requests)) if unsure else []
-        for i, (request, pick) in enumerate(zip(requests, picks, strict=True)):
-            if i not in unsure:
-                request.kv.length += 1
-                _accept(request, pick)
+        sure = self._confidence(runs)
+        unsure: list[tuple[ActiveRequest, int]] = []
+        for run, first in zip(runs, _first_rows(runs), strict=True):
+            rows = slice(first, first + len(run.tokens))
+            before = run.request.kv.length
+            stopped_at = self._go_along(run, picks[rows], sure[rows])
+            self._note(run.request, first, run.request.kv.length - before)
+            if stopped_at is not None:
+                unsure.append((run.request, first + stopped_at))
         if unsure:  # last: it overwrites the logits that the others chose from
-            self._rerun([requests[i] for i in unsure], [likeliest[i] for i in unsure])
+            likeliest = self._model.judge(len(picks))
+            self._rerun([request for request, _ in unsure], [likeliest[row] for _, row in unsure])
 
-    def _unsure(self, requests: Sequence[ActiveRequest]) -> list[int]:
-        """Rows of the newest step that must be made again.
-
-        Always the device's confidence: the host's could round differently, and who chooses a row's
-        token depends on the rows beside it.
+    def _go_along(self, run: Run, picks: Sequence[Pick], sure: Sequence[float]) -> int | None:
+        """Take a token behind each row until one was guessed wrong; the place of a row that is too
+        unsure and must be made again, if there was one before that.
         """
-        if all(request.tau is None for request in requests):
-            return []
-        sure = self._model.confidence(len(requests))
-        return [i for i, r in enumerate(requests) if self.gate.is_unsure(r, sure[i])]
+        request, n_right, unsure = run.request, 0, None
+        for i, pick in enumerate(picks):
+            if self.gate.is_unsure(request, sure[i]):
+                unsure = i
+                break
+            request.kv.length += 1
+            token = _accept(request, pick)
+            if request.ended or i == len(run.guesses) or token != run.guesses[i]:
+                break
+            n_right += 1
+        request.note_drafts(len(run.guesses), n_right)
+        self.acceptance.note(len(run.guesses), n_right)
+        return unsure
+
+    def _note(self, request: ActiveRequest, first: int, count: int) -> None:
+        """Tell the drafter what the newest step knew at rows that count."""
+        if self.drafter.wants_states and count and not request.ended:
+            self.drafter.note(request, self._model.states(first, count).clone())
+
+    def _confidence(self, runs: Sequence[Run]) -> Sequence[float]:
+        """How sure each row of the newest step is; NaN, which nobody reads, if no one asks.
+
+        Always the device's: the host's could round differently, and who chooses a row's token
+        depends on the rows beside it.
+        """
+        count = sum(len(run.tokens) for run in runs)
+        if all(run.request.tau is None for run in runs):
+            return [float("nan")] * count
+        return self._model.confidence(count)
 
     def _rerun(self, requests: Sequence[ActiveRequest], before: Sequence[int | None]) -> None:
         """Read the newest tokens again with FP4 experts, which writes their KV anew, and go on.
@@ -78,9 +144,11 @@ class CudaDecoder:
             before: each row's likeliest token at 2 bits.
         """
         began = time.monotonic()
-        picks = self._picks(requests, Plane.FINE)
+        picks = self._picks([Run(request, [_newest(request)]) for request in requests], Plane.FINE)
         if not picks:
             return
+        for i, request in enumerate(requests):
+            self._note(request, i, 1)
         after = self._model.judge(len(requests))  # waits for the device: the time is all of it
         self.gate.note_time(requests, time.monotonic() - began)
         for i, (request, pick) in enumerate(zip(requests, picks, strict=True)):
@@ -88,33 +156,33 @@ class CudaDecoder:
             request.kv.length += 1
             _accept(request, pick)
 
-    def _picks(
-        self, requests: Sequence[ActiveRequest], plane: Plane
-    ) -> Sequence[Callable[[], Chosen]]:
-        """What takes each request's next token. Empty if the step failed; they have ended then."""
+    def _picks(self, runs: Sequence[Run], plane: Plane) -> Sequence[Pick]:
+        """What takes the token behind each row. Empty if the step failed; all have ended then."""
         try:
-            return self._launch(requests, plane)
+            return self._launch(runs, plane)
         except MoetError as error:
-            for request in requests:
-                request.fail(error)
+            for run in runs:
+                run.request.fail(error)
             return ()
 
-    def _launch(
-        self, requests: Sequence[ActiveRequest], plane: Plane
-    ) -> Sequence[Callable[[], Chosen]]:
+    def _launch(self, runs: Sequence[Run], plane: Plane) -> Sequence[Pick]:
         """Run the step. Tokens are chosen on the device unless one of the requests needs the host:
         then all are, from the same logits, with the same result.
         """
-        rows = [StepRow(_newest(request), request.kv) for request in requests]
-        samplers = [request.sampler for request in requests]
-        draws = [draw for sampler in samplers if (draw := sampler.draw()) is not None]
+        rows = [
+            (run.request, StepRow(token, run.request.kv, i))
+            for run in runs
+            for i, token in enumerate(run.tokens)
+        ]
+        steps = [row for _, row in rows]
+        draws = [draw for r, row in rows if (draw := r.sampler.draw(row.ahead)) is not None]
         if len(draws) == len(rows):
-            tokens = self._model.choose(rows, plane, draws)
-            return [partial(sampler.take, tokens[i]) for i, sampler in enumerate(samplers)]
-        logits = self._model.run(rows, plane)
-        if any(request.tau is not None for request in requests):
+            tokens = self._model.choose(steps, plane, draws)
+            return [partial(r.sampler.take, tokens[i]) for i, (r, _) in enumerate(rows)]
+        logits = self._model.run(steps, plane)
+        if any(run.request.tau is not None for run in runs):
             self._model.judge(len(rows))
-        return [partial(sampler.choose, logits[i]) for i, sampler in enumerate(samplers)]
+        return [partial(r.sampler.choose, logits[i]) for i, (r, _) in enumerate(rows)]
 
 
 def _newest(request: ActiveRequest) -> int:
@@ -122,14 +190,30 @@ def _newest(request: ActiveRequest) -> int:
     return request.out_ids[-1] if request.out_ids else request.prompt_ids[-1]
 
 
-def _accept(request: ActiveRequest, pick: Callable[[], Chosen]) -> None:
-    """Take the next token; invalid numbers fail the request."""
+def _accept(request: ActiveRequest, pick: Pick) -> int | None:
+    """Take the next token; invalid numbers fail the request, and there is none."""
     try:
         with torch.inference_mode():
-            request.accept(pick())
+            chosen = pick()
+            request.accept(chosen)
     except MoetError as error:
         request.fail(error)
+        return None
+    return chosen.token_id
 
 
-def _groups(requests: Sequence[ActiveRequest]) -> Iterable[Sequence[ActiveRequest]]:
-    return (requests[i : i + MAX_ROWS] for i in range(0, len(requests), MAX_ROWS))
+def _first_rows(runs: Sequence[Run]) -> Iterator[int]:
+    """The row of each run's newest token."""
+    return accumulate((len(run.tokens) for run in runs[:-1]), initial=0)
+
+
+def _groups(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
+    """Neighbouring runs with no more rows together than a launch has."""
+    group: list[Run] = []
+    for run in runs:
+        if sum(len(one.tokens) for one in group) + len(run.tokens) > MAX_ROWS:
+            yield group
+            group = []
+        group.append(run)
+    if group:
+        yield group

@@ -20,9 +20,11 @@ import torch
 
 from moet_desk import hardware
 from moet_desk.engine import heat
+from moet_desk.engine.cuda.buffers import MAX_ROWS
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, chunk_bytes
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.dense_weights import DenseLoader
+from moet_desk.engine.cuda.draft import DeviceHead
 from moet_desk.engine.cuda.expert_stream import (
     ChunkExperts,
     Reading,
@@ -35,6 +37,7 @@ from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
 from moet_desk.engine.cuda.prefill import ChunkModel, CudaPrefiller
 from moet_desk.engine.cuda.residency import CudaResidency
 from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.draft import Drafter, LookupDrafter, MtpDrafter, NoDrafts, running_layers
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
@@ -145,7 +148,7 @@ def _load(
     report.begin("Dense layers")
     pools = {plane: _pool(plane, arena, opened, device) for plane in Plane}
     kv = KvCache(
-        spec.layers[0].mixer, n_layers=len(spec.layers), n_pages=plan.kv_pages,
+        spec.layers[0].mixer, n_layers=_n_kv_layers(spec, options), n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32, device=device)
@@ -155,6 +158,7 @@ def _load(
     model = StepModel(
         spec, DenseLoader(reader, device), kv, _step_experts(opened, pools, mailbox, arena),
         context=plan.context, device=device, error=error, server=server,
+        with_head=options.drafts == "mtp",
     )  # fmt: skip
     report.end()
     _fill_slots(pools[Plane.BASE], arena, opened.order[: plan.base_slots])
@@ -166,13 +170,13 @@ def _load(
         pools, arena, reader.layout, buffers, n_experts=reader.meta.n_experts, readers=readers,
         bounce=_bounce(opened, allocate),
     )  # fmt: skip
-    decoder = CudaDecoder(model)
+    decoder = CudaDecoder(model, _drafter(model, options))
     prefiller = CudaPrefiller(
         ChunkModel(model, kv, buffers, streamed), decoder, chunk=plan.prefill_chunk,
         fast=fast_reading(plan, len(opened.order)),
     )  # fmt: skip
     residency = CudaResidency(
-        pools, arena, reader.layout, moe_layers=spec.main_moe_layers, server=server,
+        pools, arena, reader.layout, moe_layers=opened.moe_layers, server=server,
         streamed=streamed.counters,
     )  # fmt: skip
     residency.restore_heat(heat.read(pack))
@@ -189,6 +193,7 @@ class _Opened:
     Attributes:
         form: storage format of KV.
         order: all rows of the layers that run, those that were hot last time first.
+        moe_layers: model layer numbers of those layers.
     """
 
     reader: PackReader
@@ -196,10 +201,7 @@ class _Opened:
     form: KvFormat
     plan: TierPlan
     order: list[int]
-
-    @property
-    def n_moe_layers(self) -> int:
-        return len(self.spec.main_moe_layers)
+    moe_layers: tuple[int, ...]
 
     @property
     def all_in_ram(self) -> bool:
@@ -214,11 +216,12 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
     form = KvFormat.BF16 if options.kv_format == "auto" else KvFormat(options.kv_format)
     plan = _plan(reader, spec, form, options, device)
-    n_rows = len(spec.main_moe_layers) * reader.meta.n_experts
+    layers = running_layers(spec, options.drafts)
+    n_rows = len(layers) * reader.meta.n_experts
     _say_reading(plan, n_rows, fast_reading(plan, n_rows))
     if not _all_in_ram(plan, n_rows):
         _pass_page_cache(reader)
-    return _Opened(reader, spec, form, plan, _hot_first(pack, n_rows))
+    return _Opened(reader, spec, form, plan, _hot_first(pack, n_rows), layers)
 
 
 def _to_ram(opened: _Opened, allocate: Allocate, report: LoadReport) -> Arena:
@@ -247,11 +250,23 @@ def _step_experts(
     base, fine = pools[Plane.BASE], pools[Plane.FINE]
     return {
         plane: PoolExperts(
-            base, second, opened.reader.layout, n_layers=opened.n_moe_layers, mailbox=mailbox,
-            host=arena,
+            base, second, opened.reader.layout, n_layers=len(opened.spec.main_moe_layers),
+            mailbox=mailbox, host=arena,
         )
         for plane, second in ((Plane.BASE, None), (Plane.FINE, fine))
     }  # fmt: skip
+
+
+def _drafter(model: StepModel, options: EngineOptions) -> Drafter:
+    """Who guesses tokens ahead; a step has room for 7 guesses."""
+    depth = min(options.draft_depth, MAX_ROWS - 1)
+    if options.drafts == "mtp":
+        return MtpDrafter(DeviceHead(model), depth)
+    return LookupDrafter(depth) if options.drafts == "lookup" else NoDrafts()
+
+
+def _n_kv_layers(spec: Spec, options: EngineOptions) -> int:
+    return len(spec.layers) + (options.drafts == "mtp")
 
 
 def fast_reading(plan: TierPlan, n_rows: int) -> Reading:
@@ -307,13 +322,14 @@ def _plan(
 ) -> TierPlan:
     meta, mixer = reader.meta, spec.layers[0].mixer
     shape = ModelShape(
-        n_rows=len(spec.main_moe_layers) * meta.n_experts,
+        n_rows=len(running_layers(spec, options.drafts)) * meta.n_experts,
         top_k=spec.moe_ffn.router.top_k,
         base_stride=meta.base_stride,
         fine_stride=meta.fine_stride,
         slot_bytes=0,
         dense_bytes=(reader.path / "dense.safetensors").stat().st_size,
-        kv_token_bytes=len(spec.layers) * mla_entry_bytes(form, mixer.kv_rank, mixer.rope_dim),
+        kv_token_bytes=_n_kv_layers(spec, options)
+        * mla_entry_bytes(form, mixer.kv_rank, mixer.rope_dim),
         model_context=spec.context,
         chunks=_chunks(reader, spec, options),
     )
@@ -350,7 +366,7 @@ def _pool(plane: Plane, arena: Arena, opened: _Opened, device: torch.device) -> 
     table = torch.from_numpy(np.array(arena.table(plane))).to(device)
     return DevicePool.make(
         plane, fetch.Arena(memory.data_ptr(), table, memory.shape[1]),
-        n_layers=opened.n_moe_layers, n_experts=opened.reader.meta.n_experts,
+        n_layers=len(opened.moe_layers), n_experts=opened.reader.meta.n_experts,
         n_slots=plan.base_slots if plane is Plane.BASE else plan.fine_slots,
         top_k=opened.spec.moe_ffn.router.top_k, device=device,
     )  # fmt: skip
@@ -384,6 +400,8 @@ def _capture(model: StepModel, kv: KvCache, widths: tuple[int, ...], report: Loa
         for rows in widths:
             steps = [StepRow(0, sequence, i) for i in range(rows)]
             model.choose(steps, plane, [Draw(temperature=1.0)] * rows)
+            if model.head is not None:
+                model.guess(steps, plane, model.states(0, rows))
             model.capture(rows, plane)
             report.advance(1)
     kv.release(sequence)

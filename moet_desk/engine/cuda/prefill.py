@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.chunk_blocks import ChunkLayer, ChunkRows
-from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
+from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
 from moet_desk.engine.cuda.step import StepModel
+from moet_desk.engine.draft import state_of
 from moet_desk.engine.handle import PromptReading
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.request import ActiveRequest
 from moet_desk.errors import MoetError
 from moet_desk.kernels.triton.dense import embed
+from moet_desk.kernels.triton.gemm import gemm, split
+from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.store.pack_format import Plane
 
 TURN_S = 0.15
@@ -59,18 +62,19 @@ class ChunkModel:
         self, model: StepModel, kv: KvCache, buffers: ChunkBuffers, experts: ChunkExperts
     ) -> None:
         self._model, self._kv, self._b, self._experts = model, kv, buffers, experts
+        layers = [*model.layers, *([] if model.head is None else [model.head.layer])]
         self._layers = [
             ChunkLayer(
                 layer, buffers, cos=model.cos, sin=model.sin, interleaved=model.interleaved,
                 eps=model.spec.norm_eps,
             )
-            for layer in model.layers
+            for layer in layers
         ]  # fmt: skip
 
     @property
     def n_layers(self) -> int:
-        """Layers of the model."""
-        return len(self._layers)
+        """Layers of the model, the MTP head's not among them."""
+        return len(self._model.layers)
 
     @property
     def most_rows(self) -> int:
@@ -79,16 +83,53 @@ class ChunkModel:
 
     def begin(self, tokens: Sequence[int], sequence: KvSequence, reading: Reading) -> Chunk:
         """Embed the tokens that follow what the sequence holds."""
+        rows, ids = self._rows(tokens, sequence, reading)
+        embed(ids, self._model.embedding, self._b.x[: rows.n])
+        return Chunk(rows, reading)
+
+    def _rows(
+        self, tokens: Sequence[int], sequence: KvSequence, reading: Reading
+    ) -> tuple[ChunkRows, Tensor]:
+        """Rows behind what the sequence holds, and their tokens' ids on the device."""
         device, n, start = self._b.x.device, len(tokens), sequence.length
         host = torch.tensor([*tokens, *sequence.pages], dtype=torch.int32)
         if device.type == "cuda":
             host = host.pin_memory()
         lines = host.to(device, non_blocking=True)
-        ids, table = lines[:n], lines[n:]
         positions = torch.arange(start, start + n, dtype=torch.int32, device=device)
-        embed(ids, self._model.embedding, self._b.x[:n])
-        rows = ChunkRows(start, reading.activations, positions, table.view(1, -1))
-        return Chunk(rows, reading)
+        table = lines[n:].view(1, -1)
+        return ChunkRows(start, reading.activations, positions, table), lines[:n]
+
+    def read_head(self, tokens: Sequence[int], sequence: KvSequence, reading: Reading) -> None:
+        """Let the MTP head read the tokens behind the first rows of the chunk that was just read.
+
+        Overwrites x. The sequence is the head's own; it moves on.
+
+        Raises:
+            MoetError: as `layer`.
+        """
+        head, b, eps = self._model.head, self._b, self._model.spec.norm_eps
+        if head is None or not tokens:
+            return
+        rows, ids = self._rows(tokens, sequence, reading)
+        for first in range(0, rows.n, b.block_rows):
+            here = slice(first, min(first + b.block_rows, rows.n))
+            x, normed = b.x[here], b.normed[: here.stop - first]
+            rms_norm(x, self._model.final_norm, eps, out=normed)
+            rms_norm(normed, head.hidden_norm, eps, out=normed)
+            gemm(self._split(normed), head.w_hidden, x)
+            embed(ids[here], self._model.embedding, normed)
+            rms_norm(normed, head.token_norm, eps, out=normed)
+            gemm(self._split(normed), head.w_token, x, residual=x)
+        place = len(self._model.layers)
+        experts = partial(_read_as, self._experts, reading)
+        self._layers[place].launch(rows, self._kv.pages(place), self._kv.form, experts)
+        sequence.length += rows.n
+
+    def _split(self, x: Tensor) -> Tensor:
+        parts = shaped(self._b.parts, 2, *x.shape)
+        split(x, parts)
+        return parts
 
     def layer(self, chunk: Chunk) -> None:
         """Launch the next layer. Raises as `ChunkExperts.run`."""
@@ -172,10 +213,14 @@ class CudaPrefiller:
 
     def _close(self, request: ActiveRequest, chunk: Chunk) -> int:
         """Count the chunk's tokens as read; the last chunk gives the first token."""
-        is_last = chunk.rows.start + chunk.rows.n == len(request.prompt_ids)
+        begin, n = chunk.rows.start, chunk.rows.n
+        is_last = begin + n == len(request.prompt_ids)
         logits = self._model.logits(chunk) if is_last else None
-        request.kv.length += chunk.rows.n
+        if self._decoder.drafter.wants_states:
+            behind = request.prompt_ids[begin + 1 : begin + n + 1]
+            self._model.read_head(behind, state_of(request).sequence, chunk.reading)
+        request.kv.length += n
         request.note_read()
         if logits is not None:
             self._decoder.first(request, logits)
-        return chunk.rows.n
+        return n

@@ -18,10 +18,11 @@ from torch import Tensor
 from moet_desk.engine.cuda.blocks import Branch, Experts, LayerLaunches
 from moet_desk.engine.cuda.buffers import MAX_ROWS, Choices, StepBuffers, StepInputs
 from moet_desk.engine.cuda.dense_weights import DenseSource
+from moet_desk.engine.cuda.head import HeadLaunches
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import RopeTable
-from moet_desk.engine.sampling import Draw
+from moet_desk.engine.sampling import GREEDY, Draw
 from moet_desk.engine.spec import MoeFfn, Spec
 from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.triton.dense import DenseWeight, embed, gemv
@@ -61,6 +62,7 @@ class StepModel:
         context: longest sequence, for the rope table and the page tables.
         error: int32 [1], the word in which a step's kernels report.
         server: reads rows that are not in RAM, if there can be such.
+        with_head: load the model's MTP head too, for `guess`.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class StepModel:
         device: torch.device,
         error: Tensor,
         server: MailboxServer | None = None,
+        with_head: bool = False,
     ) -> None:
         self.spec = spec
         self._kv, self._experts, self._device = kv, experts, device
@@ -82,7 +85,7 @@ class StepModel:
             self._head = DenseWeight(self.embedding)
         else:
             self._head = load.matrix("lm_head")
-        self._final_norm = load.vector("model.norm")
+        self.final_norm = load.vector("model.norm")
         rope = RopeTable(spec.layers[0].mixer.rope, context)
         self.cos, self.sin = rope.cos.to(device), rope.sin.to(device)
         self.interleaved = spec.layers[0].mixer.rope.interleaved
@@ -91,6 +94,9 @@ class StepModel:
         for layer in spec.layers:
             self.layers.append(LayerLaunches(layer, load, moe_layer=n_moe, branch=branch))
             n_moe += isinstance(layer.ffn, MoeFfn)
+        self.head: HeadLaunches | None = None
+        if with_head and spec.mtp is not None:
+            self.head = HeadLaunches(spec, spec.mtp, load, branch=branch)
         self.buffers = StepBuffers.make(spec, device)
         self._inputs = StepInputs(-(-context // kv.page_tokens), device)
         self.error, self._server = error, server
@@ -98,7 +104,7 @@ class StepModel:
         self._host_logits = torch.zeros((MAX_ROWS, spec.vocab), pin_memory=pinned)
         self._host_error = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
         self._choices = Choices(spec.vocab, device)
-        self._graphs: dict[tuple[int, Plane], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, Plane, bool], torch.cuda.CUDAGraph] = {}  # bool: the head
         self._choice_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # rows, any drawn
         self._broken = False  # a step failed, and what it left is not cleared up yet
 
@@ -136,6 +142,29 @@ class StepModel:
         self._compute(rows, plane, draws)
         return self._choices.read(len(rows))
 
+    def guess(self, rows: Sequence[StepRow], plane: Plane, states: Tensor) -> Sequence[int | None]:
+        """What the MTP head takes for the token behind each row. Their states then are in `states`.
+
+        Args:
+            rows: tokens, placed as the head counts them.
+            plane: of its experts.
+            states: what the model, or the head, knew at the token before each, [T, H] float32.
+
+        Raises:
+            MoetError: as `run`.
+        """
+        if self.head is None:
+            raise ValueError("the MTP head was not loaded")
+        self.head.states[: len(rows)].copy_(states)
+        self._compute(rows, plane, [GREEDY] * len(rows), head=True)
+        return self._choices.read(len(rows))
+
+    def states(self, first: int, count: int) -> Tensor:
+        """What the newest step, or the head, knew at some of its rows, after the final norm: [T, H]
+        float32, valid until the next one.
+        """
+        return self.buffers.normed[first : first + count]
+
     def judge(self, count: int) -> Sequence[int | None]:
         """Each row's likeliest token, of the logits that the newest step or `logits_of` left."""
         self._choose(count, drawn=False)
@@ -150,7 +179,14 @@ class StepModel:
         """
         return self._choices.read_confidence(count)
 
-    def _compute(self, rows: Sequence[StepRow], plane: Plane, draws: Sequence[Draw]) -> None:
+    def _compute(
+        self,
+        rows: Sequence[StepRow],
+        plane: Plane,
+        draws: Sequence[Draw],
+        *,
+        head: bool = False,
+    ) -> None:
         """A step; its results are on the host when it returns: tokens if there are draws."""
         if self._broken:
             self._recover()
@@ -158,7 +194,7 @@ class StepModel:
         if self._server is not None:
             self._server.begin()
         try:
-            self._replay(len(rows), plane, draws)
+            self._replay(len(rows), plane, draws, head=head)
         finally:
             if self._server is not None:
                 self._server.end()
@@ -169,12 +205,14 @@ class StepModel:
         if error:
             self.error.zero_()  # the choice says which rows; nothing else of the step is wrong
 
-    def _replay(self, count: int, plane: Plane, draws: Sequence[Draw]) -> None:
+    def _replay(self, count: int, plane: Plane, draws: Sequence[Draw], *, head: bool) -> None:
         """Inputs to the device, the launches, results to the host; returns when all is done."""
         self._inputs.send()
-        graph = self._graphs.get((count, plane))
+        graph = self._graphs.get((count, plane, head))
         if graph is not None:
             graph.replay()
+        elif head:
+            self.launch_head(count, plane)
         else:
             self.launch(count, plane)
         if draws:
@@ -200,9 +238,11 @@ class StepModel:
     def capture(self, rows: int, plane: Plane) -> None:
         """Record the step of `rows` rows and the choice of their tokens.
 
-        The kernels must have run once before: in `choose`, with a temperature.
+        The kernels must have run once before: in `choose`, with a temperature, and in `guess`.
         """
-        self._graphs[rows, plane] = _recorded(partial(self.launch, rows, plane))
+        self._graphs[rows, plane, False] = _recorded(partial(self.launch, rows, plane))
+        if self.head is not None:
+            self._graphs[rows, plane, True] = _recorded(partial(self.launch_head, rows, plane))
         for drawn in (False, True):
             if (rows, drawn) not in self._choice_graphs:
                 choice = _recorded(partial(self._launch_choice, rows, drawn))
@@ -221,6 +261,20 @@ class StepModel:
                 experts=self._experts[plane],
             )  # fmt: skip
         self._logits(b.x[t], rows)
+
+    def launch_head(self, rows: int, plane: Plane) -> None:
+        """All launches of the MTP head, from the input lines to the logits."""
+        head, b, t = self.head, self.buffers, slice(0, rows)
+        assert head is not None, "`guess` looked"  # noqa: S101
+        ids, positions, lengths, table = self._inputs.unpack(rows)
+        rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
+        embed(ids, self.embedding, b.x[t])
+        kv = KvPages(self._kv.pages(len(self.layers)), table, self._kv.form)
+        head.launch(
+            b, rows, eps=self.spec.norm_eps, rotation=rotation, kv=kv, lengths=lengths,
+            experts=self._experts[plane],
+        )  # fmt: skip
+        self._logits(b.x[t], rows, norm=head.final_norm)
 
     def _launch_choice(self, rows: int, drawn: bool) -> None:
         """The launches from the logits to the tokens. Greedy rows alone take two, any draw twelve
@@ -246,9 +300,10 @@ class StepModel:
         self._host_logits[:rows].copy_(self.buffers.logits[:rows])
         return self._host_logits[:rows]
 
-    def _logits(self, x: Tensor, rows: int) -> None:
+    def _logits(self, x: Tensor, rows: int, norm: Tensor | None = None) -> None:
         b, t = self.buffers, slice(0, rows)
-        rms_norm(x, self._final_norm, self.spec.norm_eps, out=b.normed[t])
+        norm = self.final_norm if norm is None else norm
+        rms_norm(x, norm, self.spec.norm_eps, out=b.normed[t])
         gemv(b.normed[t], self._head, b.logits[t])
 
     def _fill(self, rows: Sequence[StepRow], draws: Sequence[Draw]) -> None:

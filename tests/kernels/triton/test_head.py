@@ -1,0 +1,123 @@
+"""The MTP head on a device's launches, interpreted, against the CPU engine's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moet_desk.engine.cuda.draft import DeviceHead
+from moet_desk.engine.draft import CpuHead, MtpDrafter, state_of
+from moet_desk.engine.sampling import Chosen, Draw
+from moet_desk.store.pack_format import Plane
+from tests.engine.oracle import loaded
+from tests.engine.test_mtp_parity import packed_with_head
+from tests.kernels.triton.test_chunk import IDS, OPTIONS, on_device
+
+N_TOKENS = 7
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return packed_with_head(0.25, tmp_path_factory.mktemp("head"))[2]
+
+
+class Greedy:
+    """A request for the likeliest tokens of a prompt."""
+
+    def __init__(self, core: Any, plane: Plane) -> None:
+        sequence = core.kv.reserve(len(IDS) + N_TOKENS)
+        assert sequence is not None
+        self.kv, self.prompt_ids, self.plane = sequence, IDS, plane
+        self.out_ids: list[int] = []
+        self.tau: float | None = None
+        self.draft: Any = None
+        self.limit, self.steps, self.rerun_tokens = N_TOKENS, 0, 0
+        self.accepted = 0
+        self.sampler = self
+        self.errors: list[Exception] = []
+
+    @property
+    def ended(self) -> bool:
+        return len(self.out_ids) >= self.limit
+
+    def draw(self, ahead: int = 0) -> Draw:
+        return Draw(temperature=0.0)
+
+    def take(self, token: int) -> Chosen:
+        return Chosen(token)
+
+    def choose(self, logits: torch.Tensor) -> Chosen:
+        return Chosen(int(logits.argmax()))
+
+    def accept(self, chosen: Chosen) -> None:
+        self.out_ids.append(chosen.token_id)
+
+    def note_read(self) -> None:
+        pass
+
+    def note_drafts(self, n_guessed: int, n_right: int) -> None:
+        self.accepted += n_right
+
+    def fail(self, error: Exception) -> None:
+        self.errors.append(error)
+
+
+def answered(core: Any, plane: Plane) -> Greedy:
+    request: Any = Greedy(core, plane)
+    while not request.out_ids:
+        core.prefiller.step(request)
+        assert not request.errors
+    while not request.ended:
+        core.decoder.step([request])
+    core.kv.release(request.kv)
+    assert not request.errors
+    return request
+
+
+@pytest.mark.slow
+def test_head__prompt_in_chunks_and_steps__near_the_cpu_engine(pack: Path) -> None:
+    with loaded(pack, **OPTIONS, drafts="mtp") as cpu, torch.inference_mode():
+        drafter = cpu.decoder.drafter
+        assert isinstance(drafter, MtpDrafter)
+        assert isinstance(drafter.head, CpuHead)
+        kv, own = cpu.kv.reserve(32), cpu.kv.reserve(32)
+        many = cpu.prefiller._experts[Plane.FINE]
+        ids = torch.tensor(IDS)
+        assert kv is not None
+        assert own is not None
+        hidden = cpu.model.forward(ids[:-1], cpu.kv, kv, many)
+        states = drafter.head.head.forward(ids[1:], hidden, cpu.kv, own, many)
+        want, want_state = cpu.model.logits(states[-1:])[0], states[-1]
+    with on_device(pack, drafts="mtp") as core:
+        request: Any = Greedy(core, Plane.FINE)
+        request.prompt_ids = IDS[:-1]  # the head reads the last token in a step of its own
+        while not request.out_ids:
+            core.prefiller.step(request)
+            assert not request.errors
+        state = state_of(request)
+        assert (state.sequence.length, len(state.pending)) == (len(IDS) - 2, 1)
+        head = core.decoder.drafter.head  # type: ignore[attr-defined]
+        assert isinstance(head, DeviceHead)
+        guess, found = head.read(IDS[-1:], state.pending[0][None], state.sequence, Plane.FINE)
+        logits = core.model.buffers.logits[0]
+        assert (logits - want).abs().max() < 2e-3 * want.std()
+        assert (found[0] - want_state).abs().max() < 2e-3 * want_state.std()
+        assert guess == int(logits.argmax())
+        assert state.sequence.length == len(IDS) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plane", [Plane.BASE, Plane.FINE])
+def test_answers__with_the_head__equal_those_without(pack: Path, plane: Plane) -> None:
+    with on_device(pack) as core:
+        want = answered(core, plane).out_ids
+    for depth in (1, 3):
+        with on_device(pack, drafts="mtp", draft_depth=depth) as core:
+            found = answered(core, plane)
+            assert found.out_ids == want
+            counts = core.decoder.acceptance.counters()
+            assert counts.guessed[0] >= found.steps - 1  # none where the answer has no room
+            assert found.steps + found.accepted == N_TOKENS - 1
