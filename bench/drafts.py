@@ -1,10 +1,10 @@
 """How often guesses of the demo model are right, and what they gain, over answers to held-out chats.
 
-    python -m bench.drafts [PROMPTS [TOKENS]]
+    python -m bench.drafts [PROMPTS [TOKENS [DEVICE]]]
 
 One JSON line for each quality and way to guess: greedy answers, the first turns of
-tests/data/heldout/chat.jsonl. Computes on the CPU, where rows are read one by one, so that a right
-guess saves nothing there: tokens per step is what a GPU could use.
+tests/data/heldout/chat.jsonl. On a CPU (default) rows are read one by one, so a right guess saves
+nothing there: tokens per step is what a GPU can use.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(pack: Path, quality: Quality, n_prompts: int, n_tokens: int, **optio
     handle = start_engine(pack, EngineOptions(save_heat=False, **options))
     handle.wait_ready(120)
     steps = tokens = 0
-    began = time.perf_counter()
+    began, decode_s = time.perf_counter(), 0.0
     for prompt in prompts(n_prompts):
         request = GenerateRequest(
             prompt=prompt, quality=quality, max_tokens=n_tokens, sampling=Sampling(temperature=0)
@@ -47,6 +47,7 @@ def measure(pack: Path, quality: Quality, n_prompts: int, n_tokens: int, **optio
         *_, last = handle.submit(request)
         assert isinstance(last, Finished), last
         steps += last.usage.steps
+        decode_s += last.usage.decode_s
         tokens += last.usage.completion_tokens - 1  # the first one is behind the prompt
     seconds = time.perf_counter() - began
     time.sleep(0.2)
@@ -62,6 +63,7 @@ def measure(pack: Path, quality: Quality, n_prompts: int, n_tokens: int, **optio
                 "tokens_per_step": round(tokens / steps, 3),
                 "right_by_place": shares,
                 "guessed": list(drafts.guessed),
+                "tok_per_s": round(tokens / decode_s, 1),
                 "seconds": round(seconds, 1),
             }
         ),
@@ -70,7 +72,8 @@ def measure(pack: Path, quality: Quality, n_prompts: int, n_tokens: int, **optio
 
 
 if __name__ == "__main__":
-    n_prompts, n_tokens = (int(n) for n in (*sys.argv[1:], *("60", "64")[len(sys.argv) - 1 :]))
+    given = [*sys.argv[1:], *("60", "64", "cpu")[len(sys.argv) - 1 :]]
+    n_prompts, n_tokens, device = int(given[0]), int(given[1]), given[2]
     with tempfile.TemporaryDirectory() as folder:
         pack = pack_source(DEMO, Path(folder) / "demo")
         for quality in (Quality.FAST, Quality.EXACT):
@@ -79,4 +82,4 @@ if __name__ == "__main__":
                 {"drafts": "mtp", "draft_depth": 2},
                 {"drafts": "lookup", "draft_depth": 2},
             ):
-                measure(pack, quality, n_prompts, n_tokens, **options)
+                measure(pack, quality, n_prompts, n_tokens, device=device, **options)
