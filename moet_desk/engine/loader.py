@@ -14,11 +14,12 @@ import torch
 
 from moet_desk import hardware
 from moet_desk.engine import heat
+from moet_desk.engine.ablation import AsymmetricTransfer
 from moet_desk.engine.blocks.expert_math import ExpertMath
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.decode import DecodeExperts, Decoder
 from moet_desk.engine.families import spec_for
-from moet_desk.engine.handle import EngineOptions
+from moet_desk.engine.handle import Codebook, EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
 from moet_desk.engine.model import Model
@@ -101,7 +102,7 @@ def load(
     report.end()
 
     arena = Arena(reader, base_rows=plan.arena_base_rows, fine_rows=plan.arena_fine_rows)
-    residency = _residency(spec, plan, reader, arena)
+    residency = _residency(spec, plan, reader, _transfer(arena, reader, options))
     _warm(pack, plan, arena, residency, report)
     math = {plane: _expert_math(reader, plane, options) for plane in Plane}
     decode = {plane: DecodeExperts(residency, math[plane], plane) for plane in Plane}
@@ -170,9 +171,14 @@ def _counted(reader: PackReader, report: LoadReport) -> Callable[[str], torch.Te
     return load_one
 
 
-def _residency(spec: Spec, plan: TierPlan, reader: PackReader, arena: Arena) -> Residency:
+def _transfer(arena: Arena, reader: PackReader, options: EngineOptions) -> Transfer:
+    asymmetric = options.codebook is Codebook.ASYMMETRIC
+    return (AsymmetricTransfer if asymmetric else Transfer)(arena, reader.layout)
+
+
+def _residency(spec: Spec, plan: TierPlan, reader: PackReader, transfer: Transfer) -> Residency:
     return Residency(
-        Transfer(arena, reader.layout),
+        transfer,
         moe_layers=spec.main_moe_layers,
         n_experts=reader.meta.n_experts,
         base_slots=plan.base_slots,
