@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from moet_desk.cli.engine import ask
-from moet_desk.cli.eval_data import Task, bad_line, haystack, holds, is_right
+from moet_desk.cli.eval_data import Task, check_length, haystack, holds, is_right
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, Quality, Sampling
 from moet_desk.telemetry import Finished, FinishReason
 
@@ -42,6 +42,7 @@ class TaskScore:
     """How one way did."""
 
     right: int
+    tokens: int  # of all answers, their end tokens included
     cut: int  # answers that ended at the limit of tokens
     rerun_share: float | None  # of a balanced answer's tokens that were made again
     tok_per_s: float | None  # of writing, without reading the prompts
@@ -131,6 +132,7 @@ class _Sums:
         tokens = sum(self.lengths)
         return TaskScore(
             right=self.right,
+            tokens=tokens,
             cut=self.cut,
             rerun_share=None if self.rerun is None else self.rerun / tokens,
             tok_per_s=tokens / self.write_s if self.write_s else None,
@@ -141,9 +143,8 @@ def _check_lengths(handle: EngineHandle, tasks: Sequence[Task], path: Path) -> N
     info = handle.model()
     for task in tasks:
         n_tokens = handle.count_tokens(_request(task, Quality.EXACT, 1))
-        if info is not None and n_tokens >= info.context:
-            reason = f"it has {n_tokens} tokens and the context holds {info.context}"
-            raise bad_line(path, task.line, reason)
+        if info is not None:
+            check_length(path, task, n_tokens, info.context)
 
 
 def length_ratio(lengths: Sequence[int], exact: Sequence[int]) -> LengthRatio:

@@ -112,6 +112,7 @@ def _score_part(score: TaskScore, ratio: LengthRatio | None, n_tasks: int) -> di
     return {
         "right": score.right,
         "share": rounded(score.right / n_tasks, 4),
+        "tokens": score.tokens,
         "cut": score.cut,
         "rerun_share": rounded(score.rerun_share, 4),
         "tok_per_s": rounded(score.tok_per_s, 2),

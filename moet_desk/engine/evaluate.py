@@ -19,12 +19,21 @@ from torch import Tensor
 
 from moet_desk import hardware
 from moet_desk.engine.gate_curve import Counts
-from moet_desk.engine.handle import EngineOptions, Quality
+from moet_desk.engine.handle import (
+    EngineOptions,
+    GenerateRequest,
+    Quality,
+    RequestStream,
+    Sampling,
+)
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.engine.loader import Core, load
+from moet_desk.engine.request import ActiveRequest
+from moet_desk.engine.sampling import Sampler
 from moet_desk.engine.text import Text
 from moet_desk.errors import fail
 from moet_desk.store.pack_format import Plane
+from moet_desk.telemetry import Failed
 
 SLICE = 64
 """Tokens whose scores are in memory at once: with 160,000 words, 80 MB for each quality."""
@@ -205,6 +214,65 @@ def count_flips(
     _score_all(core, windows, tally, tuple(PLANES), progress)
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A prompt and the answer to it, as one window: ids [T] int32, T at least n_prompt + 1."""
+
+    ids: Tensor
+    n_prompt: int
+
+
+@torch.inference_mode()
+def answer_exactly(core: Core, text: Text, prompt_ids: Sequence[int], limit: int) -> Answered:
+    """Let `exact` answer greedily, by the way a chat takes; its end token counts as said.
+
+    The prompt must leave room for a token in the context. `limit` is the most tokens of the answer.
+
+    Raises:
+        MoetError: MD-NVME-04, MD-PACK-.. an expert could not be read, MD-ENG-04.
+    """
+    sampling, model = Sampling(temperature=0), core.reader.path.name
+    ids = list(prompt_ids)
+    sampler = Sampler(
+        sampling, text.defaults, prompt_ids=ids, vocab=core.spec.vocab, top_logprobs=None,
+        model=model,
+    )  # fmt: skip
+    asked = GenerateRequest(prompt_ids=ids, quality=Quality.EXACT, sampling=sampling)
+    stream = RequestStream(model, lambda _: None)
+    limit = min(limit, core.plan.context - len(ids))
+    request = ActiveRequest(asked, stream, ids, text=text, sampler=sampler, limit=limit)
+    request.kv = _reserve(core, request.most_tokens)
+    try:
+        while not request.ended:
+            if request.reading:
+                core.prefiller.step(request)
+            else:
+                core.decoder.step([request])
+    finally:
+        core.kv.release(request.kv)
+    for event in stream.take():
+        if isinstance(event, Failed):
+            raise event.error
+    return Answered(torch.tensor([*ids, *request.out_ids], dtype=torch.int32), len(ids))
+
+
+@torch.inference_mode()
+def count_answer_flips(
+    core: Core,
+    answers: Sequence[Answered],
+    counts: Counts,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """`count_flips` on the tokens of answers alone: prompts are read, but no step of an answer."""
+    tally = FlipTally(counts, model=core.reader.path.name)
+    total = sum(len(one.ids) - one.n_prompt for one in answers)
+    for one in answers:
+        _score(
+            core, one.ids.long(), tally, tuple(PLANES), lambda done: progress(done, total),
+            first=one.n_prompt,
+        )  # fmt: skip
+
+
 class _Adder(Protocol):
     """What takes the scores of each slice."""
 
@@ -231,7 +299,10 @@ def _score(
     tally: _Adder,
     qualities: Sequence[Quality],
     progress: Callable[[int], None],
+    *,
+    first: int = 1,
 ) -> None:
+    """Read a window and hand over the scores of its tokens from `first` on."""
     sequences = {quality: _reserve(core, len(ids)) for quality in qualities}
     try:
         chunk = core.prefiller.chunk
@@ -241,7 +312,7 @@ def _score(
                 quality: core.prefiller.hidden(part, sequences[quality], PLANES[quality])
                 for quality in qualities
             }
-            for at in range(0, len(following), SLICE):
+            for at in range(max(0, first - 1 - start), len(following), SLICE):
                 targets = following[at : at + SLICE]
                 upto = at + len(targets)
                 logits = {
