@@ -166,7 +166,7 @@ def _measure_answers(pack: Path, options: EngineOptions, asked: _Asked, *, quiet
             for ids in prompts:
                 answers.append(answer_exactly(core, text, ids, asked.max_tokens))
                 progress(len(answers), len(prompts))
-        with shown(name, "tokens", quiet=quiet) as progress:
+        with shown(f"{name}, reruns", "answers", quiet=quiet) as progress:
             count_answer_flips(core, answers, counts, progress)
         texts = [{"file": name, "tokens": counts.tokens, "windows": len(answers)}]
         return _Found(Measured.ANSWERS, counts, core.reader.meta.identity, texts)

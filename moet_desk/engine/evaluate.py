@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moet_desk import hardware
+from moet_desk.engine.gate import confidence
 from moet_desk.engine.gate_curve import Counts
 from moet_desk.engine.handle import (
     EngineOptions,
@@ -128,8 +129,8 @@ class FlipTally:
         fast, exact = logits[Quality.FAST], logits[Quality.EXACT]
         confidences = torch.softmax(fast.double(), -1).amax(-1)
         flips = fast.argmax(-1) != exact.argmax(-1)
-        for confidence, flip in zip(confidences.tolist(), flips.tolist(), strict=True):
-            self._counts.add(confidence, flip=flip)
+        for sure, flip in zip(confidences.tolist(), flips.tolist(), strict=True):
+            self._counts.add(sure, flip=flip)
         self.tokens += len(targets)
 
 
@@ -263,14 +264,47 @@ def count_answer_flips(
     counts: Counts,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """`count_flips` on the tokens of answers alone: prompts are read, but no step of an answer."""
-    tally = FlipTally(counts, model=core.reader.path.name)
-    total = sum(len(one.ids) - one.n_prompt for one in answers)
-    for one in answers:
-        _score(
-            core, one.ids.long(), tally, tuple(PLANES), lambda done: progress(done, total),
-            first=one.n_prompt,
-        )  # fmt: skip
+    """Count the steps of answers alone, and where a rerun really comes to what `exact` says.
+
+    It reads one token with FP4 experts behind a prompt and an answer that were read with 2 bits, as
+    for `balanced`, so it may still differ from `exact`, even where `fast` does not. `progress` is
+    told answers. Errors as those of `measure`.
+    """
+    for done, one in enumerate(answers, 1):
+        ids, sequences = one.ids.long(), [_reserve(core, len(one.ids)) for _ in PLANES]
+        try:
+            fast = _choices(core, one, sequences[0], Plane.BASE)
+            exact = _choices(core, one, sequences[1], Plane.FINE)
+            # from behind, so that the KV before a step is still that of 2 bits
+            for at, (_, wanted) in reversed(list(enumerate(exact))):
+                place = one.n_prompt - 1 + at
+                core.kv.rewind(sequences[0], place)
+                hidden = core.prefiller.hidden(ids[place : place + 1], sequences[0], Plane.FINE)
+                again = int(core.model.logits(hidden)[0].argmax())
+                sure, said = fast[at]
+                counts.add(sure, flip=said != wanted, stays=again != wanted)
+        finally:
+            for sequence in sequences:
+                core.kv.release(sequence)
+        progress(done, len(answers))
+
+
+def _choices(
+    core: Core, one: Answered, sequence: KvSequence, plane: Plane
+) -> list[tuple[float, int]]:
+    """Confidence and likeliest token of each step, prompt and answer read in one plane."""
+    ids, chunk = one.ids.long(), core.prefiller.chunk
+    hidden = [
+        core.prefiller.hidden(ids[start : start + chunk], sequence, plane)
+        for start in range(0, len(ids), chunk)
+    ]
+    steps = torch.cat(hidden)[one.n_prompt - 1 : -1]
+    chosen: list[tuple[float, int]] = []
+    for part in steps.split(SLICE):
+        logits = core.model.logits(part)
+        _check_finite({Quality.FAST: logits}, core.reader.path.name)
+        chosen += [(confidence(row), int(row.argmax())) for row in logits]
+    return chosen
 
 
 class _Adder(Protocol):
@@ -299,10 +333,7 @@ def _score(
     tally: _Adder,
     qualities: Sequence[Quality],
     progress: Callable[[int], None],
-    *,
-    first: int = 1,
 ) -> None:
-    """Read a window and hand over the scores of its tokens from `first` on."""
     sequences = {quality: _reserve(core, len(ids)) for quality in qualities}
     try:
         chunk = core.prefiller.chunk
@@ -312,7 +343,7 @@ def _score(
                 quality: core.prefiller.hidden(part, sequences[quality], PLANES[quality])
                 for quality in qualities
             }
-            for at in range(max(0, first - 1 - start), len(following), SLICE):
+            for at in range(0, len(following), SLICE):
                 targets = following[at : at + SLICE]
                 upto = at + len(targets)
                 logits = {

@@ -27,8 +27,10 @@ from moet_desk.engine.handle import (
     Sampling,
     start_engine,
 )
+from moet_desk.engine.loader import Core
 from moet_desk.engine.text import Text
 from moet_desk.errors import MoetError
+from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import TextDelta
 from tests.engine.oracle import logits_of
 
@@ -172,19 +174,39 @@ def test_count_answer_flips__demo__the_steps_of_exact_answers_alone(demo_pack: P
                 logits_of(core, ids, plane=PLANES[quality], sizes=sizes)[steps] for quality in BOTH
             )
             assert exact.argmax(-1).tolist() == ids[one.n_prompt :]  # they are its own words
-            for row, other in zip(fast, exact, strict=True):
+            for at, (row, other) in enumerate(zip(fast, exact, strict=True)):
                 flip = int(row.argmax()) != int(other.argmax())
-                wanted.add(float(row.double().softmax(-1).max()), flip=flip)
+                again = rerun_logits(core, ids[: one.n_prompt + at])
+                wanted.add(
+                    float(row.double().softmax(-1).max()),
+                    flip=flip,
+                    stays=int(again.argmax()) != int(other.argmax()),
+                )
     assert len(prompts[0]) > 24  # the answer begins in another chunk than the prompt
     assert [one.ids.tolist()[: one.n_prompt] for one in answers] == prompts
     written = [text.decode(one.ids.tolist()[one.n_prompt :]) for one in answers]
     assert [whole.removesuffix("<|end|>") for whole in written] == said
     assert all(len(one.ids) - one.n_prompt <= 20 for one in answers)
-    assert told[-1] == (counts.tokens, sum(len(one.ids) - one.n_prompt for one in answers))
+    assert told == [(1, 2), (2, 2)]
+    assert counts.tokens == sum(len(one.ids) - one.n_prompt for one in answers)
     assert (counts.tokens, counts.flips) == (wanted.tokens, wanted.flips)
     for got, want in zip(counts.curve(), wanted.curve(), strict=True):
         # the head multiplies other numbers of rows at once, which rounds differently
         assert got.rerun == pytest.approx(want.rerun, abs=1.5 / counts.tokens)
+        assert got.caught == pytest.approx(want.caught, abs=1.5 / max(1, counts.flips))
+
+
+@torch.inference_mode()
+def rerun_logits(core: Core, ids: list[int]) -> torch.Tensor:
+    """Scores [V] behind ids whose last one is read with FP4 experts, those before with 2 bits."""
+    sequence = core.kv.reserve(len(ids))
+    assert sequence is not None
+    for start in range(0, len(ids) - 1, 24):
+        part = torch.tensor(ids[start : min(start + 24, len(ids) - 1)])
+        core.prefiller.hidden(part, sequence, Plane.BASE)
+    hidden = core.prefiller.hidden(torch.tensor(ids[-1:]), sequence, Plane.FINE)
+    core.kv.release(sequence)
+    return core.model.logits(hidden)[0]
 
 
 def answer_of(handle: EngineHandle, prompt: str) -> str:
