@@ -300,8 +300,8 @@ def _choices(
     ]
     steps = torch.cat(hidden)[one.n_prompt - 1 : -1]
     chosen: list[tuple[float, int]] = []
-    for part in steps.split(SLICE):
-        logits = core.model.logits(part)
+    for at in range(0, len(steps), SLICE):
+        logits = core.model.logits(steps[at : at + SLICE])
         _check_finite({Quality.FAST: logits}, core.reader.path.name)
         chosen += [(confidence(row), int(row.argmax())) for row in logits]
     return chosen
