@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 
 from moet_desk.cli.engine import ask
-from moet_desk.cli.eval_data import Task, bad_line, haystack, holds, is_right
+from moet_desk.cli.eval_data import Task, check_length, haystack, holds, is_right
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, Quality, Sampling
 from moet_desk.telemetry import Finished, FinishReason
 
@@ -27,12 +27,25 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """How answers are made: a quality, and of balanced ones the gate."""
+
+    quality: Quality
+    gate: float | None = None
+
+
+EXACT = Way(Quality.EXACT)
+
+
+@dataclass(frozen=True, slots=True)
 class TaskScore:
-    """How one quality did."""
+    """How one way did."""
 
     right: int
+    tokens: int  # of all answers, their end tokens included
     cut: int  # answers that ended at the limit of tokens
     rerun_share: float | None  # of a balanced answer's tokens that were made again
+    tok_per_s: float | None  # of writing, without reading the prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +61,8 @@ class TaskFigures:
     """What came of the tasks."""
 
     tasks: int
-    scores: Mapping[Quality, TaskScore]
-    lengths: Mapping[Quality, LengthRatio]  # of qualities other than exact, if exact was measured
+    scores: Mapping[Way, TaskScore]
+    lengths: Mapping[Way, LengthRatio]  # of ways other than exact, if exact was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +79,13 @@ class Found:
 def run_tasks(
     handle: EngineHandle,
     tasks: Sequence[Task],
-    qualities: Sequence[Quality],
+    ways: Sequence[Way],
     *,
     path: Path,
     max_tokens: int,
-    gate: float,
     progress: Progress,
 ) -> TaskFigures:
-    """Have every task answered in every quality.
-
-    `path` is the file they are from, for the words of an error; `gate` is of balanced answers.
+    """Have every task answered in every way; `path` is their file, for the words of an error.
 
     Raises:
         MoetError: MD-EVAL-02 a task longer than the context (before any is answered); the engine
@@ -83,42 +93,58 @@ def run_tasks(
         KeyboardInterrupt: Ctrl+C.
     """
     _check_lengths(handle, tasks, path)
-    right, cut = dict.fromkeys(qualities, 0), dict.fromkeys(qualities, 0)
-    rerun = dict.fromkeys(qualities, 0)
-    lengths: dict[Quality, list[int]] = {quality: [] for quality in qualities}
-    total = len(tasks) * len(qualities)
+    sums = {way: _Sums() for way in ways}
+    total = len(tasks) * len(ways)
     for number, task in enumerate(tasks):
-        for place, quality in enumerate(qualities):
-            request = replace(_request(task, quality, max_tokens), gate=gate)
+        for place, way in enumerate(ways):
+            request = replace(_request(task, way.quality, max_tokens), gate=way.gate)
             text, finished = _answer(handle, request)
-            right[quality] += is_right(task, text)
-            cut[quality] += finished.reason is FinishReason.LENGTH
-            rerun[quality] += finished.usage.rerun_tokens or 0
-            lengths[quality].append(finished.usage.completion_tokens)
-            progress(number * len(qualities) + place + 1, total)
-    ratios: dict[Quality, LengthRatio] = {
-        quality: length_ratio(lengths[quality], lengths[Quality.EXACT])
-        for quality in qualities
-        if quality is not Quality.EXACT and Quality.EXACT in qualities
+            sums[way].add(finished, right=is_right(task, text))
+            progress(number * len(ways) + place + 1, total)
+    ratios: dict[Way, LengthRatio] = {
+        way: length_ratio(sums[way].lengths, sums[EXACT].lengths)
+        for way in ways
+        if way != EXACT and EXACT in sums
     }
-    scores = {
-        quality: TaskScore(
-            right[quality],
-            cut[quality],
-            rerun[quality] / sum(lengths[quality]) if quality is Quality.BALANCED else None,
+    return TaskFigures(len(tasks), {way: sums[way].score() for way in ways}, ratios)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What is counted of one way's answers."""
+
+    right: int = 0
+    cut: int = 0
+    rerun: int | None = None
+    write_s: float = 0.0
+    lengths: list[int] = field(default_factory=list)  # tokens, task by task
+
+    def add(self, finished: Finished, *, right: bool) -> None:
+        usage = finished.usage
+        self.right += right
+        self.cut += finished.reason is FinishReason.LENGTH
+        self.write_s += usage.decode_s
+        self.lengths.append(usage.completion_tokens)
+        if usage.rerun_tokens is not None:
+            self.rerun = (self.rerun or 0) + usage.rerun_tokens
+
+    def score(self) -> TaskScore:
+        tokens = sum(self.lengths)
+        return TaskScore(
+            right=self.right,
+            tokens=tokens,
+            cut=self.cut,
+            rerun_share=None if self.rerun is None else self.rerun / tokens,
+            tok_per_s=tokens / self.write_s if self.write_s else None,
         )
-        for quality in qualities
-    }
-    return TaskFigures(len(tasks), scores, ratios)
 
 
 def _check_lengths(handle: EngineHandle, tasks: Sequence[Task], path: Path) -> None:
     info = handle.model()
     for task in tasks:
         n_tokens = handle.count_tokens(_request(task, Quality.EXACT, 1))
-        if info is not None and n_tokens >= info.context:
-            reason = f"it has {n_tokens} tokens and the context holds {info.context}"
-            raise bad_line(path, task.line, reason)
+        if info is not None:
+            check_length(path, task, n_tokens, info.context)
 
 
 def length_ratio(lengths: Sequence[int], exact: Sequence[int]) -> LengthRatio:

@@ -79,6 +79,13 @@ def bad_line(path: Path, number: int, reason: str) -> MoetError:
     return fail("MD-EVAL-02", path=str(path), line=number, reason=reason)
 
 
+def check_length(path: Path, task: Task, n_tokens: int, context: int) -> None:
+    """Refuse a task whose prompt of `n_tokens` leaves no room in the context: MD-EVAL-02."""
+    if n_tokens >= context:
+        reason = f"it has {n_tokens} tokens and the context holds {context}"
+        raise bad_line(path, task.line, reason)
+
+
 def is_right(task: Task, answer: str) -> bool:
     """Whether the text matches; of a sum only the result has to."""
     got, wanted = answer.strip(), task.answer.strip()

@@ -7,37 +7,28 @@ in the main thread. Absent figures are null, never 0.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from moet_desk.cli.bench_record import command_line, machine, rounded
 from moet_desk.cli.context import Invocation, engine_options, output_options
 from moet_desk.cli.engine import opened_engine
-from moet_desk.cli.eval_answers import (
-    DEPTHS,
-    Found,
-    Progress,
-    TaskFigures,
-    find_needles,
-    run_tasks,
-)
+from moet_desk.cli.eval_answers import Progress, Way, find_needles, run_tasks
 from moet_desk.cli.eval_data import Task, nothing, read_tasks, read_texts
+from moet_desk.cli.eval_report import Report, needle_part, task_part, text_part
 from moet_desk.cli.models import complete_model
-from moet_desk.cli.output import Format, Meter, print_document, print_event, print_table, print_text
-from moet_desk.engine.handle import DEFAULT_GATE, EngineHandle, EngineOptions, Quality
+from moet_desk.cli.output import Meter
+from moet_desk.engine.handle import DEFAULT_GATE, Codebook, EngineHandle, EngineOptions, Quality
 from moet_desk.store.library import DEMO
 from moet_desk.telemetry import CPU
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moet_desk.engine.evaluate import TextFigures
     from moet_desk.engine.text import Text
 
 QUALITIES = tuple(quality.value for quality in Quality)
@@ -56,6 +47,18 @@ class Wishes:
     max_tokens: int
     trials: int
     gate: float | None
+    sweep: tuple[float, ...]
+
+
+def _gates(context: click.Context, option: click.Parameter, given: str | None) -> tuple[float, ...]:
+    """The thresholds of `--sweep`, each once."""
+    try:
+        found = dict.fromkeys(float(one) for one in given.split(",")) if given else {}
+    except ValueError:
+        raise click.BadParameter("give numbers from 0 to 1 with commas between") from None
+    if not all(0 <= one <= 1 for one in found):
+        raise click.BadParameter("a gate is from 0 to 1")
+    return tuple(found)
 
 
 @click.command("eval")
@@ -70,6 +73,13 @@ class Wishes:
 @click.option(
     "--gate", type=click.FloatRange(0, 1),
     help="Below which probability balanced makes a token again.",
+)  # fmt: skip
+@click.option("--sweep", metavar="GATES", callback=_gates,
+              help="Answer the tasks balanced at each of these gates (0,0.5,1).")  # fmt: skip
+@click.option(
+    "--codebook", "levels", type=click.Choice([one.value for one in Codebook]),
+    default=Codebook.SYMMETRIC.value, show_default=True,
+    help="Levels of 2-bit experts; asymmetric shows what the symmetry is worth.",
 )  # fmt: skip
 @click.option("--text-tokens", type=click.IntRange(1), help="Read so much of each text at most.")
 @click.option("--limit", type=click.IntRange(1), help="Only the first tasks.")
@@ -89,6 +99,8 @@ def evaluate(
     needle: bool,
     names: tuple[str, ...],
     gate: float | None,
+    sweep: tuple[float, ...],
+    levels: str,
     text_tokens: int | None,
     limit: int | None,
     max_tokens: int,
@@ -103,6 +115,8 @@ def evaluate(
         raise click.UsageError("Say what to measure: --text FILE, --tasks FILE or --needle")
     if texts and set(names) == {Quality.BALANCED.value}:
         raise click.UsageError("balanced is measured on answers: --tasks FILE or --needle")
+    if sweep and (tasks is None or Quality.BALANCED.value not in names or gate is not None):
+        raise click.UsageError("--sweep is of balanced answers: --tasks FILE, and no --gate")
     settings = invocation.load_settings(memory__context=context).settings
     wishes = Wishes(
         qualities=tuple(quality for quality in Quality if quality.value in names),
@@ -113,14 +127,16 @@ def evaluate(
         max_tokens=max_tokens,
         trials=trials,
         gate=settings.answers.gate if gate is None else gate,
+        sweep=sweep,
     )
+    codebook = Codebook(levels)
     # one answer at a time: the memory that more would need can hold experts instead
     options = replace(
-        engine_options(settings), device=CPU, save_heat=False, max_running=1,
+        engine_options(settings), device=CPU, save_heat=False, max_running=1, codebook=codebook,
         opportunistic=False,  # a measurement must come out the same again
     )  # fmt: skip
     pack = invocation.model_path(model)
-    report = _Report(invocation, model)
+    report = Report(invocation, model, codebook)
     if wishes.texts:
         _measure_texts(pack, options, wishes, report)
     if wishes.tasks is not None or wishes.needle:
@@ -129,48 +145,10 @@ def evaluate(
     report.end()
 
 
-class _Report:
-    """Prints each part when it comes, in the format that was asked for."""
-
-    def __init__(self, invocation: Invocation, model: str) -> None:
-        self._format = invocation.format
-        self.quiet = invocation.quiet
-        self._head = {**machine(), "command": command_line(), "model": model, "device": CPU}
-        self._parts: dict[str, Any] = {"texts": None, "tasks": None, "needle": None}
-
-    def text(self, part: dict[str, Any]) -> None:
-        self._parts["texts"] = [*(self._parts["texts"] or ()), part]
-        self._show("text", part, _text_rows)
-
-    def tasks(self, part: dict[str, Any]) -> None:
-        self._parts["tasks"] = part
-        self._show("tasks", part, _task_rows)
-
-    def needle(self, part: dict[str, Any]) -> None:
-        self._parts["needle"] = part
-        self._show("needle", part, _needle_rows)
-
-    def end(self) -> None:
-        if self._format is Format.JSON:
-            print_document({**self._head, **self._parts})
-        elif self._format is Format.NDJSON:
-            print_event("finished", **self._head)
-
-    def _show(
-        self, name: str, part: dict[str, Any], rows: Callable[[dict[str, Any]], list[list[str]]]
-    ) -> None:
-        if self._format is Format.HUMAN:
-            print_text(_title(name, part))
-            print_table(rows(part))
-            print_text("")
-        elif self._format is Format.NDJSON:
-            print_event(name, **part)
-
-
 # -- measuring -------------------------------------------------------------------------------
 
 
-def _measure_texts(pack: Path, options: EngineOptions, wishes: Wishes, report: _Report) -> None:
+def _measure_texts(pack: Path, options: EngineOptions, wishes: Wishes, report: Report) -> None:
     from moet_desk.engine import evaluate as measuring  # brings in torch
 
     with measuring.opened_core(pack, options) as (core, text):
@@ -180,10 +158,10 @@ def _measure_texts(pack: Path, options: EngineOptions, wishes: Wishes, report: _
             with shown(path.name, "tokens", quiet=report.quiet) as progress:
                 qualities = [q for q in wishes.qualities if q in measuring.PLANES]
                 figures = measuring.measure(core, windows, qualities, progress)
-            report.text(_text_part(path, figures, size, len(windows)))
+            report.text(text_part(path, figures, size, len(windows)))
 
 
-def _measure_answers(handle: EngineHandle, wishes: Wishes, report: _Report) -> None:
+def _measure_answers(handle: EngineHandle, wishes: Wishes, report: Report) -> None:
     info = handle.model()
     gate = wishes.gate
     if gate is None:
@@ -192,15 +170,10 @@ def _measure_answers(handle: EngineHandle, wishes: Wishes, report: _Report) -> N
         path, tasks = wishes.tasks
         with shown(path.name, "answers", quiet=report.quiet) as progress:
             figures = run_tasks(
-                handle,
-                tasks,
-                wishes.qualities,
-                path=path,
-                max_tokens=wishes.max_tokens,
-                gate=gate,
+                handle, tasks, _ways(wishes, gate), path=path, max_tokens=wishes.max_tokens,
                 progress=progress,
-            )
-        report.tasks(_task_part(path, figures, wishes.max_tokens, gate))
+            )  # fmt: skip
+        report.tasks(task_part(path, figures, wishes.max_tokens, None if wishes.sweep else gate))
     if wishes.needle:
         context = info.context if info is not None else 0
         with shown("Hidden numbers", "answers", quiet=report.quiet) as progress:
@@ -208,7 +181,19 @@ def _measure_answers(handle: EngineHandle, wishes: Wishes, report: _Report) -> N
                 handle, wishes.qualities, context=context, trials=wishes.trials, gate=gate,
                 progress=progress,
             )  # fmt: skip
-        report.needle(_needle_part(found, wishes.trials, gate))
+        report.needle(needle_part(found, wishes.trials, gate))
+
+
+def _ways(wishes: Wishes, gate: float) -> list[Way]:
+    """How tasks are to be answered: balanced once, or once for each gate of a sweep."""
+    gates = wishes.sweep or (gate,)
+    return [
+        way
+        for quality in wishes.qualities
+        for way in (
+            [Way(quality, one) for one in gates] if quality is Quality.BALANCED else [Way(quality)]
+        )
+    ]
 
 
 def windows_of_files(
@@ -242,124 +227,3 @@ def shown(name: str, unit: str, *, quiet: bool) -> Iterator[Progress]:
         yield lambda done, total: meter.show(name, done, total, f"{done}/{total} {unit}")
     finally:
         meter.close()
-
-
-# -- figures as a document -------------------------------------------------------------------
-
-
-def _text_part(path: Path, figures: TextFigures, size: int, n_windows: int) -> dict[str, Any]:
-    qualities: dict[str, Any] = {}
-    for quality, nll in figures.nll.items():
-        distance = figures.distance.get(quality)
-        against = asdict(distance) if distance is not None else {}
-        qualities[quality.value] = {
-            "nll": rounded(nll, 6),
-            "perplexity": rounded(math.exp(nll), 4) if nll < _LARGEST_NLL else None,
-            "kl_mean": rounded(against.get("kl_mean"), 6),
-            "top1_agreement": rounded(against.get("top1_agreement"), 6),
-            "largest_margin": rounded(against.get("largest_margin"), 4),
-        }
-    head = {
-        "file": path.name,
-        "tokens": figures.tokens,
-        "windows": n_windows,
-        "window_tokens": size,
-    }
-    return {**head, "qualities": qualities}
-
-
-_LARGEST_NLL = 700.0
-"""Beyond it the perplexity is no float any more."""
-
-
-def _task_part(path: Path, figures: TaskFigures, max_tokens: int, gate: float) -> dict[str, Any]:
-    qualities: dict[str, Any] = {}
-    for quality, score in figures.scores.items():
-        ratio = figures.lengths.get(quality)
-        against = asdict(ratio) if ratio is not None else {}
-        qualities[quality.value] = {
-            "right": score.right,
-            "share": rounded(score.right / figures.tasks, 4),
-            "cut": score.cut,
-            "rerun_share": rounded(score.rerun_share, 4),
-            "length_ratio_median": rounded(against.get("median"), 4),
-            "length_ratio_geometric_mean": rounded(against.get("geometric_mean"), 4),
-        }
-    head = {"file": path.name, "tasks": figures.tasks, "max_tokens": max_tokens}
-    head["gate"] = gate
-    return {**head, "qualities": qualities}
-
-
-def _needle_part(found: Sequence[Found], trials: int, gate: float) -> dict[str, Any]:
-    places = [
-        {
-            "quality": one.quality.value,
-            "context": one.context,
-            "depth": one.depth,
-            "found": one.found,
-            "share": rounded(one.found / one.trials, 4),
-        }
-        for one in found
-    ]
-    return {"trials": trials, "gate": gate, "places": places}
-
-
-# -- figures for people ----------------------------------------------------------------------
-
-
-def _title(name: str, part: dict[str, Any]) -> str:
-    if name == "text":
-        return f"{part['file']}, {part['tokens']} tokens, {part['windows']} windows"
-    if name == "tasks":
-        return f"{part['file']}, {part['tasks']} tasks"
-    return f"Hidden numbers found, {part['trials']} for each place"
-
-
-def _text_rows(part: dict[str, Any]) -> list[list[str]]:
-    head = ["quality", "nll", "perplexity", "KL to exact", "same top token", "largest margin"]
-    rows = [
-        [
-            quality,
-            _figure(one["nll"], ".4f"),
-            _figure(one["perplexity"], ".2f"),
-            _figure(one["kl_mean"], ".4f"),
-            _figure(one["top1_agreement"], ".2%"),
-            _figure(one["largest_margin"], ".2f"),
-        ]
-        for quality, one in part["qualities"].items()
-    ]
-    return [head, *rows]
-
-
-def _task_rows(part: dict[str, Any]) -> list[list[str]]:
-    head = ["quality", "right", "share", "cut", "made again", "length, median"]
-    head.append("length, geometric mean")
-    rows = [
-        [
-            quality,
-            str(one["right"]),
-            _figure(one["share"], ".1%"),
-            str(one["cut"]),
-            _figure(one["rerun_share"], ".1%"),
-            _figure(one["length_ratio_median"], ".3f"),
-            _figure(one["length_ratio_geometric_mean"], ".3f"),
-        ]
-        for quality, one in part["qualities"].items()
-    ]
-    return [head, *rows]
-
-
-def _needle_rows(part: dict[str, Any]) -> list[list[str]]:
-    places = part["places"]
-    shares = {(one["quality"], one["context"], one["depth"]): one["share"] for one in places}
-    lines = dict.fromkeys((one["quality"], one["context"]) for one in places)
-    head = ["quality", "context", *(f"at {depth:.0%}" for depth in DEPTHS)]
-    rows = [
-        [quality, str(context), *(f"{shares[quality, context, depth]:.0%}" for depth in DEPTHS)]
-        for quality, context in lines
-    ]
-    return [head, *rows]
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

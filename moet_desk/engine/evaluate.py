@@ -18,13 +18,23 @@ import torch
 from torch import Tensor
 
 from moet_desk import hardware
+from moet_desk.engine.gate import confidence
 from moet_desk.engine.gate_curve import Counts
-from moet_desk.engine.handle import EngineOptions, Quality
+from moet_desk.engine.handle import (
+    EngineOptions,
+    GenerateRequest,
+    Quality,
+    RequestStream,
+    Sampling,
+)
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.engine.loader import Core, load
+from moet_desk.engine.request import ActiveRequest
+from moet_desk.engine.sampling import Sampler
 from moet_desk.engine.text import Text
 from moet_desk.errors import fail
 from moet_desk.store.pack_format import Plane
+from moet_desk.telemetry import Failed
 
 SLICE = 64
 """Tokens whose scores are in memory at once: with 160,000 words, 80 MB for each quality."""
@@ -119,8 +129,8 @@ class FlipTally:
         fast, exact = logits[Quality.FAST], logits[Quality.EXACT]
         confidences = torch.softmax(fast.double(), -1).amax(-1)
         flips = fast.argmax(-1) != exact.argmax(-1)
-        for confidence, flip in zip(confidences.tolist(), flips.tolist(), strict=True):
-            self._counts.add(confidence, flip=flip)
+        for sure, flip in zip(confidences.tolist(), flips.tolist(), strict=True):
+            self._counts.add(sure, flip=flip)
         self.tokens += len(targets)
 
 
@@ -203,6 +213,98 @@ def count_flips(
     """
     tally = FlipTally(counts, model=core.reader.path.name)
     _score_all(core, windows, tally, tuple(PLANES), progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A prompt and the answer to it, as one window: ids [T] int32, T at least n_prompt + 1."""
+
+    ids: Tensor
+    n_prompt: int
+
+
+@torch.inference_mode()
+def answer_exactly(core: Core, text: Text, prompt_ids: Sequence[int], limit: int) -> Answered:
+    """Let `exact` answer greedily, by the way a chat takes; its end token counts as said.
+
+    The prompt must leave room for a token in the context. `limit` is the most tokens of the answer.
+
+    Raises:
+        MoetError: MD-NVME-04, MD-PACK-.. an expert could not be read, MD-ENG-04.
+    """
+    sampling, model = Sampling(temperature=0), core.reader.path.name
+    ids = list(prompt_ids)
+    sampler = Sampler(
+        sampling, text.defaults, prompt_ids=ids, vocab=core.spec.vocab, top_logprobs=None,
+        model=model,
+    )  # fmt: skip
+    asked = GenerateRequest(prompt_ids=ids, quality=Quality.EXACT, sampling=sampling)
+    stream = RequestStream(model, lambda _: None)
+    limit = min(limit, core.plan.context - len(ids))
+    request = ActiveRequest(asked, stream, ids, text=text, sampler=sampler, limit=limit)
+    request.kv = _reserve(core, request.most_tokens)
+    try:
+        while not request.ended:
+            if request.reading:
+                core.prefiller.step(request)
+            else:
+                core.decoder.step([request])
+    finally:
+        core.kv.release(request.kv)
+    for event in stream.take():
+        if isinstance(event, Failed):
+            raise event.error
+    return Answered(torch.tensor([*ids, *request.out_ids], dtype=torch.int32), len(ids))
+
+
+@torch.inference_mode()
+def count_answer_flips(
+    core: Core,
+    answers: Sequence[Answered],
+    counts: Counts,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Count the steps of answers alone, and where a rerun really comes to what `exact` says.
+
+    It reads one token with FP4 experts behind a prompt and an answer that were read with 2 bits, as
+    for `balanced`, so it may still differ from `exact`, even where `fast` does not. `progress` is
+    told answers. Errors as those of `measure`.
+    """
+    for done, one in enumerate(answers, 1):
+        ids, sequences = one.ids.long(), [_reserve(core, len(one.ids)) for _ in PLANES]
+        try:
+            fast = _choices(core, one, sequences[0], Plane.BASE)
+            exact = _choices(core, one, sequences[1], Plane.FINE)
+            # from behind, so that the KV before a step is still that of 2 bits
+            for at, (_, wanted) in reversed(list(enumerate(exact))):
+                place = one.n_prompt - 1 + at
+                core.kv.rewind(sequences[0], place)
+                hidden = core.prefiller.hidden(ids[place : place + 1], sequences[0], Plane.FINE)
+                again = int(core.model.logits(hidden)[0].argmax())
+                sure, said = fast[at]
+                counts.add(sure, flip=said != wanted, stays=again != wanted)
+        finally:
+            for sequence in sequences:
+                core.kv.release(sequence)
+        progress(done, len(answers))
+
+
+def _choices(
+    core: Core, one: Answered, sequence: KvSequence, plane: Plane
+) -> list[tuple[float, int]]:
+    """Confidence and likeliest token of each step, prompt and answer read in one plane."""
+    ids, chunk = one.ids.long(), core.prefiller.chunk
+    hidden = [
+        core.prefiller.hidden(ids[start : start + chunk], sequence, plane)
+        for start in range(0, len(ids), chunk)
+    ]
+    steps = torch.cat(hidden)[one.n_prompt - 1 : -1]
+    chosen: list[tuple[float, int]] = []
+    for at in range(0, len(steps), SLICE):
+        logits = core.model.logits(steps[at : at + SLICE])
+        _check_finite({Quality.FAST: logits}, core.reader.path.name)
+        chosen += [(confidence(row), int(row.argmax())) for row in logits]
+    return chosen
 
 
 class _Adder(Protocol):

@@ -22,7 +22,7 @@ class Point:
 
     tau: float
     rerun: float | None  # of all steps
-    caught: float | None  # of all flips
+    caught: float | None  # of all flips; of answers, those a rerun mends less those it makes
 
 
 class Limit(Enum):
@@ -47,6 +47,7 @@ class Counts:
         # bin i: what thresholds from GRID[i] on rerun; the last bin is never rerun
         self._steps = [0] * (len(GRID) + 1)
         self._flips = [0] * (len(GRID) + 1)
+        self._mended = [0] * (len(GRID) + 1)
 
     @property
     def tokens(self) -> int:
@@ -56,21 +57,27 @@ class Counts:
     def flips(self) -> int:
         return sum(self._flips)
 
-    def add(self, confidence: float, *, flip: bool) -> None:
-        """Count one step whose likeliest token has this probability."""
+    def add(self, confidence: float, *, flip: bool, stays: bool = False) -> None:
+        """Count one step whose likeliest token has this probability.
+
+        `stays` says that a rerun finds another token than `exact`, be the step a flip or not.
+        """
         at = bisect_right(GRID, confidence)  # a step is rerun strictly below tau only
         self._steps[at] += 1
         self._flips[at] += flip
+        self._mended[at] += flip - stays
 
     def curve(self) -> list[Point]:
-        """What every threshold of the grid does; both shares never fall along it."""
+        """What every threshold of the grid does. Reruns never fall along it, nor does what is
+        caught unless reruns make flips of their own; then it may, and is never below 0.
+        """
         tokens, flips = self.tokens, self.flips
         rerun = caught = 0
         points = []
         for at, tau in enumerate(GRID):
             rerun += self._steps[at]
-            caught += self._flips[at]
-            points.append(Point(tau, _share(rerun, tokens), _share(caught, flips)))
+            caught += self._mended[at]
+            points.append(Point(tau, _share(rerun, tokens), _share(max(0, caught), flips)))
         return points
 
 

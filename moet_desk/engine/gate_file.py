@@ -8,6 +8,7 @@ is never an error. Imports no torch. Any thread.
 from __future__ import annotations
 
 import logging
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,13 @@ SCHEMA = 1
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Measured(Enum):
+    """Which steps were judged."""
+
+    TEXT = "text"  # every token of texts
+    ANSWERS = "answers"  # the tokens that `exact` answered to tasks
 
 
 class GatePoint(msgspec.Struct, frozen=True):
@@ -51,6 +59,7 @@ class Calibration(msgspec.Struct, frozen=True):
     flips: Count
     texts: list[str]  # file names
     date: str
+    measured: Measured = Measured.TEXT  # files from before there was a choice do not say
 
 
 def read_gate(pack: Path) -> Calibration | None:

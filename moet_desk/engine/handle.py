@@ -30,6 +30,13 @@ class Quality(Enum):
     EXACT = "exact"
 
 
+class Codebook(Enum):
+    """The levels of 2-bit experts. What packs hold is SYMMETRIC."""
+
+    SYMMETRIC = "symmetric"
+    ASYMMETRIC = "asymmetric"  # for `eval` on a CPU: shows what the symmetry is worth
+
+
 DEFAULT_GATE = 0.6
 """A balanced token below this probability is made again with FP4 experts. Not calibrated yet."""
 
@@ -260,6 +267,7 @@ class EngineOptions:
     max_running: int = 4
     max_waiting: int = 32
     activations: str = "integer"  # "float" is the oracle path of the tests
+    codebook: Codebook = Codebook.SYMMETRIC  # another one: measurements on a CPU only
     save_heat: bool = True
     opportunistic: bool = False  # see `ModelInfo`
     hot_set: bool = True  # promote hot experts into spare 4-bit slots; off for comparisons

@@ -14,6 +14,7 @@ import torch
 
 from moet_desk import hardware
 from moet_desk.engine import heat
+from moet_desk.engine.ablation import AsymmetricTransfer
 from moet_desk.engine.blocks.expert_math import ExpertMath
 from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.blocks.weights import Weights
@@ -28,7 +29,7 @@ from moet_desk.engine.draft import (
     running_layers,
 )
 from moet_desk.engine.families import spec_for
-from moet_desk.engine.handle import EngineOptions
+from moet_desk.engine.handle import Codebook, EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
 from moet_desk.engine.model import Model
@@ -112,7 +113,8 @@ def load(
     report.end()
 
     arena = Arena(reader, base_rows=plan.arena_base_rows, fine_rows=plan.arena_fine_rows)
-    residency = _residency(spec, plan, reader, arena, options)
+    transfer = _transfer(arena, reader, options)
+    residency = _residency(spec, plan, reader, transfer, options)
     _warm(pack, plan, arena, residency, report)
     math = {plane: _expert_math(reader, plane, options) for plane in Plane}
     decode: dict[Plane, Experts] = {
@@ -205,11 +207,16 @@ def _drafter(
     return NoDrafts()
 
 
+def _transfer(arena: Arena, reader: PackReader, options: EngineOptions) -> Transfer:
+    asymmetric = options.codebook is Codebook.ASYMMETRIC
+    return (AsymmetricTransfer if asymmetric else Transfer)(arena, reader.layout)
+
+
 def _residency(
-    spec: Spec, plan: TierPlan, reader: PackReader, arena: Arena, options: EngineOptions
+    spec: Spec, plan: TierPlan, reader: PackReader, transfer: Transfer, options: EngineOptions
 ) -> Residency:
     return Residency(
-        Transfer(arena, reader.layout),
+        transfer,
         moe_layers=running_layers(spec, options.drafts),
         n_experts=reader.meta.n_experts,
         base_slots=plan.base_slots,

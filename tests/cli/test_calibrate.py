@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moet_desk.engine import evaluate
-from moet_desk.engine.gate_file import read_gate
+from moet_desk.engine.gate_file import Measured, read_gate
 from moet_desk.engine.handle import Quality
 from moet_desk.errors import ExitCode
 from moet_desk.store.pack_format import GATE_FILE
@@ -66,6 +66,51 @@ def test_gate__one_text__document_and_file_agree(moet: Command, packed: Path, st
     assert f"{kept.tau}" in moet("show").out.split("gate tau")[1]
 
 
+def test_gate__tasks__only_tokens_of_exact_answers_count(
+    moet: Command, packed: Path, tmp_path: Path
+) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    lines = [
+        {"text": "<|user|>What is 12 + 30?<|end|><|assistant|>unlike what it says<|end|>"},
+        {"question": "Who mended the coat?", "answer": "The tailor."},
+        {"question": "Not asked", "answer": "."},
+    ]
+    tasks.write_text("\n".join(map(json.dumps, lines)))
+    given = ("--limit", "2", "--max-tokens", "40")
+    result = moet("calibrate", "gate", "--tasks", str(tasks), *given, "--budget", "1", "--json")
+    assert result.code == 0, result.err
+    document = result.document
+    answers = moet("eval", "--tasks", str(tasks), *given, "--quality", "exact", "--json", "-q")
+    assert "2/2 answers" in result.err
+    (text,) = document["texts"]
+    assert (text["file"], text["windows"]) == ("tasks.jsonl", 2)
+    assert (
+        text["tokens"]
+        == document["tokens"]
+        == answers.document["tasks"]["qualities"]["exact"]["tokens"]
+    )
+    assert document["measured"] == "answers"
+    kept = read_gate(packed)
+    if document["flips"]:
+        assert kept is not None
+        assert (kept.measured, kept.tokens) == (Measured.ANSWERS, document["tokens"])
+    else:
+        assert kept is None
+
+
+def test_gate__file_from_before_answers_could_be_measured__is_of_text(
+    moet: Command, packed: Path, story: Path
+) -> None:
+    moet("calibrate", "gate", "--text", str(story), "--text-tokens", "40", "-q")
+    path = packed / GATE_FILE
+    entries = json.loads(path.read_text())
+    assert entries.pop("measured") == "text"
+    path.write_text(json.dumps(entries))
+    kept = read_gate(packed)
+    assert kept is not None
+    assert kept.measured is Measured.TEXT
+
+
 def test_gate__for_people__table_with_the_chosen_one(
     moet: Command, packed: Path, story: Path
 ) -> None:
@@ -96,6 +141,12 @@ def test_gate__no_flips__nothing_is_kept(
 
 def test_gate__wrong_input__as_eval_says_it(moet: Command, packed: Path, tmp_path: Path) -> None:
     assert moet("calibrate", "gate").code == ExitCode.USAGE
+    both = moet("calibrate", "gate", "--text", "a", "--tasks", "b")
+    assert both.code == ExitCode.USAGE
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"question": "What is it, " * 900, "answer": "."}))
+    refused = moet("calibrate", "gate", "--tasks", str(long), "--json")
+    assert refused.error_code == "MD-EVAL-02"
     short = tmp_path / "short.jsonl"
     short.write_text(json.dumps({"text": " "}))
     for path, code in ((tmp_path / "none", "MD-EVAL-01"), (short, "MD-EVAL-03")):

@@ -70,6 +70,42 @@ def test_eval__text_and_tasks__one_document(moet: Command, packed: Path, tmp_pat
     assert "6/6 answers" in result.err
 
 
+def test_eval__sweep__a_row_for_each_gate(moet: Command, packed: Path, tmp_path: Path) -> None:
+    tasks = jsonl(tmp_path / "tasks.jsonl", {"text": SUM}, {"text": FACT})
+    given = ("eval", "--tasks", str(tasks), "--max-tokens", "12", "--sweep", "0,1,0", "-q")
+    document = moet(*given, "--json").document
+    part = document["tasks"]
+    assert document["codebook"] == "symmetric"
+    assert part["gate"] is None
+    assert list(part["qualities"]) == ["fast", "exact"]
+    never, always = part["sweep"]
+    fast, exact = part["qualities"]["fast"], part["qualities"]["exact"]
+    assert (never["gate"], always["gate"]) == (0, 1)
+    assert (never["rerun_share"], fast["rerun_share"]) == (0, None)
+    assert always["rerun_share"] > 0.5
+    for name in ("right", "share", "cut", "length_ratio_median", "length_ratio_geometric_mean"):
+        assert never[name] == fast[name]  # no token is made again: the same answers
+    assert all(one["tok_per_s"] > 0 for one in (fast, exact, never, always))
+    lines = moet(*given).out.splitlines()
+    assert [line.split("  ")[0] for line in lines[2:6]] == [
+        "fast", "exact", "balanced, gate 0", "balanced, gate 1",
+    ]  # fmt: skip
+
+
+def test_eval__asymmetric_levels__said_and_only_fast_differs(
+    moet: Command, packed: Path, tmp_path: Path
+) -> None:
+    text = jsonl(tmp_path / "t.jsonl", {"text": "The grey horse carried water up the hill."})
+    given = ("eval", "--text", str(text), "-q")
+    one = moet(*given, "--json").document
+    other = moet(*given, "--codebook", "asymmetric", "--json").document
+    assert (one["codebook"], other["codebook"]) == ("symmetric", "asymmetric")
+    before, after = one["texts"][0]["qualities"], other["texts"][0]["qualities"]
+    assert before["exact"] == after["exact"]
+    assert before["fast"]["kl_mean"] != after["fast"]["kl_mean"]
+    assert "2-bit levels: asymmetric" in moet(*given, "--codebook", "asymmetric").out
+
+
 def test_eval__text_for_balanced_alone__refused(moet: Command, packed: Path) -> None:
     result = moet("eval", "--text", __file__, "--quality", "balanced")
     assert result.code == 2
@@ -153,7 +189,19 @@ def test_eval__task_without_an_answer__names_the_line(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--needle", "--context", "10"], ["--needle", "--quality", "better"]]
+    "arguments",
+    [
+        [],
+        ["--needle", "--context", "10"],
+        ["--needle", "--quality", "better"],
+        ["--needle", "--sweep", "0.5"],
+        ["--tasks", "t.jsonl", "--sweep", "0.5,"],
+        ["--tasks", "t.jsonl", "--sweep", "0.5,1.5"],
+        ["--tasks", "t.jsonl", "--sweep", "nan"],
+        ["--tasks", "t.jsonl", "--sweep", "0.5", "--gate", "0.5"],
+        ["--tasks", "t.jsonl", "--sweep", "0.5", "--quality", "fast"],
+        ["--needle", "--codebook", "lopsided"],
+    ],
 )
 def test_eval__wrong_usage__exit_2(moet: Command, arguments: list[str]) -> None:
     result = moet("eval", *arguments, "--json")

@@ -12,13 +12,26 @@ from moet_desk.engine.evaluate import (
     PLANES,
     Tally,
     TextFigures,
+    answer_exactly,
+    count_answer_flips,
     measure,
     opened_core,
     windows_of,
 )
-from moet_desk.engine.handle import EngineOptions, Quality
+from moet_desk.engine.gate_curve import Counts
+from moet_desk.engine.handle import (
+    EngineHandle,
+    EngineOptions,
+    GenerateRequest,
+    Quality,
+    Sampling,
+    start_engine,
+)
+from moet_desk.engine.loader import Core
 from moet_desk.engine.text import Text
 from moet_desk.errors import MoetError
+from moet_desk.store.pack_format import Plane
+from moet_desk.telemetry import TextDelta
 from tests.engine.oracle import logits_of
 
 FAST, EXACT = Quality.FAST, Quality.EXACT
@@ -133,3 +146,71 @@ def test_measure__demo__as_the_whole_text_at_once(demo_pack: Path) -> None:
         wanted.figures().distance[FAST].kl_mean, abs=1e-4
     )
     assert got.nll[EXACT] < got.nll[FAST]
+
+
+def test_count_answer_flips__demo__the_steps_of_exact_answers_alone(demo_pack: Path) -> None:
+    question = "<|user|>The goat has number 792. The tower has number 251. What is the number of"
+    asked = [f"{question} the tower?<|end|><|assistant|>", "<|user|>Hi!<|end|><|assistant|>"]
+    options = EngineOptions(context=256, prefill_chunk=24, save_heat=False)
+    handle = start_engine(demo_pack, options)
+    try:
+        assert handle.wait_ready(120)
+        said = [answer_of(handle, prompt) for prompt in asked]
+    finally:
+        handle.close()
+    counts, wanted = Counts(), Counts()
+    with opened_core(demo_pack, options) as (core, text):
+        free = core.kv.free_tokens
+        prompts = [text.encode_prompt(prompt) for prompt in asked]
+        answers = [answer_exactly(core, text, ids, 20) for ids in prompts]
+        told: list[tuple[int, int]] = []
+        count_answer_flips(core, answers, counts, lambda done, total: told.append((done, total)))
+        assert core.kv.free_tokens == free
+        for one in answers:
+            ids = one.ids.tolist()
+            sizes = [min(24, len(ids) - at) for at in range(0, len(ids), 24)]
+            steps = slice(one.n_prompt - 1, len(ids) - 1)
+            fast, exact = (
+                logits_of(core, ids, plane=PLANES[quality], sizes=sizes)[steps] for quality in BOTH
+            )
+            assert exact.argmax(-1).tolist() == ids[one.n_prompt :]  # they are its own words
+            for at, (row, other) in enumerate(zip(fast, exact, strict=True)):
+                flip = int(row.argmax()) != int(other.argmax())
+                again = rerun_logits(core, ids[: one.n_prompt + at])
+                wanted.add(
+                    float(row.double().softmax(-1).max()),
+                    flip=flip,
+                    stays=int(again.argmax()) != int(other.argmax()),
+                )
+    assert len(prompts[0]) > 24  # the answer begins in another chunk than the prompt
+    assert [one.ids.tolist()[: one.n_prompt] for one in answers] == prompts
+    written = [text.decode(one.ids.tolist()[one.n_prompt :]) for one in answers]
+    assert [whole.removesuffix("<|end|>") for whole in written] == said
+    assert all(len(one.ids) - one.n_prompt <= 20 for one in answers)
+    assert told == [(1, 2), (2, 2)]
+    assert counts.tokens == sum(len(one.ids) - one.n_prompt for one in answers)
+    assert (counts.tokens, counts.flips) == (wanted.tokens, wanted.flips)
+    for got, want in zip(counts.curve(), wanted.curve(), strict=True):
+        # the head multiplies other numbers of rows at once, which rounds differently
+        assert got.rerun == pytest.approx(want.rerun, abs=1.5 / counts.tokens)
+        assert got.caught == pytest.approx(want.caught, abs=1.5 / max(1, counts.flips))
+
+
+@torch.inference_mode()
+def rerun_logits(core: Core, ids: list[int]) -> torch.Tensor:
+    """Scores [V] behind ids whose last one is read with FP4 experts, those before with 2 bits."""
+    sequence = core.kv.reserve(len(ids))
+    assert sequence is not None
+    for start in range(0, len(ids) - 1, 24):
+        part = torch.tensor(ids[start : min(start + 24, len(ids) - 1)])
+        core.prefiller.hidden(part, sequence, Plane.BASE)
+    hidden = core.prefiller.hidden(torch.tensor(ids[-1:]), sequence, Plane.FINE)
+    core.kv.release(sequence)
+    return core.model.logits(hidden)[0]
+
+
+def answer_of(handle: EngineHandle, prompt: str) -> str:
+    request = GenerateRequest(
+        prompt=prompt, quality=EXACT, max_tokens=20, sampling=Sampling(temperature=0)
+    )
+    return "".join(one.text for one in handle.submit(request) if isinstance(one, TextDelta))

@@ -57,6 +57,19 @@ def test_curve__made_up_steps__shares_by_hand() -> None:
     assert at[1.0] == [1, 1]
 
 
+def test_curve__reruns_that_differ_from_exact__are_taken_off() -> None:
+    counts = counts_of((0.205, True), (0.305, True))
+    counts.add(0.105, flip=False, stays=True)  # a rerun makes a flip of its own
+    counts.add(0.405, flip=True, stays=True)  # and mends nothing here
+    at = {point.tau: (point.rerun, point.caught) for point in counts.curve()}
+    assert at[0.11] == (0.25, 0)  # less than nothing
+    assert at[0.21] == (0.5, 0)
+    assert at[0.31] == (0.75, pytest.approx(1 / 3))
+    assert at[1.0] == (1, pytest.approx(1 / 3))
+    assert (counts.tokens, counts.flips) == (4, 3)
+    assert chosen(counts, 0.9, 1.0) == (0.31, Limit.BUDGET)
+
+
 def test_choose__target_within_budget__smallest_tau() -> None:
     counts = counts_of(*STEPS)
     assert chosen(counts, 0.75, 0.3) == (0.31, Limit.TARGET)

@@ -36,16 +36,20 @@ from moet_desk.kernels.triton.grouped import (
 )
 from moet_desk.kernels.triton.quant import planar_shape, rms_norm_quantize
 from moet_desk.kernels.triton.route import route
-from tests.kernels.makers import Expert, random_expert
+from tests.kernels.makers import Expert, quads_expert, random_expert
 from tests.kernels.triton import twin_cache
 from tests.kernels.triton.moe_makers import (
     Step,
     StepOutput,
     code_values,
+    down_columns,
+    expanded,
     plain_codes,
     planar_codes,
     random_step,
     run_step,
+    wanted_bytes,
+    wanted_columns,
 )
 
 pytestmark = [
@@ -120,6 +124,35 @@ def test_experts__nan_in_one_token__that_token_only(fine: bool) -> None:
     got = run_step(step, device=GPU).out
     assert got[1].isnan().all()
     assert torch.equal(got[0], clean[0])
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_expand__every_quad_of_nibbles_in_every_word__the_bytes_of_the_cpu(fine: bool) -> None:
+    expert = quads_expert(16384, 128, scale=120, turns=range(8))  # down holds each quad 8 times
+    want = wanted_bytes(expert, fine=fine)
+    for ptx in (True, False):
+        got = expanded(expert, device=GPU, fine=fine, ptx=ptx)
+        assert all(map(torch.equal, got, want)), ptx
+
+
+LARGEST_SCALE = 251  # a kernel doubles FP4 values before it scales: 12 * 2**124 is finite
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("turn", range(8))
+def test_down__every_quad_of_nibbles_and_every_scale__the_weights_of_the_cpu(
+    turn: int, fine: bool
+) -> None:
+    columns = list(range(128))
+    for scale in range(turn, LARGEST_SCALE + 1, 8):
+        expert = quads_expert(2048, 128, scale=scale, turns=[turn])
+        split = expert.layout.gate_up.n * expert.layout.gate_up.k
+        slot = expert.fine_slot() if fine else expert.base_slot()
+        want = slot[split:].view(128, 2048)
+        assert torch.equal(want, wanted_columns(expert, columns, fine=fine)), scale
+        for ptx in (True, False) if scale < 16 else (True,):
+            got = down_columns(expert, columns, device=GPU, fine=fine, ptx=ptx)
+            assert torch.equal(got, want), (scale, ptx)
 
 
 KINDS = pytest.mark.parametrize("kind", list(Activations), ids=lambda kind: kind.name)

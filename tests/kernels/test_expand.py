@@ -7,7 +7,8 @@ import torch
 
 from moet_desk.kernels.layouts import base_codes
 from moet_desk.kernels.reference import base_values, expand_base, expand_fine, fp4_values
-from tests.kernels.makers import random_expert
+from moet_desk.kernels.reference.quant import MAX_FINITE_SCALE
+from tests.kernels.makers import Expert, quads_expert, random_expert
 
 SHAPES = [(512, 128), (64, 32), (96, 160), (32, 32)]
 
@@ -25,6 +26,43 @@ def test_expand_fine__random_expert__fp4_transposed(hidden: int, inter: int) -> 
     expert = random_expert(hidden, inter, low=0, high=253)
     want = torch.cat([fp4_values(*part).T.reshape(-1) for part in (expert.gate_up, expert.down)])
     assert torch.equal(expert.fine_slot(), want)
+
+
+@pytest.mark.parametrize("turn", range(8))
+def test_expand__every_quad_of_nibbles_and_every_finite_scale__bits_of_the_definition(
+    turn: int,
+) -> None:
+    # gate_up holds all 65,536 quads once, down a half of them
+    expert = quads_expert(4096, 32, scale=127, turns=[turn])
+    fine, base = transposed(expert, fine=True), transposed(expert, fine=False)
+    for scale in range(turn, MAX_FINITE_SCALE + 1, 8):
+        set_scales(expert, scale)
+        unit = 2.0 ** (scale - 127)
+        assert same_bits(expert.fine_slot(), (fine * unit).float()), scale
+        assert same_bits(expert.base_slot(), (base * unit).float()), scale
+
+
+def set_scales(expert: Expert, scale: int) -> None:
+    """Write one scale to all blocks of a row: each matrix has its scales behind its codes."""
+    end = 0
+    for matrix in (expert.layout.gate_up, expert.layout.down):
+        end += matrix.base_bytes
+        expert.base_row[end - matrix.n * matrix.groups : end] = scale
+
+
+def transposed(expert: Expert, *, fine: bool) -> torch.Tensor:
+    """The slot of scale 1, float64: level or FP4 value of each nibble. -0 is 0: a slot holds no
+    sign of an exact zero, which no product could show; that of its level it holds.
+    """
+    parts = [
+        fp4_values(nib, scale) + 0.0 if fine else base_values(base_codes(nib), scale)
+        for nib, scale in (expert.gate_up, expert.down)
+    ]
+    return torch.cat([part.T.reshape(-1) for part in parts]).double()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def test_expand__row_inside_a_bigger_buffer__same_slot() -> None:

@@ -19,7 +19,7 @@ from moet_desk.kernels.layouts import (
     unpack_base,
     unpack_nibbles,
 )
-from tests.kernels.makers import random_matrix
+from tests.kernels.makers import all_quads, random_matrix
 
 NIBBLE_VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
@@ -94,6 +94,27 @@ def test_unpack__all_nibbles_and_all_scales__bit_for_bit() -> None:
     codes, again = unpack_base(base, layout)
     assert torch.equal(codes, base_codes(nibbles))
     assert torch.equal(again, scales)
+
+
+def test_all_quads__turns__each_quad_in_each_word() -> None:
+    shifts = 4 * torch.arange(4)
+    seen = torch.zeros(8, 1 << 16, dtype=torch.bool)
+    for turn in range(8):
+        quads = (all_quads(turn).long().view(-1, 8, 4) << shifts).sum(-1)  # [8192, 8]
+        for word in range(8):
+            seen[word, quads[:, word]] = True
+    assert seen.all()
+
+
+def test_unpack__every_quad_of_nibbles_and_every_scale__bit_for_bit() -> None:
+    # 65,536 quads x 256 scales; the words they lie in change with the scale, so all are seen
+    layout = MatrixLayout(8192, 32)
+    for scale in range(256):
+        nibbles = all_quads(scale % 8)
+        scales = torch.full((8192, 1), scale, dtype=torch.uint8)
+        got = unpack_nibbles(pack_base(nibbles, scales), pack_fine(nibbles), layout)
+        assert torch.equal(got[0], nibbles), scale
+        assert torch.equal(got[1], scales), scale
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 32), (5, 64), (64, 32), (7, 1056)])

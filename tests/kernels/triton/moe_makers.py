@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moet_desk.kernels import reference
 from moet_desk.kernels.kinds import Activations
-from moet_desk.kernels.layouts import ExpertLayout
+from moet_desk.kernels.layouts import ExpertLayout, base_codes
 from moet_desk.kernels.reference.experts import _block_matmul
 from moet_desk.kernels.triton.experts import (
     ExpertPool,
@@ -22,6 +22,7 @@ from moet_desk.kernels.triton.experts import (
     experts_gate_up,
     experts_hidden,
 )
+from moet_desk.kernels.triton.grouped import RowAddresses, expand, make_batch
 from moet_desk.kernels.triton.quant import plain_shape, planar_shape, quantize_rows
 from tests.kernels.makers import Expert, random_expert
 
@@ -150,6 +151,63 @@ def plain_codes(x: Tensor, kind: Activations = Activations.INT8) -> tuple[Tensor
     scales = torch.empty(x.shape[0], x.shape[1] // 32, device=x.device)
     quantize_rows(x, codes, scales)
     return codes, scales
+
+
+def expanded(expert: Expert, *, device: str, fine: bool, ptx: bool | None = None) -> list[Tensor]:
+    """Both matrices [N, K] int8 as `expand` writes them: levels, or with `fine` doubled FP4."""
+    layout = expert.layout
+    base, digits = expert.base_row.to(device), expert.fine_row.to(device)
+    rows = RowAddresses(
+        layout,
+        torch.tensor([base.data_ptr()], device=device),
+        torch.tensor([digits.data_ptr()], device=device) if fine else None,
+    )
+    workspace = torch.empty(1, layout.slot_floats, dtype=torch.int8, device=device)
+    branch = {} if ptx is None else {"ptx": ptx}
+    expand(rows, make_batch([1], range(1), device=device), workspace, **branch)
+    split = layout.gate_up.n * layout.gate_up.k
+    parts = workspace[0].cpu().split([split, layout.slot_floats - split])
+    matrices = (layout.gate_up, layout.down)
+    return [part.view(m.n, m.k) for part, m in zip(parts, matrices, strict=True)]
+
+
+def wanted_bytes(expert: Expert, *, fine: bool) -> list[Tensor]:
+    """What `expanded` has to give, from the nibbles."""
+    levels = torch.tensor([-4, -1, 1, 4], dtype=torch.int8)
+    halves = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8)
+    doubled = torch.cat([halves, -halves])
+    nibbles = (expert.gate_up[0], expert.down[0])
+    return [doubled[n.long()] if fine else levels[base_codes(n).long()] for n in nibbles]
+
+
+def down_columns(
+    expert: Expert, columns: list[int], *, device: str, fine: bool, ptx: bool | None = None
+) -> Tensor:
+    """Columns of the down matrix with their scales, read off by tokens that are 1 there: [C, H]."""
+    layout, n = expert.layout, len(columns)
+    ones = torch.zeros(n, layout.inter, dtype=torch.int8)
+    ones[torch.arange(n), columns] = 1
+    quads = ones.view(torch.int32).view(n, -1, 8).transpose(1, 2).contiguous()  # [C, 8, I/32]
+    codes = torch.stack([torch.zeros_like(quads), quads], 1) if fine else quads
+    assert torch.equal(code_values(codes), ones.float())
+    slot = torch.zeros(1, dtype=torch.int32, device=device)
+    pairs = torch.arange(n, dtype=torch.int32, device=device)[None]
+    base, digits = expert.base_row[None].to(device), expert.fine_row[None].to(device)
+    pool = ExpertPool(layout, base, slot, pairs, *((digits, slot) if fine else ()))
+    part = torch.empty(n, layout.hidden, device=device)
+    scales = torch.ones(n, layout.inter // 32, device=device)
+    branch = {} if ptx is None else {"ptx": ptx}
+    tile = Tile(32, 4) if device == "cpu" else None
+    experts_down(pool, codes.to(device), scales, part=part, tile=tile, **branch)
+    return part.cpu()
+
+
+def wanted_columns(expert: Expert, columns: list[int], *, fine: bool) -> Tensor:
+    """What `down_columns` has to give, by the reference's definition."""
+    nibbles, scales = expert.down
+    if fine:
+        return reference.fp4_values(nibbles, scales)[:, columns].T
+    return reference.base_values(base_codes(nibbles), scales)[:, columns].T
 
 
 def run_step(

@@ -9,8 +9,14 @@ from moet_desk.kernels import reference
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.layouts import ExpertLayout, pack_expert
 from moet_desk.kernels.triton.experts import Tile, combine, experts_gate_up, tiles_for
-from tests.kernels.makers import Expert
-from tests.kernels.triton.moe_makers import planar_codes, random_step, run_step
+from tests.kernels.makers import Expert, quads_expert
+from tests.kernels.triton.moe_makers import (
+    down_columns,
+    planar_codes,
+    random_step,
+    run_step,
+    wanted_columns,
+)
 
 SHAPES = [(96, 32, 2), (128, 64, 2), (1056, 32, 1)]  # 3, 4 and 33 blocks
 
@@ -32,6 +38,16 @@ def test_step__random_experts__reference_bits_up_to_swiglu(
     assert torch.equal(got.part, down.view(got.part.shape))
     assert float((down - step.parts()).norm() / down.norm()) < 1e-3
     assert torch.equal(got.out, reference.combine(got.part.view(n_tokens, 2, hidden), step.weights))
+
+
+@pytest.mark.parametrize("scale", [0, 119, 251])
+@pytest.mark.parametrize("fine", [False, True])
+def test_down__quads_of_nibbles__weights_and_scales_of_the_definition(
+    fine: bool, scale: int
+) -> None:
+    expert = quads_expert(256, 128, scale=scale, turns=[5])
+    got = down_columns(expert, [0, 45, 127], device="cpu", fine=fine)
+    assert torch.equal(got, wanted_columns(expert, [0, 45, 127], fine=fine))
 
 
 @pytest.mark.parametrize("fine", [False, True])

@@ -21,8 +21,8 @@ from moet_desk.kernels.triton.grouped import (
     grouped_gate_up,
     make_batch,
 )
-from tests.kernels.makers import Expert, random_expert
-from tests.kernels.triton.moe_makers import plain_codes
+from tests.kernels.makers import Expert, quads_expert, random_expert
+from tests.kernels.triton.moe_makers import expanded, plain_codes, wanted_bytes
 
 N_EXPERTS = 5
 
@@ -80,6 +80,13 @@ def test_expand__rows__the_weights_of_the_reference(fine: bool) -> None:
             want = slot[at : at + matrix.n * matrix.k].view(matrix.k, matrix.n).T
             assert torch.equal(got * unit, want)
             at += matrix.n * matrix.k
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_expand__every_quad_of_nibbles__the_bytes_of_the_definition(fine: bool) -> None:
+    expert = quads_expert(2048, 64, scale=120, turns=[3])  # gate_up holds all 65,536
+    got = expanded(expert, device="cpu", fine=fine)
+    assert all(map(torch.equal, got, wanted_bytes(expert, fine=fine)))
 
 
 # In another order a sum can move a hidden value over a rounding edge: by one step of its codes.
