@@ -16,7 +16,7 @@ from moet_desk.kernels.reference.cache import HALF_LIFE
 FACTOR = 3.0
 """How much hotter a row must be than the one it replaces, so that rows of about equal heat, whose
 order changes all the time, are left as they are. A copy between steps takes as long as the miss it
-may save, and 1.5 copies twice as many rows for four points of hits (docs/design/residency.md).
+may save, and 1.5 copies twice as many rows for a point of hits (docs/design/residency.md).
 """
 
 LEAST_SHARE = 0.01

@@ -183,8 +183,7 @@ class Serving:
         for request in self._scheduler.take_ended():
             self.core.kv.release(request.kv)
             self._ended.append(request.id)
-        if writing and self._scheduler.to_read() is None:  # a prompt needs the bus for itself
-            self._promote(idle=False)
+        self._promote(writing)
 
     def take_ended(self) -> list[str]:
         """Ids of requests that ended since the last call."""
@@ -197,7 +196,8 @@ class Serving:
 
     def idle(self, now: float) -> None:
         """Housekeeping while there is nothing to do."""
-        self._promote(idle=True)
+        if self._hot_set is not None and self._uses_fine:
+            self._hot_set.idle_turn()
         if now - self._saved > SAVE_HEAT_EVERY_S:
             self._save_heat(now)
 
@@ -232,13 +232,13 @@ class Serving:
             n_tokens=sum(len(request.out_ids) for request in requests) - before,
         )  # fmt: skip
 
-    def _promote(self, *, idle: bool) -> None:
-        """Fill the hot FP4 set, once something is there that looks into it."""
-        if self._hot_set is None or not self._uses_fine:
+    def _promote(self, writing: list[ActiveRequest]) -> None:
+        """Improve the hot FP4 set if one of these answers looks into it. A copy takes time from
+        them, so it must be for their good, and a prompt needs the bus for itself.
+        """
+        if self._hot_set is None or self._scheduler.to_read() is not None:
             return
-        if idle:
-            self._hot_set.idle_turn()
-        else:
+        if any(r.opportunistic or r.request.quality is not Quality.FAST for r in writing):
             self._hot_set.turn(time.monotonic(), idle=False)
 
     def _guarded(self, requests: list[ActiveRequest], work: Callable[[], None]) -> None:

@@ -196,10 +196,13 @@ def until(reached: Callable[[], bool]) -> None:
 def test_answers__rows_promoted_while_decoding__those_without(
     demo_pack: Path, wanted: list[Answer]
 ) -> None:
-    with engine(demo_pack, fine_slots=60) as handle:
+    with engine(demo_pack, fine_slots=128) as handle:
         assert answer(handle, [REQUESTS[2]]) == [wanted[2]]  # exact: brings FP4 rows to RAM
-        assert answer(handle, [REQUESTS[3]]) == [wanted[3]]  # fast: other rows become hot
-        assert handle.snapshot().counters.promotions > 0
+        before = handle.snapshot().counters.promotions
+        assert answer(handle, [REQUESTS[3]]) == [wanted[3]]
+        assert handle.snapshot().counters.promotions == before  # a fast answer has no use for it
+        assert answer(handle, [REQUESTS[1]]) == [wanted[1]]  # balanced: other rows become hot
+        assert handle.snapshot().counters.promotions > before
         assert answer(handle, REQUESTS[::-1]) == wanted[::-1]
 
 
