@@ -2,10 +2,10 @@
 
 The four levels of a matrix are those with the least squared error that four levels shared by all of
 it can have, beside the same scale per block of 32: 2.25 bits a weight like the product's -4 -1 1 4.
-An exact zero is one value, and one level takes all zeros, so the set is lopsided: less error, and
-yet a worse model, because a zero's sign no longer averages out. Such weights are made from the
-exact ones while a slot is filled; no pack holds them and the CPU engine alone can do it. Engine
-thread.
+An exact zero is one value and one level takes all zeros, so the set is lopsided: less error in the
+weights, but a zero's sign no longer averages out. docs/quality.md has what that makes of the demo
+model. Such weights are made from the exact ones while a slot is filled; no pack holds them and the
+CPU engine alone can do it. Engine thread.
 """
 
 from __future__ import annotations

