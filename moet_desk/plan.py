@@ -7,7 +7,7 @@ packed rows come first (they save a disk read of milliseconds), expanded slots t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
@@ -23,6 +23,31 @@ F32_KV_SHARE = 1 / 16
 """KV is kept in float32 on a CPU while it takes no more of the RAM than this: no conversion per
 step and no rounding. Larger contexts use bfloat16.
 """
+
+
+KV_SHARE = 1 / 8
+"""Most of the budget that KV may take when nobody fixed a context: a model's own context of a
+million tokens would leave nothing for experts.
+"""
+
+LEAST_CONTEXT = 4096
+"""Tokens of a context below which the planner does not go by itself."""
+
+RAM_SHARE = 0.7
+"""Part of the available RAM the planner may use; the rest stays with the user's other programs."""
+
+VRAM_SHARE = 0.9
+"""Part of a card's free memory the planner may use; the rest stays with the display."""
+
+
+def ram_budget(available: int) -> int:
+    """Bytes the tiers may take of RAM, when the user did not say."""
+    return int(RAM_SHARE * available)
+
+
+def vram_budget(free: int) -> int:
+    """Bytes the tiers may take of a card's memory, when the user did not say."""
+    return int(VRAM_SHARE * free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +103,24 @@ def kv_tokens(wishes: Wishes, model_context: int) -> int:
     """Tokens of KV that all requests together can come to need, whole pages."""
     context = wishes.context or model_context
     return wishes.max_running * -(-context // KV_PAGE_TOKENS) * KV_PAGE_TOKENS
+
+
+def with_context(wishes: Wishes, model_context: int, token_bytes: int, budget: int) -> Wishes:
+    """The wishes with a context: the user's, else the model's, else a power of two.
+
+    Args:
+        wishes: of the user.
+        model_context: the longest the model allows, in tokens.
+        token_bytes: KV of one token, all layers together.
+        budget: bytes of the memory that KV lies in.
+    """
+    if wishes.context is not None:
+        return wishes
+    most = int(KV_SHARE * budget) // (token_bytes * wishes.max_running)
+    if most >= model_context:
+        return replace(wishes, context=model_context)
+    context = max(LEAST_CONTEXT, 1 << max(0, most.bit_length() - 1))
+    return replace(wishes, context=min(context, model_context))
 
 
 def choose_kv_format(f32_token_bytes: int, n_tokens: int, ram_bytes: int) -> KvFormat:
