@@ -393,6 +393,13 @@ _ROWS: tuple[ErrorSpec, ...] = (
         exit=ExitCode.NOT_FOUND,
         http=404,
     ),
+    ErrorSpec(
+        "MD-CAT-01",
+        "The list of known models cannot be read",
+        "{path}: {reason}.",
+        "It comes with the program: install moet-desk again.",
+        exit=ExitCode.DAMAGED,
+    ),
     # planning --------------------------------------------------------------------------------
     ErrorSpec(
         "MD-PLAN-02",
@@ -408,6 +415,20 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "{want} slots asked for; one token needs at least {least}.",
         "Set memory.pool_slots to {least} or more.",
         exit=ExitCode.NO_ROOM,
+    ),
+    ErrorSpec(
+        "MD-PLAN-04",
+        "This model does not run here yet",
+        "{model}: {reason}.",
+        "See docs/models.md for what runs today, or: moet-desk ls --available",
+        exit=ExitCode.UNFIT,
+    ),
+    ErrorSpec(
+        "MD-PLAN-05",
+        "This is no record of a computer",
+        "{path}: {reason}.",
+        "Make one with: moet-desk doctor --record FILE",
+        exit=ExitCode.USAGE,
     ),
     # configuration ---------------------------------------------------------------------------
     ErrorSpec(

@@ -12,12 +12,10 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from moet_desk import config
 from moet_desk.errors import fail
-
-_CGROUP = Path("/sys/fs/cgroup")
+from moet_desk.machine import LEAST_CAPABILITY
+from moet_desk.probing.memory import read_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +38,13 @@ def engine_threads(cores: int) -> int:
     return max(1, min(cores - 1, 8))
 
 
-def _cgroup_room() -> int | None:
-    """Bytes this container may still take, None without a limit (cgroup v2)."""
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else max(0, int(limit) - used)
-
-
 def probe() -> Machine:
     """Look at the computer; takes a few milliseconds."""
-    memory = psutil.virtual_memory()
-    room = _cgroup_room()
-    available = memory.available if room is None else min(memory.available, room)
-    return Machine(memory.total, available, len(os.sched_getaffinity(0)))
+    memory = read_memory()
+    return Machine(memory.total, memory.available, len(os.sched_getaffinity(0)))
 
 
 # -- what computes ---------------------------------------------------------------------------
-
-LEAST_CAPABILITY = (8, 0)
-"""Older cards have no bfloat16 and no asynchronous copies, which the kernels are made of."""
 
 
 @dataclass(frozen=True, slots=True)

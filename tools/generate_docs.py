@@ -71,6 +71,7 @@ _AREAS: Mapping[str, str] = {
     "SRC": "Model files (sources)",
     "PACK": "Packs",
     "LIB": "Models on this computer",
+    "CAT": "Known models",
     "PLAN": "Planning memory",
     "CFG": "Settings",
     "TERM": "Terminal",

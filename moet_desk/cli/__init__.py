@@ -28,6 +28,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "pack": ("moet_desk.cli.models:pack", "Make a pack from a model's files; resumes."),
     "verify": ("moet_desk.cli.models:verify", "Check every byte of a pack; mend it."),
     "ls": ("moet_desk.cli.models:ls", "List the models on this computer."),
+    "plan": ("moet_desk.cli.plan:plan", "Show how a model would live on this computer."),
+    "doctor": ("moet_desk.cli.doctor:doctor", "Look for what slows this computer down."),
     "show": ("moet_desk.cli.models:show", "Show what a model is and how it is stored."),
     "rm": ("moet_desk.cli.models:rm", "Delete a model from this computer."),
     "bench": ("moet_desk.cli.bench:bench", "Measure a model on this computer."),

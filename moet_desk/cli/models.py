@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moet_desk.cli.context import Invocation, output_options
+from moet_desk.cli.context import Invocation, Size, machine_option, output_options
 from moet_desk.cli.output import (
     Format,
     print_document,
@@ -33,20 +33,6 @@ def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) 
     invocation = ctx.find_object(Invocation) or Invocation()
     names = {"demo", *(pack.name for pack in invocation.library.packs())}
     return sorted(name for name in names if name.startswith(incomplete))
-
-
-class Size(click.ParamType[int]):
-    """A size like 2GiB, in bytes."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from moet_desk.units import parse_bytes
-
-        try:
-            return value if isinstance(value, int) else parse_bytes(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error), ctx, param) from error
 
 
 # -- pack and verify -------------------------------------------------------------------------
@@ -157,10 +143,20 @@ def verify(invocation: Invocation, model: str, source: Path | None, *, repair: b
 
 
 @click.command()
+@click.option("--available", is_flag=True, help="Models that are known instead of installed.")
+@click.option("--fit", is_flag=True, help="With --available: whether they fit here, and how fast.")
+@machine_option
 @output_options
 @click.pass_obj
-def ls(invocation: Invocation) -> None:
-    """List the models on this computer."""
+def ls(invocation: Invocation, machine: Path | None, *, available: bool, fit: bool) -> None:
+    """List the models on this computer, or those that are known."""
+    if available:
+        from moet_desk.cli.available import list_available
+
+        list_available(invocation, machine, fit=fit or machine is not None)
+        return
+    if fit or machine is not None:
+        raise click.UsageError("--fit and --machine need --available")
     from moet_desk.store.library import DEMO, free_bytes
 
     packs = invocation.library.packs()
