@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,7 @@ def open_app(invocation: Invocation) -> int:
         runtime.start_logging(places, settings.log.level)
         chats = ChatStore.open(places.chats_file)
         desk = AppDesk(invocation, settings, partial(_open_pack, invocation, settings))
-        start = plan_start(desk, invocation.library)
+        start = plan_start(desk, invocation.library, quality=settings.answers.quality)
         with runtime.terminal_guard(places):
             return app.run(
                 settings,
@@ -74,13 +74,14 @@ class Start:
     setup: Setup | None = None
 
 
-def plan_start(desk: AppDesk, library: Library) -> Start:
+def plan_start(desk: AppDesk, library: Library, *, quality: str) -> Start:
     """The model that was used last, else the shipped one, else the wizard.
 
     A wizard that was in front when the window was closed goes on where it was; without any model on
     this computer it does so in any case.
     """
     from moet_desk.store.library import DEMO
+    from moet_desk.ui.desk import PlanWishes
     from moet_desk.ui.setup_steps import Setup, Step, from_kept
 
     kept = from_kept(desk.load_setup())
@@ -92,7 +93,7 @@ def plan_start(desk: AppDesk, library: Library) -> Start:
         return Start(model, setup=setup)
     if setup is None and any(pack.name == DEMO for pack in library.packs()):
         return Start(DEMO, packs_first=library.needs_packing(DEMO))
-    return Start(setup=setup or kept or Setup())
+    return Start(setup=setup or kept or Setup(wishes=PlanWishes(quality=quality)))
 
 
 def _pack_job(invocation: Invocation) -> Job:
@@ -111,8 +112,11 @@ def _open_pack(
 
     pack = invocation.library.ready(name)
     options = engine_options(settings)
-    if wishes is not None and wishes.context is not None:
-        options = replace(options, context=wishes.context)
+    if wishes is not None:
+        from moet_desk.cli.desk_plans import options_for
+        from moet_desk.cli.machine import machine_facts
+
+        options = options_for(machine_facts(invocation, None), options, wishes)
     return _Served(start_engine(pack, options), settings)
 
 

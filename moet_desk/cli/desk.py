@@ -7,11 +7,13 @@ more. Called from the UI thread, and from threads of its own for what may take l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moet_desk.cli.context import engine_options
 from moet_desk.cli.desk_jobs import AppJobs
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.library import DEMO, InstalledPack, PackState, embedded_source, free_bytes
@@ -34,6 +36,8 @@ from moet_desk.units import show_disk
 if TYPE_CHECKING:
     from moet_desk.cli.context import Invocation
     from moet_desk.engine.handle import EngineHandle
+    from moet_desk.engine.planned_model import PlannedModel
+    from moet_desk.machine import MachineFacts
     from moet_desk.settings import Settings
 
 SETUP_FILE = "wizard.json"
@@ -53,11 +57,15 @@ class AppDesk:
     """`ui.desk.Desk` over this program. `open_pack` loads a pack by name with what was wished."""
 
     def __init__(self, invocation: Invocation, settings: Settings, open_pack: OpenPack) -> None:
+        self._invocation = invocation
         self._library = invocation.library
         self._data_dir = invocation.locations.data_dir
         self._settings = settings
         self._open_pack = open_pack
         self._jobs = AppJobs(self._data_dir)
+        self._last_facts: MachineFacts | None = None
+        self._planned_models: dict[str, PlannedModel | None] = {}
+        self._sources: dict[str, Path] = {}  # of folders that were looked up
 
     # -- models ----------------------------------------------------------------------------------
 
@@ -116,12 +124,10 @@ class AppDesk:
     def last_model(self) -> str | None:
         """The pack that was loaded last, if it can be loaded now."""
         name = read_record(self._data_dir / APP_FILE).get("model")
-        try:
+        with suppress(MoetError):  # removed or damaged since then: the start goes on without it
             if isinstance(name, str):
                 self._library.ready(name)
                 return name
-        except MoetError:
-            pass  # removed or damaged since then: the start goes on without it
         return None
 
     def _remember(self, name: str, wishes: PlanWishes | None) -> None:
@@ -131,10 +137,8 @@ class AppDesk:
         wanted = wanted if isinstance(wanted, dict) else {}
         if wishes is not None:
             wanted[name] = asdict(wishes)
-        try:
+        with suppress(MoetError):  # a full disk is no reason not to load a model
             write_record(path, {"schema": 1, "model": name, "wishes": wanted})
-        except MoetError:
-            pass  # a full disk is no reason not to load a model
 
     def load_setup(self) -> Mapping[str, Any]:
         return read_record(self._data_dir / SETUP_FILE)
@@ -144,11 +148,42 @@ class AppDesk:
 
     # -- setting up ------------------------------------------------------------------------------
 
-    def machine(self) -> MachineView:
-        raise NotImplementedError
+    def machine(self, *, again: bool = False) -> MachineView:
+        from moet_desk.cli.desk_machine import machine_view
+        from moet_desk.doctor import examine
+
+        facts = self._facts(measure=True, again=again)
+        folder = self._library.models_dir
+        return machine_view(
+            facts, examine(facts), models_dir=str(folder), free_bytes=free_bytes(folder)
+        )
+
+    def _facts(self, *, measure: bool = False, again: bool = False) -> MachineFacts:
+        """What is known of this computer; rates are measured if they are not there yet."""
+        from moet_desk.cli.machine import machine_facts
+        from moet_desk.probing import rates
+
+        if measure and (again or rates.read_rates(self._data_dir) is None):
+            found = rates.measure(self._library.models_dir)
+            with suppress(OSError):  # the next plan then measures again
+                rates.save_rates(self._data_dir, found)
+        facts = machine_facts(self._invocation, None, with_packs=True)
+        self._last_facts = facts
+        return facts
 
     def offers(self) -> tuple[Offer, ...]:
-        return (self._demo_offer(),)
+        from moet_desk.cli.available import fit_answers
+        from moet_desk.cli.desk_plans import catalogue_offer, ranked
+        from moet_desk.engine.families import runs
+
+        facts = self._facts()
+        here = {pack.name for pack in self._library.packs() if pack.state is PackState.READY}
+        rows = [
+            (catalogue_offer(entry, answer, ready=entry.name in here), entry.params_b)
+            for entry, answer in fit_answers(facts, engine_options(self._settings))
+            if runs(entry.family) and not entry.not_yet
+        ]
+        return (*ranked(rows), self._demo_offer())
 
     def _demo_offer(self) -> Offer:
         source = embedded_source()
@@ -156,27 +191,74 @@ class AppDesk:
         return Offer(
             id=DEMO,
             title="Demo model",
+            total="15M",
             download_bytes=0,
             pack_bytes=n_bytes,
             fit=Fit.GOOD,
+            licence="Apache-2.0",
             about=("A small model that comes with the program. It needs no network.",),
             ready=not self._library.needs_packing(DEMO),
         )
 
     def look_up(self, text: str) -> Offer:
-        raise fail("MD-SRC-01", path=text, missing="config.json")
+        from moet_desk.catalogue import find_entry
+
+        known = find_entry(text)
+        if known is not None:
+            return next(offer for offer in self.offers() if offer.id == known.name)
+        return self._folder_offer(Path(text).expanduser())
+
+    def _folder_offer(self, folder: Path) -> Offer:
+        from moet_desk.cli.packing import read_plan, row_bytes
+
+        plan = read_plan(folder)
+        name = folder.resolve().name
+        self._library.path_for(name)  # says what is wrong with a name before anything begins
+        rows = plan.n_rows * row_bytes(plan)
+        self._sources[name] = folder.resolve()
+        shape = f"{len(plan.moe_layers)} MoE layers x {plan.n_experts} experts"
+        return Offer(
+            id=name,
+            title=name,
+            download_bytes=0,
+            pack_bytes=rows,
+            about=(f"{plan.model_type}, {shape}, from {folder}",),
+        )
 
     def plan(self, offer: Offer, wishes: PlanWishes) -> PlanView | None:
-        return None
+        from moet_desk.cli.desk_plans import plan_view
+
+        model = self._planned(offer)
+        if model is None or self._last_facts is None:
+            return None
+        return plan_view(self._last_facts, model, engine_options(self._settings), wishes)
+
+    def _planned(self, offer: Offer) -> PlannedModel | None:
+        """What the planner sees: the pack if it is here, else the catalogue's entry."""
+        from moet_desk.catalogue import find_entry
+        from moet_desk.engine.planned_model import from_catalogue, from_pack
+
+        if offer.id not in self._planned_models:
+            entry = find_entry(offer.id)
+            model = None if entry is None else from_catalogue(entry)
+            if offer.ready:
+                with suppress(MoetError):  # removed in the meantime
+                    model = from_pack(self._library.ready(self.name_of(offer)))
+            self._planned_models[offer.id] = model
+        return self._planned_models[offer.id]
 
     def name_of(self, offer: Offer) -> str:
         return offer.id
 
     def start(self, offer: Offer, wishes: PlanWishes) -> str:
-        if offer.id == DEMO:
+        self._planned_models.pop(offer.id, None)
+        name = self.name_of(offer)
+        if name == DEMO:
             self._library.drop_other_format(DEMO)
-        arguments = ["pack", str(embedded_source()), "--name", DEMO, "--wait"]
-        return self._jobs.start("pack", self.name_of(offer), arguments)
+        source = embedded_source() if name == DEMO else self._sources.get(offer.id)
+        if source is None:
+            raise fail("MD-LIB-01", model=name, path=str(self._library.models_dir))
+        return self._jobs.start("pack", name, ["pack", str(source), "--name", name, "--wait"])
 
     # -- jobs ------------------------------------------------------------------------------------
 
@@ -198,7 +280,14 @@ class AppDesk:
     # -- doctor ----------------------------------------------------------------------------------
 
     def doctor(self) -> DoctorView:
-        raise NotImplementedError
+        from moet_desk.cli.desk_machine import doctor_view
+        from moet_desk.cli.doctor import as_document
+        from moet_desk.cli.output import SCHEMA
+        from moet_desk.doctor import examine
+
+        facts = self._facts()
+        found = examine(facts)
+        return doctor_view(found, {"schema": SCHEMA, **as_document(facts, found)})
 
     def save_report(self, view: DoctorView) -> Path:
         when = datetime.now().astimezone()

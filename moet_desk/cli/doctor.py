@@ -132,21 +132,24 @@ def _rates(facts: MachineFacts) -> str:
 
 
 def _print_data(invocation: Invocation, facts: MachineFacts, found: Examination) -> None:
-    import msgspec
-
     if invocation.format is Format.NDJSON:
         for finding in found.findings:
             print_event("finding", **_fields(finding))
         print_event("doctor", passed=list(found.passed), warnings=found.has_warnings)
         return
-    print_document(
-        {
-            "ok": not found.has_warnings,
-            "findings": [_fields(finding) for finding in found.findings],
-            "passed": list(found.passed),
-            "machine": msgspec.to_builtins(facts),
-        }
-    )
+    print_document(as_document(facts, found))
+
+
+def as_document(facts: MachineFacts, found: Examination) -> dict[str, Any]:
+    """All that is known, as fields of JSON."""
+    import msgspec
+
+    return {
+        "ok": not found.has_warnings,
+        "findings": [_fields(finding) for finding in found.findings],
+        "passed": list(found.passed),
+        "machine": msgspec.to_builtins(facts),
+    }
 
 
 def _fields(finding: Finding) -> dict[str, Any]:

@@ -165,7 +165,8 @@ class MoetDeskApp(App[int]):
         self.cache = CacheScreen(self.glyphs, self._history, clock=clock, plain=plain)
         self.models = ModelsScreen(desk, self.glyphs, clock=clock, plain=plain)
         self.doctor = DoctorScreen(desk, self.glyphs, clock=clock, plain=plain)
-        first = Setup(step=Step.MODEL, first=Step.MODEL)
+        quality = self.conversation.wishes.quality.value
+        first = Setup(Step.MODEL, Step.MODEL, wishes=PlanWishes(quality=quality))
         self.setup = SetupScreen(
             desk, self.bridge, glyphs=self.glyphs, load=self.load_model, setup=setup or first
         )
@@ -322,7 +323,8 @@ class MoetDeskApp(App[int]):
         """Open the wizard: where its job is, at the plan of an offer, or at the list of models."""
         kept = self.setup.setup
         if offer_id is not None:
-            wishes = kept.wishes if kept.offer == offer_id else PlanWishes()
+            fresh = PlanWishes(quality=kept.wishes.quality)
+            wishes = kept.wishes if kept.offer == offer_id else fresh
             self.setup.begin(Setup(Step.PLAN, Step.MODEL, offer_id, wishes))
         elif kept.step is not Step.GET or all(job.id != kept.job for job in self._jobs):
             self.setup.begin(replace(kept, step=Step.MODEL, job=None, model=None))

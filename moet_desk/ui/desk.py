@@ -27,6 +27,7 @@ class Mark(Enum):
     OK = "ok"
     WARN = "warn"
     BAD = "bad"
+    NOTE = "note"
     UNKNOWN = "unknown"
 
 
@@ -236,8 +237,8 @@ class Desk(Protocol):
     thread; the others are quick. All raise catalogue errors.
     """
 
-    def machine(self) -> MachineView:
-        """Look at this computer and measure it."""
+    def machine(self, *, again: bool = False) -> MachineView:
+        """Look at this computer; measure it if that was never done, or `again`."""
         ...
 
     def offers(self) -> tuple[Offer, ...]:

@@ -101,8 +101,8 @@ class FakeDesk:
         if what[0] in self.errors:
             raise self.errors[what[0]]
 
-    def machine(self) -> MachineView:
-        self._ask("machine")
+    def machine(self, *, again: bool = False) -> MachineView:
+        self._ask("machine", again)
         return MACHINE
 
     def offers(self) -> tuple[Offer, ...]:

@@ -152,7 +152,7 @@ def count_words(findings: Sequence[Finding]) -> str:
     """How many checks went how: "9 ok, 1 warning, 1 problem"."""
     counted = {mark: sum(f.mark is mark for f in findings) for mark in Mark}
     parts = [f"{counted[Mark.OK]} ok"]
-    names = ((Mark.WARN, "warning"), (Mark.BAD, "problem"))
+    names = ((Mark.WARN, "warning"), (Mark.BAD, "problem"), (Mark.NOTE, "note"))
     parts += [f"{counted[m]} {word}{'s' * (counted[m] != 1)}" for m, word in names if counted[m]]
     parts += [f"{counted[Mark.UNKNOWN]} not checked"] if counted[Mark.UNKNOWN] else []
     return ", ".join(parts)
@@ -165,7 +165,7 @@ def findings_content(findings: Sequence[Finding], glyphs: Glyphs, width: int) ->
         title = clean_line(finding.title, width - 26)
         head = Content.assemble(" ", marked(finding.mark, glyphs), " ")
         head += Content.styled(title, "" if finding.mark is Mark.OK else "bold")
-        right = Content.styled(f"{finding.code:<12}{finding.effect:<6} ", "$dim")
+        right = Content.styled(f"{finding.code:<14}{finding.effect:<6} ", "$dim")
         lines.append(spread(head, right, width) if finding.code else head)
         lines += wrapped(finding.cause, width, 3) if finding.cause else []
         lines += wrapped(f"Do: {finding.fix}", width, 3) if finding.fix else []

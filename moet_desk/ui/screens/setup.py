@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar, TypeVar
 
 from textual.app import ComposeResult
@@ -134,6 +135,7 @@ class SetupScreen(Screen[None]):
         self._listed: tuple[Offer, ...] | None = None
         self._jobs: tuple[JobView, ...] = ()
         self._since_s = bridge.clock.monotonic()
+        self._again = False  # whether to measure although it was done before
         self._loads_before: int | None = None
         self._unkept = False
         self._drawn_once = False
@@ -183,7 +185,7 @@ class SetupScreen(Screen[None]):
         self._since_s = self._bridge.clock.monotonic()
         step = self.setup.step
         if step is Step.MACHINE and self._machine is None:
-            self._machine = self._thread(self._desk.machine, "machine")
+            self._machine = self._thread(partial(self._desk.machine, again=self._again), "machine")
         elif step in (Step.MODEL, Step.PLAN, Step.GET) and self._offers is None:
             self._offers = self._thread(self._desk.offers, "offers")
         elif step is Step.START:
@@ -227,7 +229,7 @@ class SetupScreen(Screen[None]):
         return self.setup.step is Step.START and loaded and self._bridge.phase is Phase.READY
 
     def _finish(self) -> None:
-        self.setup = Setup(step=Step.MODEL, first=Step.MODEL)
+        self.setup = Setup(Step.MODEL, Step.MODEL, wishes=self._fresh_wishes())
         self._loads_before = None
         self.keep(open_next_time=False)
         self.post_message(self.Left(started=True))
@@ -424,13 +426,17 @@ class SetupScreen(Screen[None]):
     def _choose(self) -> None:
         offer = self._highlighted()
         if offer is not None:
-            wishes = self.setup.wishes if offer.id == self.setup.offer else PlanWishes()
+            wishes = self.setup.wishes if offer.id == self.setup.offer else self._fresh_wishes()
             self._move(replace(self.setup, step=Step.PLAN, offer=offer.id, wishes=wishes))
         elif self._listed is not None:
             self._look_up = None
             field = self.query_one(Input)
             field.display = True
             field.focus()
+
+    def _fresh_wishes(self) -> PlanWishes:
+        """For another model: memory is planned anew, the quality stays."""
+        return PlanWishes(quality=self.setup.wishes.quality)
 
     def _accept_plan(self) -> None:
         offer = self.offer()
@@ -484,7 +490,7 @@ class SetupScreen(Screen[None]):
         self.post_message(self.Left(started=False))
 
     def action_again(self) -> None:
-        self._machine, self._offers = None, None
+        self._machine, self._offers, self._again = None, None, True
         self._enter_step()
 
     def action_field(self, by: int) -> None:

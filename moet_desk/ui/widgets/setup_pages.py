@@ -25,6 +25,7 @@ _MARK_STYLES = {
     Mark.OK: "$status-ok",
     Mark.WARN: "bold $status-warn",
     Mark.BAD: "bold $status-bad",
+    Mark.NOTE: "$dim",
     Mark.UNKNOWN: "$dim",
 }
 _FIT_MARKS = {
@@ -47,6 +48,7 @@ def mark_glyph(mark: Mark, glyphs: Glyphs) -> str:
         Mark.OK: glyphs.ok,
         Mark.WARN: glyphs.warn,
         Mark.BAD: glyphs.bad,
+        Mark.NOTE: glyphs.dot,
         Mark.UNKNOWN: "?",
     }[mark]
 
