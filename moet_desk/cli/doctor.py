@@ -99,9 +99,9 @@ def describe(facts: MachineFacts) -> list[tuple[str, str]]:
     """The computer in lines of words."""
     lines = [("System", facts.system + (f", in a {facts.container}" if facts.container else ""))]
     for gpu in facts.gpus:
-        memory = f"{show_memory(gpu.vram_total)}, {show_memory(gpu.vram_free)} free"
+        vram = f"{show_memory(gpu.vram_total)}, {show_memory(gpu.vram_free)} free"
         link = f"PCIe {gpu.link.max_gen or '?'} x{gpu.link.width or '?'}"
-        lines.append(("GPU", f"{gpu.name}, {memory}, {link}, driver {facts.driver or '?'}"))
+        lines.append(("GPU", f"{gpu.name}, {vram}, {link}, driver {facts.driver or '?'}"))
     if not facts.gpus:
         lines.append(("GPU", f"none: {facts.gpu_problem or 'none was found'}"))
     memory = facts.memory

@@ -98,7 +98,7 @@ def plan(
 
 
 def find_model(invocation: Invocation, name: str) -> PlannedModel:
-    """An installed model, else one of the catalogue.
+    """An installed model (the demo model is packed if need be), else one of the catalogue.
 
     Raises:
         MoetError: MD-LIB-01 it is neither; MD-PACK-.. it is installed and cannot be used.
@@ -107,7 +107,7 @@ def find_model(invocation: Invocation, name: str) -> PlannedModel:
     from moet_desk.engine.planned_model import from_catalogue, from_pack
 
     try:
-        return from_pack(invocation.library.ready(name))
+        return from_pack(invocation.model_path(name))
     except MoetError as error:
         entry = find_entry(name)
         if error.code != "MD-LIB-01" or entry is None:
