@@ -161,7 +161,8 @@ def verify(invocation: Invocation, model: str, source: Path | None, *, repair: b
 @click.pass_obj
 def ls(invocation: Invocation) -> None:
     """List the models on this computer."""
-    from moet_desk.store.library import DEMO, free_bytes
+    from moet_desk.store.durable import free_bytes
+    from moet_desk.store.library import DEMO
 
     packs = invocation.library.packs()
     folder = invocation.library.models_dir

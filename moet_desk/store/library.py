@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.resources
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import moet_desk
 from moet_desk.errors import MoetError, fail
-from moet_desk.store.durable import PARTIAL, disk_errors, pack_lock
+from moet_desk.store.durable import PARTIAL, allocated, disk_errors, pack_lock
 from moet_desk.store.pack_format import (
     BASE_FILE,
     COPIED_FILES,
@@ -175,7 +174,7 @@ class Library:
 
 def look_at(path: Path) -> InstalledPack:
     """Read the state of one pack folder. Raises nothing: what is wrong is in the result."""
-    n_bytes = sum(_allocated(file) for file in _own_files(path))
+    n_bytes = sum(allocated(file) for file in _own_files(path))
     try:
         meta = read_meta(path)
         check_sizes(path, meta)
@@ -198,12 +197,6 @@ def embedded_source() -> Path:
         if (source / "config.json").is_file():
             return source
     raise fail("MD-SRC-01", path=str(package / "assets" / "demo"), missing="config.json")
-
-
-def free_bytes(path: Path) -> int:
-    """Free disk space where `path` is or will be."""
-    place = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    return shutil.disk_usage(place).free
 
 
 def _is_pack(path: Path) -> bool:
@@ -231,11 +224,3 @@ def _own_files(path: Path) -> Iterator[Path]:
         for file in (path / name, path / f"{name}{PARTIAL}"):
             if file.is_file():
                 yield file
-
-
-def _allocated(file: Path) -> int:
-    """Bytes on disk: less than the size while the file is sparse."""
-    try:
-        return file.stat().st_blocks * 512
-    except OSError:
-        return 0
