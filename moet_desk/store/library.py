@@ -27,6 +27,7 @@ from moet_desk.store.pack_format import (
     HEAT_FILE,
     JOURNAL_FILE,
     LOCK_FILE,
+    ORIGIN_FILE,
     PACK_JSON,
     PackMeta,
 )
@@ -39,7 +40,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _REMOVING = ".removing-"  # a folder of this name is on its way out and is no pack any more
 _OWN_FILES = (
     *(PACK_JSON, DENSE_FILE, BASE_FILE, FINE_FILE, DIGEST_FILE, HEAT_FILE, GATE_FILE),
-    *(JOURNAL_FILE, LOCK_FILE),
+    *(ORIGIN_FILE, JOURNAL_FILE, LOCK_FILE),
     *COPIED_FILES,
 )
 
