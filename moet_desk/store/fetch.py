@@ -31,7 +31,6 @@ PART = ".part"
 _T = TypeVar("_T")
 SizeOf = Callable[[bytes], int]
 
-_CHUNK_BYTES = MIB
 _READ_BYTES = 8 * MIB
 _FIRST_HEADER_BYTES = 64 * 1024  # most headers fit: one request each
 
@@ -67,13 +66,6 @@ class Limiter:
             start_s = max(self._free_at_s, now_s)  # time that was not used is not saved up
             self._free_at_s = start_s + n_bytes / self.bytes_per_s
             return self._free_at_s - now_s
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Pieces small enough that a slow limit stays smooth."""
-        if not self.bytes_per_s:
-            return _CHUNK_BYTES
-        return max(1024, min(_CHUNK_BYTES, int(self.bytes_per_s / 8)))
 
 
 class Stopped(Exception):
@@ -283,7 +275,7 @@ def _append(line: Line, listing: Listing, file: RemoteFile, part: _Part) -> None
             # everything from the start again: what is here must not be appended to
             os.ftruncate(part.fd, 0)
             part.hashes = _Hashes(file)
-        for chunk in body.chunks(line.limiter.chunk_bytes):
+        for chunk in body.chunks():
             wanted = memoryview(chunk)[: file.size - part.hashes.n_bytes]
             write_at(part.fd, wanted, part.hashes.n_bytes)
             part.hashes.update(wanted)
@@ -316,7 +308,7 @@ def fetch_start(line: Line, listing: Listing, file: RemoteFile, size_of: SizeOf)
                     data.clear()
                 elif body.start != n_before:
                     raise _nonsense(line, f"sent another part of {file.name}")
-                for chunk in body.chunks(line.limiter.chunk_bytes):
+                for chunk in body.chunks():
                     data.extend(chunk)
                     line.wait(line.limiter.delay_s(len(chunk)))
                     if len(data) >= want:

@@ -145,13 +145,10 @@ class Hub:
         for answer in (*response.history, response):
             got = answer.headers.get("X-Repo-Commit", listing.commit)
             if got != listing.commit:
-                raise fail(
-                    "MD-HUB-03",
-                    repo=listing.repo,
-                    want=listing.commit[:12],
-                    got=got[:12],
-                    model=listing.repo.rpartition("/")[2],
-                )
+                raise self._changed(listing.repo, listing.commit, got[:12])
+
+    def _changed(self, repo: str, want: str, got: str) -> MoetError:
+        return fail("MD-HUB-03", repo=repo, want=want[:12], got=got, model=repo.rpartition("/")[2])
 
     @contextmanager
     def _refusals(self, repo: str, revision: str | None, name: str = "") -> Iterator[None]:
@@ -163,6 +160,8 @@ class Hub:
             page = f"{self.endpoint}/{repo}"
             raise fail("MD-HUB-02", repo=repo, page=page) from error
         except hub_errors.RevisionNotFoundError as error:
+            if name:  # it was there when the download began
+                raise self._changed(repo, revision or "", "no such commit") from error
             raise fail("MD-HUB-01", host=self.host, repo=repo, detail=at) from error
         except hub_errors.RepositoryNotFoundError as error:
             raise fail("MD-HUB-01", host=self.host, repo=repo, detail="") from error
@@ -219,9 +218,11 @@ class Body:
         found = re.match(r"bytes (\d+)-", headers.get("Content-Range", ""))
         return int(found[1]) if found else None
 
-    def chunks(self, size: int) -> Iterator[bytes]:
-        """The bytes as they come, in pieces of `size` at most."""
-        return self._response.iter_raw(size)
+    def chunks(self) -> Iterator[bytes]:
+        """The bytes as they come: with a size of its own the library would hold some back, and
+        they would be lost with the connection.
+        """
+        return self._response.iter_raw()
 
 
 def _seconds(text: str) -> float | None:

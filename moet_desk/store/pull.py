@@ -133,6 +133,8 @@ class _Pull:
         self._book = ShardBook({})
         self._coming: dict[Future[str], str] = {}
         self._waiting: list[str] = []  # shards to fetch, next first
+        self._here: set[str] = set()  # shards that are needed and take disk space, or soon will
+        self._is_idle = True  # nothing is on its way and nothing can be packed
         self._rate = _Rate()
         self._reported_s = 0.0
 
@@ -183,21 +185,25 @@ class _Pull:
             try:
                 while self._waiting or self._coming:
                     self._start(pool)
-                    for name in self._landed():
-                        self._work_on(self._book.land(name), pool)
+                    landed = self._landed()
+                    ready = [unit for name in landed for unit in self._book.land(name)]
+                    self._work_on(sorted(ready), pool)
             finally:
                 self._line.stop.set()
                 self._coming = {}
         self._line.stop.clear()
+        self._here.clear()
 
     def _start(self, pool: ThreadPoolExecutor) -> None:
         while self._waiting and len(self._coming) < self._asked.parallel:
-            n_here = len(self._book.held) + len(self._coming)
+            n_here = len(self._here)
             window = self._asked.window if self._asked.reclaim else n_here + 1
-            if not may_start(n_here, window, idle=not self._coming):
+            if not may_start(n_here, window, idle=self._is_idle):
                 return
             name = self._waiting.pop(0)
+            self._here.add(name)
             self._coming[pool.submit(self._bring, self._files[name])] = name
+            self._is_idle = False
 
     def _bring(self, file: RemoteFile) -> str:
         """In a fetching thread: have the file here and compared; returns its blake3."""
@@ -246,16 +252,19 @@ class _Pull:
         plan = self._prepared.maker.plan
         n_units = plan.n_rows + len(plan.dense)
         self._free(self._book.finish(unit for unit in units if unit >= n_units))
+        self._is_idle = False
         for durable in self._packer.pack([unit for unit in units if unit < n_units]):
             self._free(self._book.finish(durable))
             self._start(pool)
             self._tick()
         self._tick()
+        self._is_idle = not self._coming
 
     def _free(self, names: list[str]) -> None:
         """Shards that nobody needs any more."""
         for name in names:
             self._prepared.homes[name].detach()
+            self._here.discard(name)
             if self._asked.reclaim:
                 (self._asked.work / name).unlink(missing_ok=True)
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.durable import check_space
 from moet_desk.store.fetch import PART, Line, check_file, fetch_file, fetch_start, save
@@ -107,10 +105,13 @@ def prepare(asked: Asked, line: Line, make_plan: MakePlan) -> Prepared | None:
             packed; MD-PACK-08 the name is taken; MD-DISK-02, 03 the disk.
         Stopped: asked to stop.
     """
-    state, moved = _pin(asked, line)
+    revision = asked.revision or None
+    now = line.patiently(lambda: line.hub.listing(asked.repo, revision))
+    state, moved = _pin(asked, now)
     listing = _listing(state)
     if _is_complete(asked, listing):
         return None
+    _keep(asked, state)
     _fetch_small(asked.work, listing, line)
     shards = _shards(asked.work, listing)
     headers, index, homes = _index(asked.work, listing, shards, line, fresh=False)
@@ -145,10 +146,8 @@ def check_room(prepared: Prepared) -> None:
     check_space(asked.dest, prepared.figures.need, what=f"Fetching and packing {asked.dest.name}")
 
 
-def _pin(asked: Asked, line: Line) -> tuple[PullState, str]:
+def _pin(asked: Asked, now: Listing) -> tuple[PullState, str]:
     """The state of this download, new or from before; and the commit it has moved to, if so."""
-    revision = asked.revision or None
-    now = line.patiently(lambda: line.hub.listing(asked.repo, revision))
     known = read_state(asked.work)
     if known is not None and known.repo != asked.repo:
         names = {"path": str(asked.work), "model": asked.work.name}
@@ -160,18 +159,24 @@ def _pin(asked: Asked, line: Line) -> tuple[PullState, str]:
         for file in now.files
         if "/" not in file.name
     ]
-    state = PullState(STATE_VERSION, asked.repo, asked.revision, now.commit, files)
-    if known is not None:  # another revision: files that are the same stay
-        same = {file.name for file in files if file in known.files}
-        landed = {name: ours for name, ours in known.landed.items() if name in same}
-        state = msgspec.structs.replace(state, landed=landed)
+    landed = {} if known is None else known.landed
+    same = {} if known is None else {file.name for file in files if file in known.files}
+    kept = {name: ours for name, ours in landed.items() if name in same}
+    return PullState(STATE_VERSION, asked.repo, asked.revision, now.commit, files, kept), ""
+
+
+def _keep(asked: Asked, state: PullState) -> None:
+    """Write down a new state; of another revision only the files that are the same stay."""
+    known = read_state(asked.work)
+    if known == state:
+        return
+    if known is not None:
         drop_headers(asked.work)
         for file in known.files:
-            if file.name not in same:
+            if file not in state.files:
                 (asked.work / file.name).unlink(missing_ok=True)
                 (asked.work / f"{file.name}{PART}").unlink(missing_ok=True)
     write_state(asked.work, state)
-    return state, ""
 
 
 def _listing(state: PullState) -> Listing:
