@@ -450,6 +450,8 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "The hub's answer cannot be used",
         "{host}: {reason}.",
         "Try again later. If it stays so, check HF_ENDPOINT and proxies.",
+        safe="Everything fetched so far is kept.",
+        reaction=_JOB,
         exit=ExitCode.NETWORK,
     ),
     ErrorSpec(

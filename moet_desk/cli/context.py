@@ -121,6 +121,20 @@ def engine_options(settings: Settings) -> EngineOptions:
     )
 
 
+class Size(click.ParamType[int]):
+    """A size like 2GiB, in bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from moet_desk.units import parse_bytes
+
+        try:
+            return value if isinstance(value, int) else parse_bytes(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+
+
 def device_option(command: _Decorated) -> _Decorated:
     """`--device`, which counts before the setting; the command hands it to `load_settings`."""
     choices = click.Choice(["auto", "cpu", "cuda"])

@@ -99,8 +99,8 @@ class Hub:
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 if isinstance(error, hub_errors.HfHubHTTPError | hub_errors.HFValidationError):
                     raise
-                # the library reads the answer without checking it
-                raise self._unusable(f"{type(error).__name__}: {error}") from error
+                # the library reads the answer without checking it; it may have been cut short
+                raise Passing(self._unusable(f"{type(error).__name__}: {error}")) from error
         files = []
         for found in info.siblings or ():
             size = found.lfs.size if found.lfs else found.size

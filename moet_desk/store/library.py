@@ -99,6 +99,10 @@ class Library:
             raise fail("MD-LIB-01", model=name, path=str(self.models_dir))
         return look_at(path)
 
+    def has(self, name: str) -> bool:
+        """Whether there is a pack of this name, in whatever state."""
+        return bool(_NAME.fullmatch(name)) and _is_pack(self.models_dir / name)
+
     def needs_packing(self, name: str) -> bool:
         """Whether a model whose source is at hand must be packed (again) before it can be used.
 
