@@ -25,6 +25,7 @@ PROGRAM = "moet-desk"
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("moet_desk.cli.run:run", "Ask a model one question, or talk with it line by line."),
     "serve": ("moet_desk.cli.serve:serve", "Serve a model to OpenAI clients."),
+    "pull": ("moet_desk.cli.pull:pull", "Fetch a model from the hub and pack it; resumes."),
     "pack": ("moet_desk.cli.models:pack", "Make a pack from a model's files; resumes."),
     "verify": ("moet_desk.cli.models:verify", "Check every byte of a pack; mend it."),
     "ls": ("moet_desk.cli.models:ls", "List the models on this computer."),
@@ -32,6 +33,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "doctor": ("moet_desk.cli.doctor:doctor", "Look for what slows this computer down."),
     "show": ("moet_desk.cli.models:show", "Show what a model is and how it is stored."),
     "rm": ("moet_desk.cli.models:rm", "Delete a model from this computer."),
+    "ps": ("moet_desk.cli.jobs:ps", "List long jobs: running, paused, done."),
+    "jobs": ("moet_desk.cli.jobs:jobs", "Pause, resume or cancel a long job."),
     "bench": ("moet_desk.cli.bench:bench", "Measure a model on this computer."),
     "eval": ("moet_desk.cli.evaluate:evaluate", "Measure what a model's qualities cost."),
     "calibrate": ("moet_desk.cli.calibrate:calibrate", "Fit a model's choices to texts."),

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from moet_desk.cli.context import engine_options
 from moet_desk.cli.desk_jobs import AppJobs
 from moet_desk.errors import MoetError, fail
-from moet_desk.store.library import DEMO, InstalledPack, PackState, embedded_source, free_bytes
+from moet_desk.store.durable import free_bytes
+from moet_desk.store.library import DEMO, InstalledPack, PackState, embedded_source
 from moet_desk.store.state_file import read_record, write_record
 from moet_desk.ui.desk import (
     DoctorView,

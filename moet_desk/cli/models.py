@@ -55,6 +55,17 @@ def pack(
     Started again after an interruption it goes on where it stopped. "demo" stands for the model
     that comes with the program.
     """
+    return pack_folder(invocation, source, name, memory_budget=memory_budget, wait=wait)
+
+
+def pack_folder(
+    invocation: Invocation, source: Path, name: str | None, *, memory_budget: int, wait: bool
+) -> int:
+    """Pack a folder, with reports in the wanted format; returns the exit code.
+
+    Raises:
+        MoetError: as `packing.pack_source`, unless it was interrupted.
+    """
     from moet_desk.cli import packing
     from moet_desk.cli.signals import interruptible
     from moet_desk.store.library import DEMO, embedded_source, look_at
@@ -82,18 +93,20 @@ def pack(
             return interrupt.exit_code
         finally:
             report.close()
-    _print_packed(invocation, look_at(dest))
+    print_made(invocation, "packed", look_at(dest))
     return ExitCode.OK
 
 
-def _print_packed(invocation: Invocation, made: InstalledPack) -> None:
+def print_made(invocation: Invocation, event: str, made: InstalledPack) -> None:
+    """Say that a pack is there; `event` is "packed" or "pulled"."""
     fields = {"model": made.name, **_summary(made)}
     if invocation.format is Format.NDJSON:
-        print_event("packed", **fields)
+        print_event(event, **fields)
     elif invocation.format is Format.JSON:
         print_document(fields)
     else:
-        invocation.say(f"Packed {made.name}: {made.rows} experts, {show_disk(made.bytes)}.")
+        verb = event.capitalize()
+        invocation.say(f"{verb} {made.name}: {made.rows} experts, {show_disk(made.bytes)}.")
         if sys.stderr.isatty():
             invocation.say(f"Next: moet-desk run {made.name}")
 
@@ -157,7 +170,8 @@ def ls(invocation: Invocation, machine: Path | None, *, available: bool, fit: bo
         return
     if fit or machine is not None:
         raise click.UsageError("--fit and --machine need --available")
-    from moet_desk.store.library import DEMO, free_bytes
+    from moet_desk.store.durable import free_bytes
+    from moet_desk.store.library import DEMO
 
     packs = invocation.library.packs()
     folder = invocation.library.models_dir
@@ -216,16 +230,25 @@ def show(invocation: Invocation, model: str) -> None:
 @output_options
 @click.pass_obj
 def rm(invocation: Invocation, model: str, *, yes: bool) -> int:
-    """Delete MODEL from this computer. Chats are kept."""
-    found = invocation.library.find(model)
+    """Delete MODEL from this computer, and what was downloaded for it. Chats are kept."""
+    from moet_desk.store import pull_state
+
+    source = invocation.locations.sources_dir / model
+    fetched = model in pull_state.downloads(invocation.locations.sources_dir)
+    n_bytes = pull_state.disk_bytes(source) if fetched else 0
+    packed = not fetched or invocation.library.has(model)
+    if packed:
+        n_bytes += invocation.library.find(model).bytes
     if not yes:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise click.UsageError("Deleting needs --yes when nobody can be asked")
-        question = f"Delete {model} ({show_disk(found.bytes)})?"
-        if not click.confirm(question, err=True):
+        what = f"{model} and its download" if fetched and packed else model
+        if not click.confirm(f"Delete {what} ({show_disk(n_bytes)})?", err=True):
             say("Nothing was deleted.")
             return ExitCode.FAILED
-    freed = invocation.library.remove(model)
+    freed = invocation.library.remove(model) if packed else 0
+    if fetched:
+        freed += pull_state.remove_download(source)
     if invocation.format is Format.HUMAN:
         invocation.say(f"Deleted {model}; {show_disk(freed)} are free again.")
     else:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from moet_desk.errors import MoetError
-from moet_desk.store.sources import MAX_HEADER_BYTES, Format, TensorIndex, parse_header
+from moet_desk.store.headers import MAX_HEADER_BYTES, parse_header
+from moet_desk.store.sources import Format, TensorIndex
 from tests.store.tiny import Tiny, store, write_source, write_weights
 
 
