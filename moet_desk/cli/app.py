@@ -51,6 +51,7 @@ def open_app(invocation: Invocation) -> int:
         runtime.start_logging(places, settings.log.level)
         chats = ChatStore.open(places.chats_file)
         desk = AppDesk(invocation, settings, partial(_open_pack, invocation, settings))
+        desk.forget_done()
         start = plan_start(desk, invocation.library, quality=settings.answers.quality)
         with runtime.terminal_guard(places):
             return app.run(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moet_desk.cli.context import engine_options
 from moet_desk.cli.desk_jobs import AppJobs
-from moet_desk.errors import MoetError, fail
+from moet_desk.errors import MoetError
 from moet_desk.store.durable import free_bytes
 from moet_desk.store.library import DEMO, InstalledPack, PackState, embedded_source
 from moet_desk.store.state_file import read_record, write_record
@@ -36,8 +36,8 @@ from moet_desk.units import show_disk
 
 if TYPE_CHECKING:
     from moet_desk.cli.context import Invocation
+    from moet_desk.cli.desk_sources import Known
     from moet_desk.engine.handle import EngineHandle
-    from moet_desk.engine.planned_model import PlannedModel
     from moet_desk.machine import MachineFacts
     from moet_desk.settings import Settings
 
@@ -63,10 +63,9 @@ class AppDesk:
         self._data_dir = invocation.locations.data_dir
         self._settings = settings
         self._open_pack = open_pack
-        self._jobs = AppJobs(self._data_dir)
+        self._jobs = AppJobs(invocation.locations.jobs_dir)
         self._last_facts: MachineFacts | None = None
-        self._planned_models: dict[str, PlannedModel | None] = {}
-        self._sources: dict[str, Path] = {}  # of folders that were looked up
+        self._known: dict[str, Known] = {}  # by offer, as far as it was asked for
 
     # -- models ----------------------------------------------------------------------------------
 
@@ -175,96 +174,101 @@ class AppDesk:
     def offers(self) -> tuple[Offer, ...]:
         from moet_desk.cli.available import fit_answers
         from moet_desk.cli.desk_plans import catalogue_offer, ranked
+        from moet_desk.cli.desk_sources import Known, pull_arguments
         from moet_desk.engine.families import runs
+        from moet_desk.engine.planned_model import from_catalogue
 
-        facts = self._facts()
-        here = {pack.name for pack in self._library.packs() if pack.state is PackState.READY}
-        rows = [
-            (catalogue_offer(entry, answer, ready=entry.name in here), entry.params_b)
-            for entry, answer in fit_answers(facts, engine_options(self._settings))
-            if runs(entry.family) and not entry.not_yet
-        ]
-        return (*ranked(rows), self._demo_offer())
+        facts, here = self._facts(), self._ready_names()
+        rows = []
+        for entry, answer in fit_answers(facts, engine_options(self._settings)):
+            if not runs(entry.family) or entry.not_yet:
+                continue
+            offer = catalogue_offer(entry, answer, ready=entry.name in here)
+            # which files are deleted on the way is known only when their sizes are
+            arguments = pull_arguments(entry.repo, entry.name, reclaim=True)
+            model = from_catalogue(entry)
+            self._known[offer.id] = Known(offer, entry.name, model, "pull", arguments)
+            rows.append((offer, entry.params_b))
+        demo = self._demo()
+        self._known[DEMO] = demo
+        return (*ranked(rows), demo.offer)
 
-    def _demo_offer(self) -> Offer:
-        source = embedded_source()
-        n_bytes = sum(file.stat().st_size for file in source.iterdir())
-        return Offer(
+    def _ready_names(self) -> set[str]:
+        packs = self._library.packs()
+        return {pack.name for pack in packs if pack.state is PackState.READY}
+
+    def _demo(self) -> Known:
+        from moet_desk.cli.desk_sources import known_folder
+
+        words = "A small model that comes with the program. It needs no network."
+        return known_folder(
+            embedded_source(),
+            DEMO,
             id=DEMO,
             title="Demo model",
             total="15M",
-            download_bytes=0,
-            pack_bytes=n_bytes,
             fit=Fit.GOOD,
             licence="Apache-2.0",
-            about=("A small model that comes with the program. It needs no network.",),
-            ready=not self._library.needs_packing(DEMO),
+            about=(words,),
+            ready=DEMO in self._ready_names(),
         )
 
     def look_up(self, text: str) -> Offer:
         from moet_desk.catalogue import find_entry
+        from moet_desk.cli import desk_sources
+        from moet_desk.store.hub import is_repo
 
-        known = find_entry(text)
-        if known is not None:
-            return next(offer for offer in self.offers() if offer.id == known.name)
-        return self._folder_offer(Path(text).expanduser())
+        if desk_sources.is_folder(text):
+            folder = Path(text).expanduser().resolve()
+            self._library.path_for(folder.name)  # says what is wrong with a name
+            known = desk_sources.known_folder(folder, folder.name)
+        else:
+            repo = desk_sources.repository_in(text)
+            entry = find_entry(repo)
+            repo = repo if entry is None else entry.repo
+            if not is_repo(repo):
+                raise desk_sources.nothing_there(text)
+            known = desk_sources.known_repository(self._invocation, repo)
+        ready = known.name in self._ready_names()
+        known = replace(known, offer=replace(known.offer, ready=ready))
+        self._known[known.offer.id] = known
+        return self._judged(known).offer
 
-    def _folder_offer(self, folder: Path) -> Offer:
-        from moet_desk.cli.packing import read_plan, row_bytes
+    def _judged(self, known: Known) -> Known:
+        """With how it fits, which the planner says."""
+        from moet_desk.cli.desk_plans import judged
 
-        plan = read_plan(folder)
-        name = folder.resolve().name
-        self._library.path_for(name)  # says what is wrong with a name before anything begins
-        rows = plan.n_rows * row_bytes(plan)
-        self._sources[name] = folder.resolve()
-        shape = f"{len(plan.moe_layers)} MoE layers x {plan.n_experts} experts"
-        return Offer(
-            id=name,
-            title=name,
-            download_bytes=0,
-            pack_bytes=rows,
-            about=(f"{plan.model_type}, {shape}, from {folder}",),
-        )
+        facts = self._last_facts or self._facts()
+        if known.model is None:
+            return known
+        offer = judged(known.offer, facts, known.model, engine_options(self._settings))
+        self._known[offer.id] = replace(known, offer=offer)
+        return self._known[offer.id]
 
     def plan(self, offer: Offer, wishes: PlanWishes) -> PlanView | None:
         from moet_desk.cli.desk_plans import plan_view
 
-        model = self._planned(offer)
-        if model is None or self._last_facts is None:
+        known, facts = self._known.get(offer.id), self._last_facts
+        if known is None or known.model is None or facts is None:
             return None
-        return plan_view(self._last_facts, model, engine_options(self._settings), wishes)
-
-    def _planned(self, offer: Offer) -> PlannedModel | None:
-        """What the planner sees: the pack if it is here, else the catalogue's entry."""
-        from moet_desk.catalogue import find_entry
-        from moet_desk.engine.planned_model import from_catalogue, from_pack
-
-        if offer.id not in self._planned_models:
-            entry = find_entry(offer.id)
-            model = None if entry is None else from_catalogue(entry)
-            if offer.ready:
-                with suppress(MoetError):  # removed in the meantime
-                    model = from_pack(self._library.ready(self.name_of(offer)))
-            self._planned_models[offer.id] = model
-        return self._planned_models[offer.id]
+        return plan_view(facts, known.model, engine_options(self._settings), wishes)
 
     def name_of(self, offer: Offer) -> str:
-        return offer.id
+        known = self._known.get(offer.id)
+        return offer.id if known is None else known.name
 
     def start(self, offer: Offer, wishes: PlanWishes) -> str:
-        self._planned_models.pop(offer.id, None)
-        name = self.name_of(offer)
-        if name == DEMO:
+        known = self._known[offer.id]
+        if known.name == DEMO:
             self._library.drop_other_format(DEMO)
-        source = embedded_source() if name == DEMO else self._sources.get(offer.id)
-        if source is None:
-            raise fail("MD-LIB-01", model=name, path=str(self._library.models_dir))
-        return self._jobs.start("pack", name, ["pack", str(source), "--name", name, "--wait"])
+        command = ["--data-dir", str(self._data_dir), *known.arguments]
+        return self._jobs.start(known.kind, known.name, command)
 
     # -- jobs ------------------------------------------------------------------------------------
 
     def verify(self, name: str) -> str:
-        return self._jobs.start("verify", name, ["verify", name])
+        command = ["--data-dir", str(self._data_dir), "verify", name]
+        return self._jobs.start("verify", name, command)
 
     def jobs(self) -> tuple[JobView, ...]:
         return self._jobs.views()
@@ -277,6 +281,11 @@ class AppDesk:
 
     def cancel(self, job_id: str) -> None:
         self._jobs.cancel(job_id)
+
+    def forget_done(self) -> None:
+        """Drop jobs that ended well before the app was opened, but for the wizard's own."""
+        job = self.load_setup().get("job")
+        self._jobs.forget_done(but=job if isinstance(job, str) else None)
 
     # -- doctor ----------------------------------------------------------------------------------
 

@@ -187,6 +187,19 @@ def _sentence(error: MoetError) -> str:
     return error.cause[:1].upper() + error.cause[1:]
 
 
+def judged(offer: Offer, facts: MachineFacts, model: PlannedModel, options: EngineOptions) -> Offer:
+    """An offer whose files are known, with how it would do here."""
+    answer = plan_model(facts, replace(model, is_installed=offer.ready), options)
+    plan = None if isinstance(answer, Refusal) else answer
+    short = offer.fit is Fit.NO_ROOM
+    return replace(
+        offer,
+        fit=Fit.NO_ROOM if short else fit_of(answer),
+        reason=offer.reason if short else reason_words(answer),
+        forecast="" if plan is None else f"{show_range(plan.forecast)} t/s",
+    )
+
+
 _ORDER = (Fit.BEST, Fit.GOOD, Fit.SLOW, Fit.UNKNOWN, Fit.NO_ROOM)
 
 

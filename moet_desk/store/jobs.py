@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -169,6 +169,7 @@ class JobView:
     rate: float | None  # bytes per second
     silent_s: float  # since its newest event
     reason: MoetError | None
+    latest: Mapping[str, Mapping[str, Any]]  # newest event of each name; old ones may be left out
 
 
 class JobStore:
@@ -286,6 +287,7 @@ class JobStore:
             rate=counted.get("rate_bytes_per_s") if pid else None,
             silent_s=silent_s,
             reason=None if pid else error,
+            latest={str(event.get("event", "")): event for event in events},
         )
 
 

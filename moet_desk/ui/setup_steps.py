@@ -105,6 +105,11 @@ def question(offer: Offer) -> tuple[str, str] | None:
     return f"Download {show_disk(n_bytes)}?", " ".join(parts)
 
 
+def size_is_open(offer: Offer) -> bool:
+    """Whether its headers have to be read before anybody can agree to the download."""
+    return offer.download_bytes is None and not offer.ready and offer.fit is not Fit.NO_ROOM
+
+
 def obstacle(offer: Offer, plan: PlanView | None) -> str | None:
     """Why an offer cannot be got as planned, None if it can."""
     if plan is not None and plan.problem is not None:

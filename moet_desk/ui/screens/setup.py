@@ -37,6 +37,7 @@ from moet_desk.ui.setup_steps import (
     obstacle,
     question,
     recommended,
+    size_is_open,
     to_kept,
 )
 from moet_desk.ui.theme import Glyphs
@@ -218,6 +219,8 @@ class SetupScreen(Screen[None]):
         self._take_look_up()
         moved = follow_job(self.setup, self._jobs)
         if moved != self.setup:
+            if moved.step is Step.START and self.setup.job is not None:
+                self._desk.cancel(self.setup.job)  # it is done; nobody has to dismiss it
             self._move(moved)
         elif self._started():
             self._finish()
@@ -331,7 +334,11 @@ class SetupScreen(Screen[None]):
         self._set("page", page)
 
     def _draw_unknown_offer(self) -> None:
-        if self._offers is not None and self._offers.ended:  # not in the list any more
+        """A repository or folder of an earlier window is looked up again; what is gone is not."""
+        wanted = self.setup.offer or ""
+        if self._offers is not None and self._offers.ended and self._look_up is None:
+            self._look_up = self._thread(partial(self._desk.look_up, wanted), "look-up")
+        if self._look_up is not None and self._look_up.error is not None:
             self._move(replace(self.setup, step=Step.MODEL, offer=None))
         else:
             self._set("page", Content(f" {self._glyphs.now} Its shape is looked up"))
@@ -377,9 +384,10 @@ class SetupScreen(Screen[None]):
             return
         offer, self._look_up = self._look_up.result, None
         self._looked_up = (*(o for o in self._looked_up if o.id != offer.id), offer)
-        self.query_one(Input).display = False
-        self.query_one(Offers).focus()
         self.setup = replace(self.setup, offer=offer.id)
+        if self.setup.step is Step.MODEL:
+            self.query_one(Input).display = False
+            self.query_one(Offers).focus()
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -394,8 +402,11 @@ class SetupScreen(Screen[None]):
     def on_input_submitted(self, event: Input.Submitted) -> None:
         text = event.value.strip()
         if text:
-            self._look_up = self._thread(lambda: self._desk.look_up(text), "look-up")
-            self.draw()
+            self._begin_look_up(text)
+
+    def _begin_look_up(self, text: str) -> None:
+        self._look_up = self._thread(lambda: self._desk.look_up(text), "look-up")
+        self.draw()
 
     def on_resize(self) -> None:
         self._listed = None  # rows are cut to the width
@@ -425,7 +436,9 @@ class SetupScreen(Screen[None]):
 
     def _choose(self) -> None:
         offer = self._highlighted()
-        if offer is not None:
+        if offer is not None and size_is_open(offer):
+            self._begin_look_up(offer.id)
+        elif offer is not None:
             wishes = self.setup.wishes if offer.id == self.setup.offer else self._fresh_wishes()
             self._move(replace(self.setup, step=Step.PLAN, offer=offer.id, wishes=wishes))
         elif self._listed is not None:
