@@ -16,16 +16,18 @@ from moet_desk import config
 from moet_desk.errors import fail
 from moet_desk.machine import LEAST_CAPABILITY, GpuChoice, choose_gpu
 from moet_desk.probing.gpus import look_for_gpus
-from moet_desk.probing.memory import read_memory
+from moet_desk.probing.memory import SystemFiles, read_memory
+from moet_desk.probing.system import is_wsl
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """RAM in bytes, and processor cores this process may run on."""
+    """RAM in bytes, processor cores this process may run on, and whether this is WSL."""
 
     ram_total: int
     ram_available: int
     cores: int
+    is_wsl: bool = False
 
 
 def engine_threads(cores: int) -> int:
@@ -42,7 +44,8 @@ def engine_threads(cores: int) -> int:
 def probe() -> Machine:
     """Look at the computer; takes a few milliseconds."""
     memory = read_memory()
-    return Machine(memory.total, memory.available, len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0))
+    return Machine(memory.total, memory.available, cores, is_wsl(SystemFiles()))
 
 
 # -- what computes ---------------------------------------------------------------------------
