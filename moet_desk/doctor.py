@@ -222,7 +222,7 @@ def _lock(machine: MachineFacts) -> _Rows:
 
 
 def _drives(machine: MachineFacts) -> _Rows:
-    for drive in machine.drives:
+    for drive in (drive for drive in machine.drives if drive.use == "models"):
         kind = _kind(drive)
         if kind:
             cause = (

@@ -45,6 +45,15 @@ def ram_budget(available: int) -> int:
     return int(RAM_SHARE * available)
 
 
+def pinned_budget(available: int, total: int, *, is_wsl: bool) -> int:
+    """Bytes of RAM that may be pinned for a card, when the user did not say.
+
+    WSL lets about half of the RAM be pinned, whatever is free.
+    """
+    budget = ram_budget(available)
+    return min(budget, total // 2) if is_wsl else budget
+
+
 def vram_budget(free: int) -> int:
     """Bytes the tiers may take of a card's memory, when the user did not say."""
     return int(VRAM_SHARE * free)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,11 @@ from moet_desk.units import show_disk, show_memory, show_rate
 
 if TYPE_CHECKING:
     from moet_desk.doctor import Examination, Finding
-    from moet_desk.machine import MachineFacts
+    from moet_desk.machine import MachineFacts, Rates
 
 
 @click.command()
-@click.option("--bench", is_flag=True, help="Measure RAM and the drive first; some seconds.")
+@click.option("--bench", is_flag=True, help="Measure RAM, drive and card first; some seconds.")
 @click.option("--strict", is_flag=True, help="Exit with 10 if there are warnings.")
 @click.option(
     "--record",
@@ -57,14 +58,30 @@ def doctor(
 def _measure(invocation: Invocation) -> None:
     from moet_desk.probing.rates import measure, save_rates
 
-    invocation.say("Measuring RAM and the drive of the models ...")
+    invocation.say("Measuring RAM, the drive of the models and the card ...")
     places = invocation.locations
-    rates = measure(places.models_dir)
+    rates = _with_card(measure(places.models_dir))
     try:
         save_rates(places.data_dir, rates)
     except OSError as error:
         reason = error.strerror or str(error)
         raise fail("MD-DISK-03", path=str(places.data_dir), reason=reason) from error
+
+
+def _with_card(rates: Rates) -> Rates:
+    """The rates with those of the card, if the driver shows one."""
+    from moet_desk.probing.gpus import look_for_gpus
+
+    if not look_for_gpus().gpus:
+        return rates  # torch takes seconds to import
+    from moet_desk import hardware
+    from moet_desk.engine.cuda.bandwidth import measure_card
+
+    if hardware.probe_accelerator().missing:
+        return rates
+    hardware.take_card()
+    card = measure_card()
+    return rates if card is None else replace(rates, pcie=card.pcie, vram=card.vram)
 
 
 def _record(facts: MachineFacts, path: Path) -> None:

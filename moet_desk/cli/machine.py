@@ -9,6 +9,7 @@ from moet_desk.cli.context import Invocation
 from moet_desk.errors import fail
 
 if TYPE_CHECKING:
+    from moet_desk.locations import Locations
     from moet_desk.machine import MachineFacts, PackFact
 
 
@@ -32,10 +33,23 @@ def machine_facts(
 
     places = invocation.locations
     return look(
-        {"models": places.models_dir},
+        _folders(places),
         rates=read_rates(places.data_dir),
         packs=_packs(invocation) if with_packs else (),
     )
+
+
+def _folders(places: Locations) -> dict[str, Path]:
+    """The models' folder, and the other files' if that is on another drive."""
+    folders = {"models": places.models_dir, "data": places.data_dir}
+    numbers = {use: _existing(folder).stat().st_dev for use, folder in folders.items()}
+    if numbers["models"] == numbers["data"]:
+        del folders["data"]
+    return folders
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
 def read_record(path: Path) -> MachineFacts:

@@ -34,6 +34,7 @@ from moet_desk.plan import (
     Wishes,
     choose_kv_format,
     kv_tokens,
+    pinned_budget,
     plan_device_tiers,
     plan_tiers,
     ram_budget,
@@ -195,7 +196,8 @@ def _fitting(machine: MachineFacts, model: PlannedModel, options: EngineOptions)
 def _on_device(
     machine: MachineFacts, model: PlannedModel, options: EngineOptions, gpu: Gpu, why: str
 ) -> ModelPlan:
-    ram = options.ram_bytes or ram_budget(machine.memory.available)
+    memory = machine.memory
+    ram = options.ram_bytes or pinned_budget(memory.available, memory.total, is_wsl=machine.is_wsl)
     budget = DeviceBudget(options.vram_bytes or vram_budget(gpu.vram_free), ram)
     form = device_kv_format(options.kv_format)
     wishes = with_context(

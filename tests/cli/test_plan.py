@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from moet_desk import hardware
+from moet_desk.engine.cuda import bandwidth
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.errors import ExitCode
-from moet_desk.machine import Memory, from_json
-from moet_desk.probing import rates
+from moet_desk.machine import Memory, Rates, from_json
+from moet_desk.probing import gpus, rates
 from moet_desk.units import GIB, MIB
 from tests.cli.conftest import Command
 
@@ -197,6 +198,24 @@ def test_doctor__bench__rates_are_kept_and_used(
     document = moet("doctor", "--json").document
     assert document["machine"]["rates"]["ram_copy"] == kept["ram_copy"] > 0
     assert "measured" in document["passed"]
+
+
+def test_doctor__bench_with_a_card__its_rates_too(
+    moet: Command, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = from_json((MACHINES / "5090-96gb.json").read_bytes())
+    card = hardware.Accelerator("card", (12, 0), has_triton=True, can_compile=True)
+    monkeypatch.setattr(gpus, "look_for_gpus", lambda: gpus.FoundGpus(gpus=record.gpus))
+    monkeypatch.setattr(hardware, "probe_accelerator", lambda: card)
+    monkeypatch.setattr(hardware, "take_card", lambda: None)
+    monkeypatch.setattr(
+        bandwidth, "measure_card", lambda: bandwidth.Bandwidth(vram=1.5e12, pcie=5.1e10)
+    )
+    monkeypatch.setattr(rates, "measure", lambda folder: Rates(measured="2026-11-29T00:00:00Z"))
+    assert moet("doctor", "--bench").code == ExitCode.OK
+    kept = rates.read_rates(data_dir)
+    assert kept is not None
+    assert (kept.pcie, kept.vram) == (5.1e10, 1.5e12)
 
 
 def test_doctor__a_damaged_pack__named(moet: Command, data_dir: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +14,16 @@ from moet_desk.catalogue import find_entry, load_catalogue
 from moet_desk.engine.handle import EngineOptions, Quality
 from moet_desk.engine.planned_model import PlannedModel, from_catalogue
 from moet_desk.engine.planning import ModelPlan, Refusal, plan_model
-from moet_desk.forecast import HIT_CURVES, SHARES, hit_rate
-from moet_desk.machine import Gpu, MachineFacts, choose_gpu, from_json, to_json
+from moet_desk.forecast import (
+    HIT_CURVES,
+    SHARES,
+    Plane,
+    TokenWork,
+    forecast_device,
+    hit_rate,
+    speeds_of,
+)
+from moet_desk.machine import Gpu, MachineFacts, Rates, choose_gpu, from_json, to_json
 from moet_desk.plan import KV_PAGE_TOKENS
 from moet_desk.units import GIB
 from tools import generate_plans
@@ -23,6 +33,7 @@ MACHINES = {
 }
 MODELS = {entry.name: from_catalogue(entry) for entry in load_catalogue()}
 DESK = MACHINES["5090-96gb"]
+RECORDS = Path(__file__).resolve().parents[2] / "bench" / "records"
 AUTO = EngineOptions(device="auto")
 
 
@@ -179,6 +190,33 @@ def test_plan__a_full_drive__refused_before_anything_is_downloaded() -> None:
 def test_plan__a_limited_container__the_limit_counts_not_the_host() -> None:
     plan = planned(MACHINES["container-48gb"], "qwen3-30b-a3b")
     assert plan.budget.ram <= 0.7 * 48 * GIB
+
+
+def test_plan__wsl__half_of_the_ram_can_be_pinned() -> None:
+    machine = MACHINES["wsl-5090"]
+    plan = planned(machine, "minimax-m2.7")
+    assert plan.budget.ram == machine.memory.total // 2
+    on_cpu = planned(machine, "olmoe-1b-7b", EngineOptions(device="cpu"))
+    assert on_cpu.budget.ram == int(0.7 * machine.memory.available)  # nothing is pinned
+
+
+@pytest.mark.parametrize(
+    ("record", "step", "layers"),
+    [("qwen3-30b-a3b", None, 48), ("deepseek-v4-flash", 0.9992, 43)],
+)
+def test_forecast__of_what_was_measured__its_range_holds_the_measurement(
+    record: str, step: float | None, layers: int
+) -> None:
+    """Steps with (nearly) all experts on the card, so that no hit rate is assumed."""
+    path = RECORDS / f"2026-11-29-h200-{record}-shape-decode.json"
+    found = json.loads(path.read_text())
+    steps = {row["hit_rate"]: row for row in found.get("other_hit_rates", [])} | {None: found}
+    machine = replace(DESK, rates=Rates(measured="", vram=found["measured_bw"]["vram_bytes_per_s"]))
+    everything = Plane(row_bytes=1, slots=1, in_ram=1)
+    work = TokenWork(layers, 1, 1, found["bytes_per_step"]["vram"], 1, (everything,))
+    low, high = forecast_device(work, speeds_of(machine, None, None)).tok_per_s
+    assert low <= steps[step]["decode_tok_per_s"] <= high
+    assert high < 2 * low
 
 
 def test_plan__swap__is_no_tier() -> None:

@@ -51,8 +51,8 @@ from moet_desk.plan import (
     KV_PAGE_TOKENS,
     DeviceBudget,
     TierPlan,
+    pinned_budget,
     plan_device_tiers,
-    ram_budget,
     vram_budget,
     with_context,
 )
@@ -304,7 +304,8 @@ def _plan(
         free = torch.cuda.mem_get_info(device)[0]
     budget = DeviceBudget(
         options.vram_bytes or vram_budget(free),
-        options.ram_bytes or ram_budget(machine.ram_available),
+        options.ram_bytes
+        or pinned_budget(machine.ram_available, machine.ram_total, is_wsl=machine.is_wsl),
     )
     wishes = wishes_of(options)
     wishes = with_context(wishes, spec.context, kv_token_bytes(spec, form), budget.vram)
