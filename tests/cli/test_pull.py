@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from moet_desk.cli import pull as pull_command
 from moet_desk.errors import ExitCode
@@ -36,7 +36,7 @@ def hub(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     server = HubServer()
     server.repos[NAME] = Repo(source)
     monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
     yield server
     server.close()
 
