@@ -125,9 +125,10 @@ def verify(invocation: Invocation, model: str, source: Path | None, *, repair: b
 
     folder = invocation.library.find(model).path
     if repair and source is None:
-        if model != DEMO:
+        fetched = invocation.locations.sources_dir / model
+        source = embedded_source() if model == DEMO else fetched
+        if not (source / "config.json").is_file():
             raise click.UsageError("--repair needs --source, the folder the pack was made from")
-        source = embedded_source()
     report = packing.PackReport(invocation.format, row_bytes=0, quiet=invocation.quiet)
     try:
         found = verify_pack(folder, progress=report)

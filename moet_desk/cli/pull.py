@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,7 @@ def _pack_folder(invocation: Invocation, folder: Path, options: dict[str, Any]) 
 
 def _pull(invocation: Invocation, model: str, options: dict[str, Any], interrupt: Interrupt) -> int:
     from moet_desk.cli import packing
+    from moet_desk.cli.models import print_made
     from moet_desk.store.fetch import Limiter, Line, Stopped
     from moet_desk.store.hub import Hub, is_repo
     from moet_desk.store.library import look_at
@@ -99,23 +101,23 @@ def _pull(invocation: Invocation, model: str, options: dict[str, Any], interrupt
     asked = _asked(invocation, model, options)
     line = Line(Hub(), limiter=Limiter(options["limit_rate"]), stop=interrupt.came)
     invocation.say(f"Asking {line.hub.host} about {model} ...")
-    try:
-        prepared = prepare(asked, line, packing.plan_of_names)
-    except Stopped as stopped:
-        raise _stopped_early(asked) from stopped
-    from moet_desk.cli.models import print_made
-
-    if prepared is None:
-        invocation.say(f"{asked.dest.name} is there already.")
-        print_made(invocation, "pulled", look_at(asked.dest))
-        return ExitCode.OK
-    _say_figures(invocation, prepared, is_all=options["dry_run"])
-    check_room(prepared)
-    if options["dry_run"]:
-        return ExitCode.OK
-    if not _agreed(prepared, options):
-        say("Nothing was fetched.")
-        return ExitCode.FAILED
+    with _undone_unless_begun(asked) as begin:
+        try:
+            prepared = prepare(asked, line, packing.plan_of_names)
+        except Stopped as stopped:
+            raise _stopped_early(asked) from stopped
+        if prepared is None:
+            invocation.say(f"{asked.dest.name} is there already.")
+            print_made(invocation, "pulled", look_at(asked.dest))
+            return ExitCode.OK
+        _say_figures(invocation, prepared, is_all=options["dry_run"])
+        check_room(prepared)
+        if options["dry_run"]:
+            return ExitCode.OK
+        if not _agreed(prepared, options):
+            say("Nothing was fetched.")
+            return ExitCode.FAILED
+        begin()
     if options["background"]:
         return _in_background(invocation, model, asked, options)
     row_bytes = packing.row_bytes(prepared.maker.plan)
@@ -153,6 +155,31 @@ def _asked(invocation: Invocation, model: str, options: dict[str, Any]) -> Asked
         reclaim=options["reclaim"],
         parallel=options["parallel"],
     )
+
+
+@contextmanager
+def _undone_unless_begun(asked: Asked) -> Iterator[Callable[[], None]]:
+    """Leave no trace of a download that only was looked at; what began earlier stays.
+
+    The block calls what it is given when the download begins.
+    """
+    from moet_desk.store.pull_state import read_state, remove_download, state_folder
+
+    begun = read_state(asked.work) is not None
+
+    def begin() -> None:
+        nonlocal begun
+        begun = True
+
+    try:
+        yield begin
+    finally:
+        if not begun:
+            with suppress(MoetError):
+                if state_folder(asked.work).is_dir():
+                    remove_download(asked.work)
+            with suppress(OSError):
+                asked.work.rmdir()
 
 
 def _stopped_early(asked: Asked) -> MoetError:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 import huggingface_hub
+from huggingface_hub import constants
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
@@ -75,7 +76,7 @@ class Hub:
     """One hub, by default the one of HF_ENDPOINT with the token that the user signed in with."""
 
     def __init__(self, endpoint: str | None = None, *, timeout: httpx2.Timeout = _TIMEOUT) -> None:
-        self.endpoint = endpoint or huggingface_hub.constants.ENDPOINT
+        self.endpoint = endpoint or constants.ENDPOINT
         self.host = urlsplit(self.endpoint).netloc
         self._timeout = timeout
         self._headers = build_hf_headers(library_name="moet-desk", library_version=__version__)
