@@ -87,7 +87,7 @@ def test_pull__window_closed_meanwhile__job_goes_on_and_the_model_answers(
     try:
         write_repo(tmp_path / "tiny")
         hub.repos["test/tiny"] = Repo(tmp_path / "tiny")
-        hub.faults = lambda path, n: Fault("slow") if "safetensors" in path else None
+        hub.faults = lambda path, n: Fault("slow", seconds=0.01) if "00001" in path else None
         more = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_TELEMETRY": "1"}
         app = Terminal(data_dir, 0, more)
         to_the_models(app)

@@ -45,7 +45,7 @@ from moet_desk.ui.widgets.model_rows import (
     pack_row,
 )
 from moet_desk.ui.widgets.problem import ConfirmDialog, problem_content
-from moet_desk.ui.widgets.setup_pages import OFFER_HEAD, offer_notes, offer_row, rows
+from moet_desk.ui.widgets.setup_pages import OFFER_HEAD, offer_notes, offer_row, pointed, rows
 from moet_desk.units import show_disk
 
 REFRESH_S = 2.0
@@ -192,13 +192,14 @@ class ModelsScreen(Screen[None]):
         wanted = self._wanted(width)
         options = self.query_one(ModelList)
         ids = [str(option.id) for option in options.options]
-        if ids == [name for name, _, _ in wanted]:
-            for name, text, _ in wanted:
-                if options.get_option(name).prompt != text:
-                    options.replace_option_prompt(name, text)
-        else:
+        if ids != [name for name, _, _ in wanted]:
             self._refill(options, wanted)
         self._rows = {name: row for name, _, row in wanted if row is not None}
+        here = self._id_here()
+        for name, row, _ in wanted:
+            text = pointed(row, self._glyphs, here=name == here)
+            if options.get_option(name).prompt != text:
+                options.replace_option_prompt(name, text)
 
     def _refill(self, options: OptionList, wanted: list[tuple[str, Content, Row | None]]) -> None:
         at = options.highlighted
@@ -256,17 +257,18 @@ class ModelsScreen(Screen[None]):
             case JobView() as job:
                 lines = job_notes(job, self._glyphs, width)
             case Offer() as offer:
-                lines = offer_notes(offer, width)
+                lines = offer_notes(offer, width, self._glyphs)
             case _:
                 lines = [Content(" The models folder is read")] if self._library is None else []
         self._set("notes", rows(lines))
 
     def _here(self) -> Row | None:
         """What is under the cursor."""
-        options = self.query_one(ModelList)
-        if options.highlighted is None:
-            return None
-        return self._rows.get(str(options.get_option_at_index(options.highlighted).id))
+        return self._rows.get(self._id_here())
+
+    def _id_here(self) -> str:
+        option = self.query_one(ModelList).highlighted_option
+        return "" if option is None else str(option.id)
 
     def _job_here(self) -> JobView | None:
         """The job under the cursor, or the one of the pack under it."""
@@ -279,6 +281,7 @@ class ModelsScreen(Screen[None]):
     # -- events and actions ----------------------------------------------------------------------
 
     def on_option_list_option_highlighted(self) -> None:
+        self._fill(self.size.width)
         self._draw_notes(self.size.width)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:

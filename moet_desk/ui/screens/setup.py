@@ -51,6 +51,7 @@ from moet_desk.ui.widgets.setup_pages import (
     offer_notes,
     offer_row,
     plan_page,
+    pointed,
     rows,
     start_page,
     wrapped,
@@ -60,6 +61,8 @@ T = TypeVar("T")
 
 _OTHER = "other"
 """Id of the line that takes a repository's name or a folder."""
+
+_OTHER_ROW = " From Hugging Face, or from a folder...       its name, link or path"
 
 
 _ON_STEP = {
@@ -302,8 +305,7 @@ class SetupScreen(Screen[None]):
         options.add_options(
             [Option(offer_row(o, self._glyphs, width), id=f"offer-{o.id}") for o in offers]
         )
-        other = " From Hugging Face, or from a folder...       its name, link or path"
-        options.add_option(Option(Content(other), id=_OTHER))
+        options.add_option(Option(Content(_OTHER_ROW), id=_OTHER))
         first_run = self.setup.first is Step.MACHINE
         wanted = self.setup.offer or recommended(offers, first_run=first_run)
         ids = [offer.id for offer in offers]
@@ -317,7 +319,7 @@ class SetupScreen(Screen[None]):
         elif self._look_up is not None:
             lines.append(Content(f" {self._glyphs.now} Its headers are read"))
         elif offer is not None:
-            lines = offer_notes(offer, width)
+            lines = offer_notes(offer, width, self._glyphs)
         elif self._listed is not None:
             lines = wrapped("Only config.json and the headers are read before the plan.", width)
         self._set("about", rows(lines))
@@ -393,7 +395,17 @@ class SetupScreen(Screen[None]):
 
     def on_option_list_option_highlighted(self) -> None:
         if self.setup.step is Step.MODEL:
+            self._point(self.size.width)
             self._draw_about(self.size.width)
+
+    def _point(self, width: int) -> None:
+        """Put the cursor's mark before the row it is on."""
+        options, glyphs = self.query_one(Offers), self._glyphs
+        drawn = [offer_row(offer, glyphs, width) for offer in self._listed or ()]
+        for at, row in enumerate([*drawn, Content(_OTHER_ROW)]):
+            text = pointed(row, glyphs, here=at == options.highlighted)
+            if at < options.option_count and options.get_option_at_index(at).prompt != text:
+                options.replace_option_prompt_at_index(at, text)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()

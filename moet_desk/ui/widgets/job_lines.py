@@ -112,6 +112,8 @@ def job_page(job: JobView | None, *, title: str, width: int, glyphs: Glyphs) -> 
         return Content("\n").join([*lines, Content(f" {glyphs.now} Starting")])
     for step in job.steps:
         lines += _step_lines(step, job, width, glyphs)
+    if job.step is None and job.state is JobState.RUNNING:
+        lines.append(Content(f" {glyphs.now} Starting: what there is to do is looked up"))
     if job.state in (JobState.PAUSED, JobState.STALLED):
         glyph = (job_glyph(job.state, glyphs), _STYLES[job.state])
         words = f" {state_words(job).capitalize()}. What is done is kept. P goes on."

@@ -64,6 +64,11 @@ def wrapped(text: str, width: int, indent: int = 1) -> list[Content]:
     return [Content(" " * indent + line) for line in lines]
 
 
+def pointed(row: Content, glyphs: Glyphs, *, here: bool) -> Content:
+    """A row of a list with the cursor's mark in its first column, which is not colour alone."""
+    return Content.styled(glyphs.now, "bold") + row[1:] if here else row
+
+
 def rows(lines: Sequence[Content]) -> Content:
     """Rows as one text."""
     return Content("\n").join(lines)
@@ -154,10 +159,11 @@ def offer_row(offer: Offer, glyphs: Glyphs, width: int) -> Content:
     return Content.assemble(text, marked(mark, glyphs), f" {fit:<10} ", forecast)
 
 
-def offer_notes(offer: Offer, width: int) -> list[Content]:
+def offer_notes(offer: Offer, width: int, glyphs: Glyphs) -> list[Content]:
     """What stands under the list about the chosen model."""
     known = [offer.title, offer.licence, offer.revision and f"revision {offer.revision}"]
-    lines = wrapped(" · ".join(clean_line(part, 48) for part in known if part), width)
+    between = f" {glyphs.dot} "
+    lines = wrapped(between.join(clean_line(part, 48) for part in known if part), width)
     for text in (offer.reason, *offer.about):
         if text:
             lines += wrapped(text, width)
