@@ -92,6 +92,16 @@ def test_plan__a_family_that_is_not_written__shows_it_and_4(moet: Command, data_
     assert (document["fits"], document["runs"]) == (True, False)
 
 
+def test_plan__a_card_that_cannot_be_used_yet__says_what_is_in_the_way(
+    moet: Command, data_dir: Path
+) -> None:
+    ran = moet("plan", "gpt-oss-20b", "--machine", str(MACHINES / "laptop-8gb.json"))
+    assert "Before the card can be used: The driver is too old for torch." in ran.out
+    assert "Before the card can be used: Kernels cannot be compiled." in ran.out
+    document = moet("plan", "deepseek-v3.1", "--machine", DESK, "--json").document
+    assert document["obstacles"] == []
+
+
 def test_plan__no_such_model__3(moet: Command, data_dir: Path) -> None:
     assert moet("plan", "no-such", "--machine", DESK).code == ExitCode.NOT_FOUND
 
