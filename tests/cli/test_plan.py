@@ -190,10 +190,16 @@ def test_doctor__json__findings_and_facts(moet: Command, data_dir: Path) -> None
     assert document["machine"]["is_wsl"]
 
 
-def test_doctor__record__can_be_planned_for(moet: Command, data_dir: Path, tmp_path: Path) -> None:
+def test_doctor__record__without_names_and_can_be_planned_for(
+    moet: Command, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = tmp_path / "mine.json"
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert moet("doctor", "--record", str(record)).code == ExitCode.OK
-    assert from_json(record.read_bytes()).memory.total > 0
+    assert str(tmp_path) not in record.read_text()
+    found = from_json(record.read_bytes())
+    assert found.drives[0].folder == "~/data/models"
+    assert found.memory.total > 0
     assert moet("ls", "--available", "--machine", str(record)).code == ExitCode.OK
 
 
