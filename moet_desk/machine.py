@@ -7,7 +7,7 @@ that nobody here owns. Sizes are bytes, rates bytes per second; None is "not kno
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moet_desk.units import GB, show_memory
 
@@ -190,6 +190,18 @@ def choose_gpu(gpus: Sequence[Gpu]) -> GpuChoice | None:
     if best.has_display is not True and any(gpu.has_display for gpu in rivals):
         return GpuChoice(best, "it has as much free memory as others and no display on it")
     return GpuChoice(best, "it is the first of those with as much free memory")
+
+
+def without_names(facts: MachineFacts, home: str) -> MachineFacts:
+    """The same computer for somebody else's eyes: no home folder, no card's id, no models."""
+    drives = tuple(
+        replace(drive, folder="~" + drive.folder.removeprefix(home))
+        if drive.folder.startswith(home)
+        else drive
+        for drive in facts.drives
+    )
+    gpus = tuple(replace(gpu, uuid=f"GPU-{gpu.index}") for gpu in facts.gpus)
+    return replace(facts, drives=drives, gpus=gpus, packs=())
 
 
 def to_json(facts: MachineFacts) -> bytes:

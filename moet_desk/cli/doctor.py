@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "--record",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write what was found as JSON, for --machine.",
+    help="Write the computer, without your names, as JSON for --machine.",
 )
 @machine_option
 @output_options
@@ -85,10 +85,10 @@ def _with_card(rates: Rates) -> Rates:
 
 
 def _record(facts: MachineFacts, path: Path) -> None:
-    from moet_desk.machine import to_json
+    from moet_desk.machine import to_json, without_names
 
     try:
-        path.write_bytes(to_json(facts))
+        path.write_bytes(to_json(without_names(facts, str(Path.home()))))
     except OSError as error:
         reason = error.strerror or str(error)
         raise fail("MD-DISK-03", path=str(path), reason=reason) from error

@@ -29,9 +29,24 @@ def as_text(model: PlannedModel, answer: ModelPlan | Refusal, facts: MachineFact
         lines += [_refusal(answer), f"The nearest plan that fits: {_changes(model, answer)}"]
     lines += ["", *table(tier_rows(model, plan)), *_disk_line(model, facts), ""]
     lines += forecast_lines(plan.forecast)
+    for title in obstacles(plan, facts):
+        lines.append(f"Before the card can be used: {title}. See: moet-desk doctor")
     if model.stands_in:
         lines.append("Its attention is not written yet: what reading a prompt takes is estimated.")
     return "\n".join(lines)
+
+
+_OBSTACLES = ("torch", "driver", "compiler")
+"""Checks of the doctor that keep a card from being used."""
+
+
+def obstacles(plan: ModelPlan, facts: MachineFacts) -> list[str]:
+    """What has to be mended before a plan for a card can be loaded."""
+    from moet_desk.doctor import examine
+
+    if plan.gpu is None:
+        return []
+    return [found.title for found in examine(facts).findings if found.check in _OBSTACLES]
 
 
 def _where(answer: ModelPlan | Refusal) -> str:
@@ -171,7 +186,7 @@ def as_fields(
         },
     }
     if isinstance(answer, ModelPlan):
-        return fields | plan_fields(answer)
+        return fields | plan_fields(answer) | {"obstacles": obstacles(answer, facts)}
     nearest = answer.nearest
     fields["error"] = answer.error.to_dict()
     fields["nearest"] = None

@@ -92,6 +92,16 @@ def test_plan__a_family_that_is_not_written__shows_it_and_4(moet: Command, data_
     assert (document["fits"], document["runs"]) == (True, False)
 
 
+def test_plan__a_card_that_cannot_be_used_yet__says_what_is_in_the_way(
+    moet: Command, data_dir: Path
+) -> None:
+    ran = moet("plan", "gpt-oss-20b", "--machine", str(MACHINES / "laptop-8gb.json"))
+    assert "Before the card can be used: The driver is too old for torch." in ran.out
+    assert "Before the card can be used: Kernels cannot be compiled." in ran.out
+    document = moet("plan", "deepseek-v3.1", "--machine", DESK, "--json").document
+    assert document["obstacles"] == []
+
+
 def test_plan__no_such_model__3(moet: Command, data_dir: Path) -> None:
     assert moet("plan", "no-such", "--machine", DESK).code == ExitCode.NOT_FOUND
 
@@ -180,10 +190,16 @@ def test_doctor__json__findings_and_facts(moet: Command, data_dir: Path) -> None
     assert document["machine"]["is_wsl"]
 
 
-def test_doctor__record__can_be_planned_for(moet: Command, data_dir: Path, tmp_path: Path) -> None:
+def test_doctor__record__without_names_and_can_be_planned_for(
+    moet: Command, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = tmp_path / "mine.json"
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert moet("doctor", "--record", str(record)).code == ExitCode.OK
-    assert from_json(record.read_bytes()).memory.total > 0
+    assert str(tmp_path) not in record.read_text()
+    found = from_json(record.read_bytes())
+    assert found.drives[0].folder == "~/data/models"
+    assert found.memory.total > 0
     assert moet("ls", "--available", "--machine", str(record)).code == ExitCode.OK
 
 

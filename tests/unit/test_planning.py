@@ -23,7 +23,15 @@ from moet_desk.forecast import (
     hit_rate,
     speeds_of,
 )
-from moet_desk.machine import Gpu, MachineFacts, Rates, choose_gpu, from_json, to_json
+from moet_desk.machine import (
+    Gpu,
+    MachineFacts,
+    Rates,
+    choose_gpu,
+    from_json,
+    to_json,
+    without_names,
+)
 from moet_desk.plan import KV_PAGE_TOKENS
 from moet_desk.units import GIB
 from tools import generate_plans
@@ -287,6 +295,14 @@ def test_choose_gpu__none_that_is_new_enough__none() -> None:
 def test_record__written_and_read__the_same(name: str) -> None:
     assert from_json(to_json(MACHINES[name])) == MACHINES[name]
     assert MACHINES[name].name == name
+
+
+def test_without_names__the_plan_is_the_same() -> None:
+    bare = without_names(DESK, "/home/user")
+    text = to_json(bare).decode()
+    assert "/home/user" not in text
+    assert DESK.gpus[0].uuid not in text
+    assert planned(bare, "minimax-m2.7").bytes == planned(DESK, "minimax-m2.7").bytes
 
 
 def test_pages__of_the_tree__agree_with_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
