@@ -12,6 +12,7 @@ import pytest
 from tests.cli.conftest import environment
 
 HEAVY = {"torch", "triton", "numpy", "transformers", "tokenizers", "safetensors"}
+HUB = {"huggingface_hub", "httpx2"}
 FRONT_ENDS = {"textual", "starlette", "uvicorn"}
 
 
@@ -31,10 +32,13 @@ def loaded_by(module: str, tmp_path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("moet_desk.__main__", HEAVY | FRONT_ENDS | {"msgspec", "platformdirs", "tomlkit"}),
-        ("moet_desk.cli.models", HEAVY | FRONT_ENDS | {"msgspec"}),
+        ("moet_desk.__main__", HEAVY | FRONT_ENDS | HUB | {"msgspec", "platformdirs", "tomlkit"}),
+        ("moet_desk.cli.models", HEAVY | FRONT_ENDS | HUB | {"msgspec"}),
         ("moet_desk.cli.settings", HEAVY | FRONT_ENDS | {"msgspec"}),
-        ("moet_desk.cli.run", HEAVY | FRONT_ENDS),
+        ("moet_desk.cli.pull", HEAVY | FRONT_ENDS | HUB | {"msgspec"}),
+        ("moet_desk.cli.jobs", HEAVY | FRONT_ENDS | HUB | {"msgspec"}),
+        ("moet_desk.store.pull_state", HEAVY | FRONT_ENDS | HUB),
+        ("moet_desk.cli.run", HEAVY | FRONT_ENDS | HUB),
         ("moet_desk.cli.serve", HEAVY | FRONT_ENDS),
         ("moet_desk.cli.bench", HEAVY | FRONT_ENDS),
         ("moet_desk.cli.evaluate", HEAVY | FRONT_ENDS),
@@ -44,8 +48,8 @@ def loaded_by(module: str, tmp_path: Path) -> set[str]:
         ("moet_desk.config", HEAVY | FRONT_ENDS | {"tomlkit"}),
         ("moet_desk.engine.handle", HEAVY | FRONT_ENDS),
         ("moet_desk.engine.parsers.hermes", HEAVY | FRONT_ENDS),
-        ("moet_desk.store.library", HEAVY | FRONT_ENDS),
-        ("moet_desk.store.jobs", HEAVY | FRONT_ENDS),
+        ("moet_desk.store.library", HEAVY | FRONT_ENDS | HUB),
+        ("moet_desk.store.jobs", HEAVY | FRONT_ENDS | HUB),
         ("moet_desk.api.server", HEAVY | {"textual", "openai"}),
         ("moet_desk.ui.app", HEAVY | {"starlette", "uvicorn"}),
     ],

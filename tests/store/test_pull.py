@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from moet_desk.errors import JobPaused, MoetError
 from moet_desk.store.fetch import Limiter, Patience
@@ -208,6 +209,18 @@ def test_pull__signed_in__token_goes_to_the_hub_and_nowhere_else(
     pull_all(asked(tmp_path), line_to(hub.url), make)
     seen = {(h["host"].split(":")[0], h.get("authorization")) for h in hub.headers_seen}
     assert seen == {("127.0.0.1", "Bearer secret"), ("localhost", None)}
+
+
+def test_pull__what_is_sent__is_what_the_privacy_page_says(
+    hub: HubServer, tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    pull_all(asked(tmp_path), line_to(hub.url), make)
+    assert {path.split("/")[1] for path, _ in hub.requests} == {"api", "maker"}
+    assert {path for path, _ in hub.requests if path.startswith("/api/")} == {f"/api/models/{NAME}"}
+    agents = {headers["user-agent"] for headers in hub.headers_seen}
+    words = {part.split("/")[0].strip() for agent in agents for part in agent.split(";")}
+    assert words == {"moet-desk", "hf_hub", "python"}
 
 
 def test_pull__branch_moves_meanwhile__pinned_commit_is_kept_and_said(
