@@ -1,12 +1,13 @@
 """How fast a synthetic checkpoint is packed, and what memory that takes.
 
-    python bench/packing.py --kind mxfp4 --gigabytes 4 [--work DIR] [--threads N] [--budget 2GiB]
+    python bench/packing.py --kind mxfp4 --gigabytes 4 [--limit-s S] [--work DIR] [--threads N]
 
 Makes a checkpoint of one dense tensor and experts of DeepSeek-V3's shape (7168 x 2048) with random
 weights in a temporary folder, packs it with the product's own packer in a process of its own, and
-prints one JSON object: rates over the bytes of the source, per core, the highest resident set of
-anonymous memory (what the packer itself holds; mapped files of the source are the page cache's) and
-the highest resident set of all. The folder is deleted at the end.
+prints one JSON object: bytes of expert source per second, and per second of one core's time (which
+other programs on the machine do not change much); the highest resident set of anonymous memory
+(what the packer itself holds; mapped files of the source are the page cache's) and the highest
+resident set of all. The folder is deleted at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from pathlib import Path
 
 import torch
 
-from moet_desk.store.pack_format import PackPlan, Phase
+from moet_desk.errors import JobPaused
+from moet_desk.store.pack_format import PackPlan, PackProgress, Phase
 from moet_desk.store.pack_writer import write_pack
 from moet_desk.units import GIB, parse_bytes
 
@@ -106,8 +108,11 @@ class Memory(threading.Thread):
             time.sleep(0.05)
 
 
-def pack(folder: Path, threads: int, budget: int) -> dict[str, object]:
-    """In the packing process: pack FOLDER/source, and say what it took."""
+def pack(folder: Path, threads: int, budget: int, limit_s: float) -> dict[str, object]:
+    """In the packing process: pack FOLDER/source, and say what it took.
+
+    After `limit_s` of packing experts it stops; the rates are those of the rows done by then.
+    """
     raw = json.loads((folder / "plan.json").read_text())
     raw |= {"moe_layers": tuple(raw["moe_layers"])}
     raw["dense"] = {name: tuple(shape) for name, shape in raw["dense"].items()}
@@ -116,29 +121,51 @@ def pack(folder: Path, threads: int, budget: int) -> dict[str, object]:
     memory.start()
     time.sleep(0.2)
     idle = memory.anonymous
-    start, cpu_start = time.perf_counter(), time.process_time()
-    meta = write_pack(
-        folder / "source",
-        PackPlan(**raw),
-        folder / "pack",
-        memory_budget=budget,
-        threads=threads,
-        progress=lambda step: began.setdefault(step.phase, time.perf_counter()) and None,
-    )
-    end, cpu_s = time.perf_counter(), time.process_time() - cpu_start
-    source_bytes = sum(file.bytes for file in meta.source)
-    rows_s = began[Phase.FINISH] - began[Phase.ROWS]
+    start = time.perf_counter()
+    seen: list[tuple[float, float, int]] = []  # time, CPU time, durable rows
+
+    def progress(step: PackProgress) -> None:
+        now = time.perf_counter()
+        began.setdefault(step.phase, now)
+        if step.phase is Phase.ROWS:
+            seen.append((now, time.process_time(), step.done))
+
+    def stop() -> bool:
+        return Phase.ROWS in began and time.perf_counter() - began[Phase.ROWS] > limit_s
+
+    plan = PackPlan(**raw)
+    try:
+        write_pack(
+            folder / "source",
+            plan,
+            folder / "pack",
+            memory_budget=budget,
+            threads=threads,
+            progress=progress,
+            stop=stop,
+        )
+        is_whole = True
+    except JobPaused:
+        is_whole = False
+    all_s = time.perf_counter() - start
+    shards = list((folder / "source").glob("*.safetensors"))
+    source_bytes = sum(path.stat().st_size for path in shards)
+    dense_bytes = 2 * DENSE[0] * DENSE[1]
+    (began_s, began_cpu_s, _), (end_s, end_cpu_s, n_done) = seen[0], seen[-1]
+    rows_s, rows_cpu_s = end_s - began_s, end_cpu_s - began_cpu_s
+    done_bytes = (source_bytes - dense_bytes) * n_done / plan.n_rows
     return {
-        "rows": meta.n_rows,
+        "rows": plan.n_rows,
+        "rows_done": n_done,
+        "is_whole": is_whole,
         "source_bytes": source_bytes,
-        "pack_bytes": sum(path.stat().st_size for path in (folder / "pack").iterdir()),
-        "all_s": round(end - start, 2),
+        "all_s": round(all_s, 2),
         "hash_source_s": round(began[Phase.DENSE] - began[Phase.READ_SOURCE], 2),
         "rows_s": round(rows_s, 2),
-        "cpu_s": round(cpu_s, 2),
-        "rows_mb_per_s": round(source_bytes / rows_s / 1e6, 1),
-        "rows_mb_per_s_per_thread": round(source_bytes / rows_s / threads / 1e6, 1),
-        "mb_per_cpu_s": round(source_bytes / cpu_s / 1e6, 1),
+        "rows_cpu_s": round(rows_cpu_s, 2),
+        "cpu_share": round(rows_cpu_s / rows_s, 2),
+        "rows_mb_per_s": round(done_bytes / rows_s / 1e6, 1),
+        "rows_mb_per_s_per_core": round(done_bytes / rows_cpu_s / 1e6, 1),
         "peak_anonymous_bytes": memory.anonymous,
         "anonymous_before_bytes": idle,
         "peak_resident_bytes": memory.resident,
@@ -159,11 +186,12 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--budget", type=parse_bytes, default=2 * GIB)
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="of packing experts")
     parser.add_argument("--work", type=Path, help="where the temporary folder is made")
     parser.add_argument("--pack", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.pack:
-        print(json.dumps(pack(given.pack, given.threads, given.budget)))
+        print(json.dumps(pack(given.pack, given.threads, given.budget, given.limit_s)))
         return
     folder = Path(tempfile.mkdtemp(prefix="packing-", dir=given.work))
     try:
@@ -172,6 +200,7 @@ def main() -> None:
         (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
         command = [sys.executable, __file__, "--pack", str(folder)]
         command += ["--threads", str(given.threads), "--budget", str(given.budget)]
+        command += ["--limit-s", str(given.limit_s)]
         ran = subprocess.run(command, check=True, capture_output=True, text=True)
         commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True

@@ -351,7 +351,7 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "MD-PACK-06",
         "The pack is not complete",
         "{path} has {done} of {total} rows.",
-        "Run: moet-desk pack SOURCE --name {model}   (it resumes)",
+        "Run the command that began it (pack or pull) again; it resumes.",
         safe="Finished rows are kept.",
         reaction=_JOB,
         exit=ExitCode.DAMAGED,

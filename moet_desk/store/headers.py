@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import torch
 
 from moet_desk.errors import MoetError, fail
 
@@ -28,26 +27,13 @@ LENGTH_BYTES = 8
 _MAX_DIMS = 8
 _MAX_SIZE = 1 << 63
 
-# name in the file -> torch dtype of a view; E8M0 stays bytes because only its exponent is used
-DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.uint8,
+ITEM_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
-
+"""Types that a file may hold, by their names there."""
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -105,13 +91,13 @@ def _check_entry(name: str, raw: msgspec.Raw, file: str) -> HeaderEntry:
         entry = msgspec.json.decode(raw, type=_Entry)
     except (ValueError, RecursionError) as error:
         raise damaged(file, f"the header of tensor {name} is wrong ({error})") from error
-    if entry.dtype not in DTYPES:
+    if entry.dtype not in ITEM_BYTES:
         raise fail("MD-SRC-05", tensor=name, format=entry.dtype)
     begin, end = entry.data_offsets
     # msgspec's bounds do not see integers beyond 64 bits
     if any(not 0 <= size < _MAX_SIZE for size in (*entry.shape, begin, end)):
         raise damaged(file, f"the header of tensor {name} has a size out of range")
-    want = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+    want = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
     if end - begin != want:
         what = f"{entry.dtype} {entry.shape} needs {want} bytes"
         raise damaged(file, f"tensor {name}: {what}, its offsets give {end - begin}")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx2
 import huggingface_hub
@@ -24,6 +24,10 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from moet_desk import __version__
 from moet_desk.errors import MoetError, fail
+
+# else the library asks the hub for a list of other programs, looks for them in the environment, and
+# tells the hub which of them and which torch it found; docs/privacy.md says we do not
+constants.HF_HUB_DISABLE_TELEMETRY = True
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TIMEOUT = httpx2.Timeout(20.0, read=15.0)  # a connection that is silent for longer is dead
@@ -122,9 +126,8 @@ class Hub:
             Passing: try again; also while the body is read.
             MoetError: as `listing`; MD-HUB-03 the hub has another commit.
         """
-        url = huggingface_hub.hf_hub_url(
-            listing.repo, name, revision=listing.commit, endpoint=self.endpoint
-        )
+        place = f"{listing.repo}/resolve/{listing.commit}/{quote(name)}"
+        url = f"{self.endpoint}/{place}"
         last = "" if end is None else str(end - 1)
         wanted = {"Range": f"bytes={start}-{last}", "Accept-Encoding": "identity"}
         with self._refusals(listing.repo, listing.commit, name):  # noqa: SIM117  # order matters

@@ -298,8 +298,9 @@ def _state(pid: int, newest: dict[str, Any], error: MoetError | None, silent_s: 
     if newest.get("event") in _DONE_EVENTS:
         return JobState.DONE
     # killed without a word: by a crash of the computer as well as by a bug; both can go on
-    is_paused = error is None or error.spec.reaction is Reaction.JOB or error.code == "MD-BUG-01"
-    return JobState.PAUSED if is_paused else JobState.FAILED
+    goes_on = error is None or error.spec.reaction is Reaction.JOB or error.code == "MD-BUG-01"
+    is_disk = error is not None and error.code.startswith("MD-DISK")  # full, read only, no room
+    return JobState.PAUSED if goes_on or is_disk else JobState.FAILED
 
 
 # -- processes and files -------------------------------------------------------------------------

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.layouts import GROUP, ExpertLayout, pack_expert
-from moet_desk.store.headers import DTYPES
 from moet_desk.store.pack_format import DIGEST_BYTES, PackPlan, Plane
 from moet_desk.store.quant_formats import TILE_WEIGHTS, check_finite, fp4_of
-from moet_desk.store.sources import Format, RawTensor, TensorIndex
+from moet_desk.store.sources import DTYPES, Format, RawTensor, TensorIndex
 
 _CHUNK_BYTES = 8 << 20
 # pack_expert holds two 8-byte numbers per weight of [gate; up] and a nibble of all (2026-11-29)

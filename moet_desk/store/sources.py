@@ -20,7 +20,6 @@ import torch
 
 from moet_desk.errors import fail
 from moet_desk.store.headers import (
-    DTYPES,
     INDEX_FILE,
     LENGTH_BYTES,
     SINGLE_FILE,
@@ -33,6 +32,26 @@ from moet_desk.store.headers import (
 
 MXFP4_BLOCK = 32
 FP8_BLOCK = 128
+
+# name in the file -> torch dtype of a view; E8M0 stays bytes because only its exponent is used
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.uint8,
+}
 
 _SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
 # present only with layouts that are not read here; they make a tensor UNKNOWN instead of wrong

@@ -162,11 +162,11 @@ def test_pull__disk_too_small__exit_code_and_figures(
     hub: HubServer, moet: Command, monkeypatch: pytest.MonkeyPatch, data_dir: Path
 ) -> None:
     real = os.statvfs("/")
-    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([*real[:4], 1, *real[5:]]))
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([*real[:4], 100, *real[5:]]))
     result = moet("pull", NAME, "--yes-really", "--json")
     assert (result.code, result.error_code) == (ExitCode.NO_ROOM, "MD-DISK-01")
     error = result.document["error"]
-    assert error["need_bytes"] > error["have_bytes"] == real.f_frsize
+    assert error["need_bytes"] > error["have_bytes"] == 100 * real.f_frsize
     assert list((data_dir / "sources").iterdir()) == []
 
 
@@ -223,10 +223,10 @@ def test_job__paused_resumed_killed_resumed__done(
 ) -> None:
     assert moet("ps").out == ""
     started = moet(
-        *("pull", NAME, "--yes", "--reclaim", "--limit-rate", "150kB", "--background", "--json")
+        *("pull", NAME, "--yes", "--reclaim", "--limit-rate", "20kB", "--background", "--json")
     )
     assert started.document["job"] == "pull-tiny"
-    running = wait_for(moet, lambda job: job["phase"] == "download")
+    running = wait_for(moet, lambda job: job["pid"] and job["total_bytes"])
     assert (running["state"], running["pid"]) == ("running", started.document["pid"])
     assert running["total_bytes"] > 0
     assert moet("jobs", "resume", "pull-tiny", "--json").error_code == "MD-JOB-02"
@@ -245,7 +245,7 @@ def test_job__paused_resumed_killed_resumed__done(
     assert (killed["state"], killed["reason"]["code"]) == ("paused", "MD-BUG-01")
 
     record = data_dir / "jobs" / "pull-tiny.json"
-    record.write_text(record.read_text().replace("150000", "100000000"))
+    record.write_text(record.read_text().replace("20000", "100000000"))
     moet("jobs", "resume", "pull-tiny")
     assert wait_for(moet, lambda job: job["state"] == "done")["reason"] is None
     assert moet("verify", "tiny").code == 0

@@ -7,16 +7,19 @@ import errno
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
-from moet_desk.errors import JobPaused, MoetError
-from moet_desk.store.fetch import Limiter, Patience
-from moet_desk.store.hub import Hub
+from moet_desk.errors import JobPaused, MoetError, fail
+from moet_desk.store import fetch
+from moet_desk.store.fetch import Limiter, Line, Patience, Stopped
+from moet_desk.store.hub import Hub, Passing
 from moet_desk.store.pack_verify import verify_pack
 from moet_desk.store.pack_writer import write_pack
 from moet_desk.store.pull import pull
@@ -208,6 +211,18 @@ def test_pull__signed_in__token_goes_to_the_hub_and_nowhere_else(
     pull_all(asked(tmp_path), line_to(hub.url), make)
     seen = {(h["host"].split(":")[0], h.get("authorization")) for h in hub.headers_seen}
     assert seen == {("127.0.0.1", "Bearer secret"), ("localhost", None)}
+
+
+def test_pull__what_is_sent__is_what_the_privacy_page_says(
+    hub: HubServer, tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    pull_all(asked(tmp_path), line_to(hub.url), make)
+    assert {path.split("/")[1] for path, _ in hub.requests} == {"api", "maker"}
+    assert {path for path, _ in hub.requests if path.startswith("/api/")} == {f"/api/models/{NAME}"}
+    agents = {headers["user-agent"] for headers in hub.headers_seen}
+    words = {part.split("/")[0].strip() for agent in agents for part in agent.split(";")}
+    assert words == {"moet-desk", "hf_hub", "python"}
 
 
 def test_pull__branch_moves_meanwhile__pinned_commit_is_kept_and_said(
@@ -463,3 +478,73 @@ def test_pull__disk_full_at_any_write__pauses_and_goes_on(
     assert set(codes) == {"MD-DISK-02"}
     assert len(codes) > 3
     assert pack_bytes(wanted.dest) == clean
+
+
+def test_pull__file_cannot_take_its_name__kept_and_nothing_fetched_again(
+    hub: HubServer,
+    tmp_path: Path,
+    make: Any,
+    clean: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Path.replace
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name.endswith(".safetensors.part"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(self, target)
+
+    wanted = asked(tmp_path, parallel=1)
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(MoetError) as caught:
+        pull_all(wanted, line_to(hub.url), make)
+    assert caught.value.code == "MD-DISK-03"
+    monkeypatch.setattr(Path, "replace", real)
+    name = "model-00001.safetensors"
+    before = hub.sent[name]
+    pull_all(wanted, line_to(hub.url), make)
+    assert hub.sent[name] == before
+    assert pack_bytes(wanted.dest) == clean
+
+
+# -- patience ----------------------------------------------------------------------------------
+
+
+def failing(line: Line, times: int) -> Any:
+    left = [times]
+
+    def work() -> str:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise Passing(fail("MD-NET-01", host="h", reason="r"))
+        return "done"
+
+    return work
+
+
+def test_patience__failures_without_progress__give_up() -> None:
+    line = line_to("http://127.0.0.1:9")
+    assert line.patiently(failing(line, QUICK.attempts - 1)) == "done"
+    with pytest.raises(JobPaused, match="MD-NET-01"):
+        line.patiently(failing(line, QUICK.attempts))
+    assert line.retries == 2 * QUICK.attempts - 1
+
+
+def test_patience__progress_or_a_sleep_between__counts_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = line_to("http://127.0.0.1:9")
+    n_bytes = iter(range(1000))
+    assert line.patiently(failing(line, 3 * QUICK.attempts), lambda: next(n_bytes)) == "done"
+    slept = iter(range(0, 100_000, 3600))
+    monkeypatch.setattr(fetch, "_slept_s", lambda: next(slept))
+    assert line.patiently(failing(line, 2 * QUICK.attempts)) == "done"
+
+
+def test_patience__asked_to_stop__at_once() -> None:
+    line = line_to("http://127.0.0.1:9", patience=Patience(first_s=60))
+    threading.Timer(0.2, line.stop.set).start()
+    began = time.monotonic()
+    with pytest.raises(Stopped):
+        line.patiently(failing(line, 5))
+    assert time.monotonic() - began < 20
