@@ -39,7 +39,18 @@ SHAPES = [  # what, outputs, inputs
 SWEPT = ("square", "wide", "deepseek joined", "router")
 SWEEP = [
     GemvTile(rows, warps, unroll)
-    for rows, warps in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (16, 4), (16, 8))
+    for rows, warps in (
+        (1, 1),
+        (2, 1),
+        (2, 2),
+        (4, 1),
+        (4, 2),
+        (4, 4),
+        (8, 2),
+        (8, 4),
+        (16, 4),
+        (16, 8),
+    )
     for unroll in (1, 2, 4)
 ]
 GEMM_SWEEP = [

@@ -12,21 +12,22 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from moet_desk import config
 from moet_desk.errors import fail
-
-_CGROUP = Path("/sys/fs/cgroup")
+from moet_desk.machine import LEAST_CAPABILITY, GpuChoice, choose_gpu
+from moet_desk.probing.gpus import look_for_gpus
+from moet_desk.probing.memory import SystemFiles, read_memory
+from moet_desk.probing.system import is_wsl
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """RAM in bytes, and processor cores this process may run on."""
+    """RAM in bytes, processor cores this process may run on, and whether this is WSL."""
 
     ram_total: int
     ram_available: int
     cores: int
+    is_wsl: bool = False
 
 
 def engine_threads(cores: int) -> int:
@@ -40,28 +41,14 @@ def engine_threads(cores: int) -> int:
     return max(1, min(cores - 1, 8))
 
 
-def _cgroup_room() -> int | None:
-    """Bytes this container may still take, None without a limit (cgroup v2)."""
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else max(0, int(limit) - used)
-
-
 def probe() -> Machine:
     """Look at the computer; takes a few milliseconds."""
-    memory = psutil.virtual_memory()
-    room = _cgroup_room()
-    available = memory.available if room is None else min(memory.available, room)
-    return Machine(memory.total, available, len(os.sched_getaffinity(0)))
+    memory = read_memory()
+    cores = len(os.sched_getaffinity(0))
+    return Machine(memory.total, memory.available, cores, is_wsl(SystemFiles()))
 
 
 # -- what computes ---------------------------------------------------------------------------
-
-LEAST_CAPABILITY = (8, 0)
-"""Older cards have no bfloat16 and no asynchronous copies, which the kernels are made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +123,29 @@ def probe_accelerator() -> Accelerator:
     except RuntimeError as error:
         return Accelerator(missing=f"the driver fails: {error}".rstrip(".\n"))
     return Accelerator(name, capability, _has_triton(), _can_compile())
+
+
+def take_card() -> GpuChoice | None:
+    """Where several cards can be seen, make the one that plans are made for this thread's own.
+
+    Torch takes the fastest by itself, also if another program fills its memory. Call it after
+    `probe_accelerator` found a card.
+
+    Returns:
+        The card and why; None if there is no choice.
+    """
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        return None
+    seen = {
+        str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
+    }
+    gpus = [gpu for gpu in look_for_gpus().gpus if gpu.uuid.removeprefix("GPU-") in seen]
+    choice = choose_gpu(gpus)
+    if choice is not None:
+        torch.cuda.set_device(seen[choice.gpu.uuid.removeprefix("GPU-")])
+    return choice
 
 
 def _has_triton() -> bool:

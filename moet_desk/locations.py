@@ -28,6 +28,16 @@ class Locations:
         return self.data_dir / "models"
 
     @property
+    def sources_dir(self) -> Path:
+        """One folder per model that was fetched: the files as the hub has them."""
+        return self.data_dir / "sources"
+
+    @property
+    def jobs_dir(self) -> Path:
+        """Records, events and words of long jobs."""
+        return self.data_dir / "jobs"
+
+    @property
     def chats_file(self) -> Path:
         """The SQLite file with all chats."""
         return self.data_dir / "chats.sqlite3"

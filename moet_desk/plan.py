@@ -7,7 +7,7 @@ packed rows come first (they save a disk read of milliseconds), expanded slots t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
@@ -23,6 +23,40 @@ F32_KV_SHARE = 1 / 16
 """KV is kept in float32 on a CPU while it takes no more of the RAM than this: no conversion per
 step and no rounding. Larger contexts use bfloat16.
 """
+
+
+KV_SHARE = 1 / 8
+"""Most of the budget that KV may take when nobody fixed a context: a model's own context of a
+million tokens would leave nothing for experts.
+"""
+
+LEAST_CONTEXT = 4096
+"""Tokens of a context below which the planner does not go by itself."""
+
+RAM_SHARE = 0.7
+"""Part of the available RAM the planner may use; the rest stays with the user's other programs."""
+
+VRAM_SHARE = 0.9
+"""Part of a card's free memory the planner may use; the rest stays with the display."""
+
+
+def ram_budget(available: int) -> int:
+    """Bytes the tiers may take of RAM, when the user did not say."""
+    return int(RAM_SHARE * available)
+
+
+def pinned_budget(available: int, total: int, *, is_wsl: bool) -> int:
+    """Bytes of RAM that may be pinned for a card, when the user did not say.
+
+    WSL lets about half of the RAM be pinned, whatever is free.
+    """
+    budget = ram_budget(available)
+    return min(budget, total // 2) if is_wsl else budget
+
+
+def vram_budget(free: int) -> int:
+    """Bytes the tiers may take of a card's memory, when the user did not say."""
+    return int(VRAM_SHARE * free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +80,7 @@ class ModelShape:
     kv_token_bytes: int  # all layers together
     model_context: int
     chunks: tuple[ChunkSize, ...] = ()  # of a device, the largest first
+    state_bytes: int = 0  # of a request, whatever its length
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +115,24 @@ def kv_tokens(wishes: Wishes, model_context: int) -> int:
     return wishes.max_running * -(-context // KV_PAGE_TOKENS) * KV_PAGE_TOKENS
 
 
+def with_context(wishes: Wishes, model_context: int, token_bytes: int, budget: int) -> Wishes:
+    """The wishes with a context: the user's, else the model's, else a power of two.
+
+    Args:
+        wishes: of the user.
+        model_context: the longest the model allows, in tokens.
+        token_bytes: KV of one token, all layers together.
+        budget: bytes of the memory that KV lies in.
+    """
+    if wishes.context is not None:
+        return wishes
+    most = int(KV_SHARE * budget) // (token_bytes * wishes.max_running)
+    if most >= model_context:
+        return replace(wishes, context=model_context)
+    context = max(LEAST_CONTEXT, 1 << max(0, most.bit_length() - 1))
+    return replace(wishes, context=min(context, model_context))
+
+
 def choose_kv_format(f32_token_bytes: int, n_tokens: int, ram_bytes: int) -> KvFormat:
     """The storage format of KV when the user leaves it to us, for a CPU."""
     fits = f32_token_bytes * n_tokens <= F32_KV_SHARE * ram_bytes
@@ -92,6 +145,12 @@ def _context(shape: ModelShape, wishes: Wishes) -> int:
     if wishes.context > shape.model_context:
         raise fail("MD-PLAN-02", want=wishes.context, largest=shape.model_context)
     return wishes.context
+
+
+def _kv_bytes(shape: ModelShape, wishes: Wishes, pages: int) -> int:
+    """KV and states of all requests together."""
+    kv = pages * KV_PAGE_TOKENS * shape.kv_token_bytes
+    return kv + wishes.max_running * shape.state_bytes
 
 
 def _least(name: int | None, least: int) -> None:
@@ -110,7 +169,7 @@ def plan_tiers(shape: ModelShape, ram_bytes: int, wishes: Wishes) -> TierPlan:
     _least(wishes.fine_slots, shape.top_k)
     context = _context(shape, wishes)
     pages = kv_tokens(wishes, shape.model_context) // KV_PAGE_TOKENS
-    used = shape.dense_bytes + WORK_BYTES + pages * KV_PAGE_TOKENS * shape.kv_token_bytes
+    used = shape.dense_bytes + WORK_BYTES + _kv_bytes(shape, wishes, pages)
     used += shape.slot_bytes  # the staging slot of prefill
 
     full = False
@@ -178,39 +237,62 @@ def plan_device_tiers(shape: ModelShape, budget: DeviceBudget, wishes: Wishes) -
     _least(wishes.fine_slots, least)
     context = _context(shape, wishes)
     pages = kv_tokens(wishes, shape.model_context) // KV_PAGE_TOKENS
-    used = shape.dense_bytes + WORK_BYTES + pages * KV_PAGE_TOKENS * shape.kv_token_bytes
+    used = shape.dense_bytes + WORK_BYTES + _kv_bytes(shape, wishes, pages)
     used += least * (shape.base_stride + shape.fine_stride)
     chunk = _chunk(shape.chunks, wishes.prefill_chunk, budget.vram)
     used += chunk.n_bytes
     if used > budget.vram:
         raise fail("MD-GPU-05", need=show_memory(used), have=show_memory(budget.vram))
-    spare = budget.vram - used
-    base_slots = wishes.base_slots
-    if base_slots is None:
-        base_slots = least + min(shape.n_rows - least, spare // shape.base_stride)
-    spare = max(0, spare - (base_slots - least) * shape.base_stride)
-    fine_slots = wishes.fine_slots
-    if fine_slots is None:
-        fine_slots = least + min(shape.n_rows - least, spare // shape.fine_stride)
-    base_rows = min(shape.n_rows, budget.ram // shape.base_stride)
-    fine_room = budget.ram - base_rows * shape.base_stride
-    fine_rows = min(shape.n_rows, fine_room // shape.fine_stride)
-    if wishes.arena_rows is not None:
-        base_rows = fine_rows = min(wishes.arena_rows, shape.n_rows)
-    least_rows = min(2 * least, shape.n_rows)  # a layer's rows while its hits are being copied
-    base_rows, fine_rows = max(base_rows, least_rows), max(fine_rows, least_rows)
-    arena_bytes = base_rows * shape.base_stride + fine_rows * shape.fine_stride
-    if arena_bytes > budget.ram:
-        raise fail("MD-RAM-01", need=show_memory(arena_bytes), have=show_memory(budget.ram))
+    base_slots, fine_slots = _slots(shape, wishes, least, budget.vram - used)
+    base_rows, fine_rows = _arena(shape, wishes, least, budget.ram)
     slots = base_slots * shape.base_stride + fine_slots * shape.fine_stride
     fixed = used - least * (shape.base_stride + shape.fine_stride)
     if fixed + slots > budget.vram:
         need, have = show_memory(fixed + slots), show_memory(budget.vram)
         raise fail("MD-GPU-05", need=need, have=have)
+    arena_bytes = base_rows * shape.base_stride + fine_rows * shape.fine_stride
     return TierPlan(
         context, pages, base_slots, fine_slots, base_rows, fine_rows, chunk.tokens,
         bytes_total=fixed + slots + arena_bytes,
     )  # fmt: skip
+
+
+def _slots(shape: ModelShape, wishes: Wishes, least: int, spare: int) -> tuple[int, int]:
+    """2-bit and FP4 slots; `spare` bytes are left when both have the least of them.
+
+    FP4 slots grow only when every row has a 2-bit slot: crumbs would make them fewer when there is
+    a little more VRAM.
+    """
+    base = wishes.base_slots
+    if base is None:
+        base = least + min(shape.n_rows - least, spare // shape.base_stride)
+    spare = max(0, spare - (base - least) * shape.base_stride)
+    if wishes.base_slots is None and base < shape.n_rows:
+        spare = 0
+    if wishes.fine_slots is not None:
+        return base, wishes.fine_slots
+    return base, least + min(shape.n_rows - least, spare // shape.fine_stride)
+
+
+def _arena(shape: ModelShape, wishes: Wishes, least: int, ram: int) -> tuple[int, int]:
+    """Rows of both planes in RAM: the least of both, then base rows, then fine rows.
+
+    Raises:
+        MoetError: MD-RAM-01 the least, or what was wished, does not fit.
+    """
+    least = min(2 * least, shape.n_rows)  # a layer's rows while its hits are being copied
+    spare = ram - least * (shape.base_stride + shape.fine_stride)
+    base = least + min(shape.n_rows - least, max(0, spare) // shape.base_stride)
+    spare -= (base - least) * shape.base_stride
+    fine = least
+    if base == shape.n_rows:
+        fine += min(shape.n_rows - least, max(0, spare) // shape.fine_stride)
+    if wishes.arena_rows is not None:
+        base = fine = max(least, min(wishes.arena_rows, shape.n_rows))
+    need = base * shape.base_stride + fine * shape.fine_stride
+    if need > ram:
+        raise fail("MD-RAM-01", need=show_memory(need), have=show_memory(ram))
+    return base, fine
 
 
 def _chunk(chunks: tuple[ChunkSize, ...], wish: int | None, vram: int) -> ChunkSize:
@@ -220,3 +302,69 @@ def _chunk(chunks: tuple[ChunkSize, ...], wish: int | None, vram: int) -> ChunkS
         return next(known, ChunkSize(wish, 0))
     fits = (chunk for chunk in chunks if chunk.n_bytes <= CHUNK_SHARE * vram)
     return next(fits, chunks[-1] if chunks else ChunkSize(PREFILL_CHUNK, 0))
+
+
+# -- what each tier takes --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TierBytes:
+    """Bytes of every part of a plan. On a CPU everything but `nvme_only` is RAM.
+
+    Attributes:
+        dense: weights that are no routed experts.
+        kv: attention state of all requests.
+        work: activations and graphs.
+        chunk: what reading a prompt chunk takes; on a CPU its staging slot.
+        base_slots, fine_slots: expert pools, 2-bit and hot FP4.
+        arena_base, arena_fine: packed rows in RAM.
+        nvme_only: rows that are on the drive and nowhere else; the drive holds all rows.
+    """
+
+    dense: int
+    kv: int
+    work: int
+    chunk: int
+    base_slots: int
+    fine_slots: int
+    arena_base: int
+    arena_fine: int
+    nvme_only: int
+
+    @property
+    def compute(self) -> int:
+        """What lies where the arithmetic happens: VRAM on a device."""
+        fixed = self.dense + self.kv + self.work + self.chunk
+        return fixed + self.base_slots + self.fine_slots
+
+    @property
+    def arena(self) -> int:
+        """Rows in RAM."""
+        return self.arena_base + self.arena_fine
+
+    @property
+    def total(self) -> int:
+        """VRAM and RAM together."""
+        return self.compute + self.arena
+
+
+def tier_bytes(shape: ModelShape, plan: TierPlan, wishes: Wishes, *, on_device: bool) -> TierBytes:
+    """What each part of a plan takes; `total` is the plan's `bytes_total`."""
+    base_slot, fine_slot, chunk = shape.slot_bytes, shape.slot_bytes, shape.slot_bytes
+    if on_device:
+        base_slot, fine_slot = shape.base_stride, shape.fine_stride
+        known = (size.n_bytes for size in shape.chunks if size.tokens == plan.prefill_chunk)
+        chunk = next(known, 0)
+    base_left = max(0, shape.n_rows - plan.arena_base_rows)
+    fine_left = max(0, shape.n_rows - plan.arena_fine_rows)
+    return TierBytes(
+        dense=shape.dense_bytes,
+        kv=_kv_bytes(shape, wishes, plan.kv_pages),
+        work=WORK_BYTES,
+        chunk=chunk,
+        base_slots=plan.base_slots * base_slot,
+        fine_slots=plan.fine_slots * fine_slot,
+        arena_base=plan.arena_base_rows * shape.base_stride,
+        arena_fine=plan.arena_fine_rows * shape.fine_stride,
+        nvme_only=base_left * shape.base_stride + fine_left * shape.fine_stride,
+    )

@@ -25,12 +25,16 @@ from textual.binding import Binding
 from moet_desk.cli import cli
 from moet_desk.errors import CATALOGUE, ErrorSpec, ExitCode
 from moet_desk.settings import SETTINGS, Setting
-from moet_desk.ui.app import MoetDeskApp, binding_ids, show_key
+from moet_desk.ui.app import MoetDeskApp, binding_ids
 from moet_desk.ui.commands import WORDS
+from moet_desk.ui.palette import show_key
 from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen
 from moet_desk.ui.screens.chat_list import ChatList
+from moet_desk.ui.screens.doctor import DoctorScreen
 from moet_desk.ui.screens.help import HelpPanel
+from moet_desk.ui.screens.models import ModelList, ModelsScreen
+from moet_desk.ui.screens.setup import Offers, SetupScreen
 from moet_desk.ui.widgets.heatmap import Heatmap
 from moet_desk.ui.widgets.problem import ConfirmDialog
 from moet_desk.ui.widgets.prompt import Prompt
@@ -71,6 +75,11 @@ _AREAS: Mapping[str, str] = {
     "SRC": "Model files (sources)",
     "PACK": "Packs",
     "LIB": "Models on this computer",
+    "CAT": "Known models",
+    "NET": "Network",
+    "HUB": "The model hub",
+    "PULL": "Downloads",
+    "JOB": "Jobs",
     "PLAN": "Planning memory",
     "CFG": "Settings",
     "TERM": "Terminal",
@@ -258,6 +267,9 @@ _SCREENS: Mapping[str, tuple[Any, ...]] = {
     "Everywhere": (MoetDeskApp,),
     "Chat (F2)": (ChatScreen, Prompt),
     "Cache (F3)": (CacheScreen, Heatmap),
+    "Models (F4)": (ModelsScreen, ModelList),
+    "Doctor (F7)": (DoctorScreen,),
+    "Set-up, and adding a model": (SetupScreen, Offers),
     "Earlier chats": (ChatList,),
     "Help": (HelpPanel,),
     "Questions": (ConfirmDialog,),

@@ -1,4 +1,4 @@
-"""No command: the app. Wires engine, first packing, chats and endpoint to the screens.
+"""No command: the app. Wires engine, desk, chats and endpoint to the screens.
 
 Screens and endpoint do not know each other; both see the same engine. Runs in the main thread.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from moet_desk.cli.context import Invocation, engine_options
@@ -15,16 +17,20 @@ from moet_desk.errors import MoetError, fail
 
 if TYPE_CHECKING:
     from moet_desk.api.server import Endpoint
+    from moet_desk.cli.desk import AppDesk
     from moet_desk.engine.handle import EngineHandle, GenerateRequest, ModelInfo, RequestStream
     from moet_desk.settings import Settings
     from moet_desk.store.jobs import Job
+    from moet_desk.store.library import Library
     from moet_desk.telemetry import EngineSnapshot
+    from moet_desk.ui.desk import PlanWishes
+    from moet_desk.ui.setup_steps import Setup
 
 log = logging.getLogger(__name__)
 
 
 def open_app(invocation: Invocation) -> int:
-    """Open the app on the model that comes with the program.
+    """Open the app: on the model that was used last, at the first start in the wizard.
 
     Raises:
         MoetError: MD-TERM-03 no terminal, MD-ENG-01 another one runs, MD-CFG-.., MD-CHAT-02.
@@ -35,8 +41,8 @@ def open_app(invocation: Invocation) -> int:
     settings = invocation.load_settings().settings
 
     from moet_desk import runtime
+    from moet_desk.cli.desk import AppDesk
     from moet_desk.store.chats import ChatStore
-    from moet_desk.store.library import DEMO
     from moet_desk.ui import app
 
     places = invocation.locations
@@ -44,34 +50,75 @@ def open_app(invocation: Invocation) -> int:
     with runtime.instance_lock(places):
         runtime.start_logging(places, settings.log.level)
         chats = ChatStore.open(places.chats_file)
-        pack_job = _pack_job(invocation, DEMO)
+        desk = AppDesk(invocation, settings, partial(_open_pack, invocation, settings))
+        desk.forget_done()
+        start = plan_start(desk, invocation.library, quality=settings.answers.quality)
         with runtime.terminal_guard(places):
             return app.run(
                 settings,
                 places,
-                open_engine=lambda: _open_engine(invocation, settings, DEMO),
-                pack_job=pack_job,
+                open_engine=desk.opener(start.model) if start.model else None,
+                pack_job=_pack_job(invocation) if start.packs_first else None,
                 chats=chats,
+                desk=desk,
+                model=start.model,
+                setup=start.setup,
             )
 
 
-def _pack_job(invocation: Invocation, name: str) -> Job | None:
-    """The packing of the shipped model, if this is the first start."""
-    if not invocation.library.needs_packing(name):
-        return None
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the app begins with. `model` "": none is loaded; `setup` None: no wizard."""
+
+    model: str = ""
+    packs_first: bool = False  # the shipped model, of another version's format
+    setup: Setup | None = None
+
+
+def plan_start(desk: AppDesk, library: Library, *, quality: str) -> Start:
+    """The model that was used last, else the shipped one, else the wizard.
+
+    A wizard that was in front when the window was closed goes on where it was; without any model on
+    this computer it does so in any case.
+    """
+    from moet_desk.store.library import DEMO
+    from moet_desk.ui.desk import PlanWishes
+    from moet_desk.ui.setup_steps import Setup, Step, from_kept
+
+    kept = from_kept(desk.load_setup())
+    setup = kept if kept is not None and kept.open else None
+    model = desk.last_model()
+    if setup is not None and setup.step is Step.START:
+        return Start(setup=setup)  # it loads a model of its own
+    if model is not None:
+        return Start(model, setup=setup)
+    if setup is None and any(pack.name == DEMO for pack in library.packs()):
+        return Start(DEMO, packs_first=library.needs_packing(DEMO))
+    return Start(setup=setup or kept or Setup(wishes=PlanWishes(quality=quality)))
+
+
+def _pack_job(invocation: Invocation) -> Job:
+    """The packing of the shipped model, which is here in another format or in part."""
     from moet_desk.store.jobs import start_pack
-    from moet_desk.store.library import embedded_source
+    from moet_desk.store.library import DEMO, embedded_source
 
-    invocation.library.drop_other_format(name)
-    return start_pack(embedded_source(), name, invocation.locations.data_dir)
+    invocation.library.drop_other_format(DEMO)
+    return start_pack(embedded_source(), DEMO, invocation.locations.data_dir)
 
 
-def _open_engine(invocation: Invocation, settings: Settings, name: str) -> EngineHandle:
+def _open_pack(
+    invocation: Invocation, settings: Settings, name: str, wishes: PlanWishes | None
+) -> EngineHandle:
     from moet_desk.engine.handle import start_engine
 
     pack = invocation.library.ready(name)
-    handle = start_engine(pack, engine_options(settings))
-    return _Served(handle, settings)
+    options = engine_options(settings)
+    if wishes is not None:
+        from moet_desk.cli.desk_plans import options_for
+        from moet_desk.cli.machine import machine_facts
+
+        options = options_for(machine_facts(invocation, None), options, wishes)
+    return _Served(start_engine(pack, options), settings)
 
 
 class _Served:

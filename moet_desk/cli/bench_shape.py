@@ -15,8 +15,7 @@ import click
 
 from moet_desk import hardware
 from moet_desk.cli.bench_record import command_line, driver, machine, peak_rss, rounded
-from moet_desk.cli.context import Invocation
-from moet_desk.cli.models import Size
+from moet_desk.cli.context import Invocation, Size
 from moet_desk.cli.output import Format, print_document, print_text
 from moet_desk.engine.cuda.shapes import SHAPES, Shape
 from moet_desk.errors import fail

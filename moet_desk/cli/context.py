@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from moet_desk.settings import Settings
     from moet_desk.store.library import Library
 
+_PATH = click.Path(path_type=Path)
+
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 
@@ -122,6 +124,26 @@ def engine_options(settings: Settings) -> EngineOptions:
     )
 
 
+class Size(click.ParamType[int]):
+    """A size like 2GiB, in bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from moet_desk.units import parse_bytes
+
+        try:
+            return value if isinstance(value, int) else parse_bytes(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+
+
+def machine_option(command: _Decorated) -> _Decorated:
+    """`--machine FILE`: a record made with `doctor --record`, instead of this computer."""
+    words = "A recorded computer instead of this one (doctor --record makes one)."
+    return click.option("--machine", type=_PATH, metavar="FILE", help=words)(command)
+
+
 def device_option(command: _Decorated) -> _Decorated:
     """`--device`, which counts before the setting; the command hands it to `load_settings`."""
     choices = click.Choice(["auto", "cpu", "cuda"])
@@ -150,9 +172,6 @@ def output_options(command: _Decorated) -> _Decorated:
             _option("--format", keep="format", type=formats, help="How data is printed."),
         )
     )
-
-
-_PATH = click.Path(path_type=Path)
 
 
 def _with_options(command: _Decorated, *options: Callable[[Any], Any]) -> _Decorated:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moet_desk.cli.context import Invocation, output_options
+from moet_desk.cli.context import Invocation, Size, machine_option, output_options
 from moet_desk.cli.output import (
     Format,
     print_document,
@@ -36,20 +36,6 @@ def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) 
     return sorted(name for name in names if name.startswith(incomplete))
 
 
-class Size(click.ParamType[int]):
-    """A size like 2GiB, in bytes."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from moet_desk.units import parse_bytes
-
-        try:
-            return value if isinstance(value, int) else parse_bytes(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error), ctx, param) from error
-
-
 # -- pack and verify -------------------------------------------------------------------------
 
 
@@ -69,6 +55,17 @@ def pack(
 
     Started again after an interruption it goes on where it stopped. "demo" stands for the model
     that comes with the program.
+    """
+    return pack_folder(invocation, source, name, memory_budget=memory_budget, wait=wait)
+
+
+def pack_folder(
+    invocation: Invocation, source: Path, name: str | None, *, memory_budget: int, wait: bool
+) -> int:
+    """Pack a folder, with reports in the wanted format; returns the exit code.
+
+    Raises:
+        MoetError: as `packing.pack_source`, unless it was interrupted.
     """
     from moet_desk.cli import packing
     from moet_desk.cli.signals import interruptible
@@ -97,18 +94,20 @@ def pack(
             return interrupt.exit_code
         finally:
             report.close()
-    _print_packed(invocation, look_at(dest))
+    print_made(invocation, "packed", look_at(dest))
     return ExitCode.OK
 
 
-def _print_packed(invocation: Invocation, made: InstalledPack) -> None:
+def print_made(invocation: Invocation, event: str, made: InstalledPack) -> None:
+    """Say that a pack is there; `event` is "packed" or "pulled"."""
     fields = {"model": made.name, **_summary(made)}
     if invocation.format is Format.NDJSON:
-        print_event("packed", **fields)
+        print_event(event, **fields)
     elif invocation.format is Format.JSON:
         print_document(fields)
     else:
-        invocation.say(f"Packed {made.name}: {made.rows} experts, {show_disk(made.bytes)}.")
+        verb = event.capitalize()
+        invocation.say(f"{verb} {made.name}: {made.rows} experts, {show_disk(made.bytes)}.")
         if sys.stderr.isatty():
             invocation.say(f"Next: moet-desk run {made.name}")
 
@@ -127,9 +126,10 @@ def verify(invocation: Invocation, model: str, source: Path | None, *, repair: b
 
     folder = invocation.library.find(model).path
     if repair and source is None:
-        if model != DEMO:
+        fetched = invocation.locations.sources_dir / model
+        source = embedded_source() if model == DEMO else fetched
+        if not (source / "config.json").is_file():
             raise click.UsageError("--repair needs --source, the folder the pack was made from")
-        source = embedded_source()
     report = packing.PackReport(invocation.format, row_bytes=0, quiet=invocation.quiet)
     try:
         found = verify_pack(folder, progress=report)
@@ -158,11 +158,22 @@ def verify(invocation: Invocation, model: str, source: Path | None, *, repair: b
 
 
 @click.command()
+@click.option("--available", is_flag=True, help="Models that are known instead of installed.")
+@click.option("--fit", is_flag=True, help="With --available: whether they fit here, and how fast.")
+@machine_option
 @output_options
 @click.pass_obj
-def ls(invocation: Invocation) -> None:
-    """List the models on this computer."""
-    from moet_desk.store.library import DEMO, free_bytes
+def ls(invocation: Invocation, machine: Path | None, *, available: bool, fit: bool) -> None:
+    """List the models on this computer, or those that are known."""
+    if available:
+        from moet_desk.cli.available import list_available
+
+        list_available(invocation, machine, fit=fit or machine is not None)
+        return
+    if fit or machine is not None:
+        raise click.UsageError("--fit and --machine need --available")
+    from moet_desk.store.durable import free_bytes
+    from moet_desk.store.library import DEMO
 
     packs = invocation.library.packs()
     folder = invocation.library.models_dir
@@ -224,16 +235,25 @@ def show(invocation: Invocation, model: str) -> None:
 @output_options
 @click.pass_obj
 def rm(invocation: Invocation, model: str, *, yes: bool) -> int:
-    """Delete MODEL from this computer. Chats are kept."""
-    found = invocation.library.find(model)
+    """Delete MODEL from this computer, and what was downloaded for it. Chats are kept."""
+    from moet_desk.store import pull_state
+
+    source = invocation.locations.sources_dir / model
+    fetched = model in pull_state.downloads(invocation.locations.sources_dir)
+    n_bytes = pull_state.disk_bytes(source) if fetched else 0
+    packed = not fetched or invocation.library.has(model)
+    if packed:
+        n_bytes += invocation.library.find(model).bytes
     if not yes:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise click.UsageError("Deleting needs --yes when nobody can be asked")
-        question = f"Delete {model} ({show_disk(found.bytes)})?"
-        if not click.confirm(question, err=True):
+        what = f"{model} and its download" if fetched and packed else model
+        if not click.confirm(f"Delete {what} ({show_disk(n_bytes)})?", err=True):
             say("Nothing was deleted.")
             return ExitCode.FAILED
-    freed = invocation.library.remove(model)
+    freed = invocation.library.remove(model) if packed else 0
+    if fetched:
+        freed += pull_state.remove_download(source)
     if invocation.format is Format.HUMAN:
         invocation.say(f"Deleted {model}; {show_disk(freed)} are free again.")
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,15 @@ def read_plan(source: Path) -> PackPlan:
     if not isinstance(config, dict):
         raise fail("MD-SRC-07", path=str(path), reason="it is not a JSON object")
     return plan_for(config, path=str(path), names=TensorIndex.open(source).names())
+
+
+def plan_of_names(config: Mapping[str, Any], path: str, names: Collection[str]) -> PackPlan:
+    """The family's plan for a model of which only config and tensor names are here.
+
+    Raises:
+        MoetError: MD-PACK-01, MD-SRC-07.
+    """
+    return plan_for(config, path=path, names=names)
 
 
 def pack_source(

@@ -33,29 +33,30 @@ from moet_desk.engine.handle import Codebook, EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
 from moet_desk.engine.model import Model
+from moet_desk.engine.model_shape import (
+    RowSizes,
+    cpu_kv_format,
+    cpu_shape,
+    kv_token_bytes,
+    wishes_of,
+)
 from moet_desk.engine.mtp import MtpHead
 from moet_desk.engine.prefill import Prefiller, PrefillExperts
 from moet_desk.engine.residency import Residency
 from moet_desk.engine.spec import Spec
 from moet_desk.engine.transfer import Transfer
 from moet_desk.kernels.kinds import Activations, KvFormat
-from moet_desk.kernels.reference import mla_entry_bytes
 from moet_desk.plan import (
     KV_PAGE_TOKENS,
-    ModelShape,
     TierPlan,
-    Wishes,
-    choose_kv_format,
-    kv_tokens,
     plan_tiers,
+    ram_budget,
+    with_context,
 )
 from moet_desk.store.arena import Arena
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from moet_desk.telemetry import LoadStep
-
-RAM_SHARE = 0.7
-"""Part of the available RAM the planner may use; the rest stays with the user's other programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def load(
     reader = PackReader.open(pack)
     has_mtp = _has_mtp(reader)
     spec = spec_for(reader.config(), path=str(pack / "config.json"), has_mtp=has_mtp)
-    ram = options.ram_bytes or int(RAM_SHARE * hardware.probe().ram_available)
+    ram = options.ram_bytes or ram_budget(hardware.probe().ram_available)
     form, plan = _plan(reader, spec, options, ram)
     report.end()
 
@@ -148,35 +149,13 @@ def _dense_bytes(reader: PackReader) -> int:
 def _plan(
     reader: PackReader, spec: Spec, options: EngineOptions, ram: int
 ) -> tuple[KvFormat, TierPlan]:
-    meta, mixer = reader.meta, spec.layers[0].mixer
-    n_layers = len(spec.layers) + (options.drafts == "mtp")
-    wishes = Wishes(
-        context=options.context,
-        base_slots=options.pool_slots,
-        fine_slots=options.fine_slots,
-        arena_rows=options.arena_rows,
-        prefill_chunk=options.prefill_chunk,
-        max_running=options.max_running,
+    sizes = RowSizes(reader.layout, reader.meta.base_stride, reader.meta.fine_stride)
+    wishes = with_context(
+        wishes_of(options), spec.context, kv_token_bytes(spec, KvFormat.BF16, options.drafts), ram
     )
-
-    def token_bytes(form: KvFormat) -> int:
-        return n_layers * mla_entry_bytes(form, mixer.kv_rank, mixer.rope_dim)
-
-    if options.kv_format == "auto":
-        n_tokens = kv_tokens(wishes, spec.context)
-        form = choose_kv_format(token_bytes(KvFormat.F32), n_tokens, ram)
-    else:
-        form = KvFormat(options.kv_format)
-    shape = ModelShape(
-        n_rows=len(running_layers(spec, options.drafts)) * meta.n_experts,
-        top_k=spec.moe_ffn.router.top_k,
-        base_stride=meta.base_stride,
-        fine_stride=meta.fine_stride,
-        slot_bytes=reader.layout.slot_floats * 4,
-        dense_bytes=4 * _dense_bytes(reader),  # FP8 becomes float32
-        kv_token_bytes=token_bytes(form),
-        model_context=spec.context,
-    )
+    form = cpu_kv_format(options.kv_format, spec, wishes, ram)
+    dense_bytes = _dense_bytes(reader)
+    shape = cpu_shape(spec, sizes, form, dense_bytes=dense_bytes, drafts=options.drafts)
     return form, plan_tiers(shape, ram, wishes)
 
 

@@ -59,7 +59,11 @@ def _device(wanted: str) -> str:
     """What computes. Raises MD-GPU-01, MD-GPU-02."""
     if wanted == "cpu":
         return wanted
-    choice = hardware.choose_device(wanted, hardware.probe_accelerator())
+    found = hardware.probe_accelerator()
+    if not found.missing and (card := hardware.take_card()) is not None:
+        log.info("of several cards %s (%s): %s", card.gpu.name, card.gpu.uuid, card.why)
+        found = hardware.probe_accelerator()
+    choice = hardware.choose_device(wanted, found)
     log.info("computing on %s: %s", choice.device, choice.why)
     return choice.device
 

@@ -15,12 +15,49 @@ from pathlib import Path
 
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.pack_format import LOCK_FILE
+from moet_desk.units import show_disk
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written and has not replaced its old self yet."""
 
 Buffer = bytes | bytearray | memoryview
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def free_bytes(path: Path) -> int:
+    """Free disk space for this user where `path` is or will be."""
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    disk = os.statvfs(place)
+    return disk.f_bavail * disk.f_frsize
+
+
+def check_space(path: Path, need: int, *, what: str) -> None:
+    """Whether `need` more bytes fit where `path` is or will be.
+
+    Raises:
+        MoetError: MD-DISK-01, with the figures.
+    """
+    have = free_bytes(path)
+    if need > have:
+        place = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+        raise fail(
+            "MD-DISK-01",
+            what=what,
+            path=str(place),
+            need=show_disk(need),
+            have=show_disk(have),
+            missing=show_disk(need - have),
+            need_bytes=need,
+            have_bytes=have,
+        )
+
+
+def allocated(path: Path) -> int:
+    """Bytes a file takes on disk: less than its size while it is sparse."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
 
 
 @contextmanager

@@ -7,7 +7,7 @@ packing thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,13 +57,20 @@ def identify(
     total = sum(path.stat().st_size for path in paths)
     done = 0
     files = []
-    whole = blake3.blake3(f"{FORMAT_VERSION} {QUANTIZER_VERSION}\n".encode())
     for path in paths:
         file = hash_file(path, partial(_add, on_bytes, done, total))
         done += file.bytes
         files.append(file)
+    return identity_of(files)
+
+
+def identity_of(files: Iterable[SourceFile]) -> Identity:
+    """The identity of a source from the hashes of its weights and small files."""
+    ordered = sorted(files, key=lambda file: file.name)
+    whole = blake3.blake3(f"{FORMAT_VERSION} {QUANTIZER_VERSION}\n".encode())
+    for file in ordered:
         whole.update(f"{file.name}\0{file.bytes}\0{file.blake3}\n".encode())
-    return Identity(whole.hexdigest(), tuple(files))
+    return Identity(whole.hexdigest(), tuple(ordered))
 
 
 def _add(on_bytes: Callable[[int, int], None], start: int, total: int, done: int) -> None:

@@ -31,6 +31,9 @@ _SEAL_BYTES = 8
 DENSE_ROW = 0xFFFFFFFF
 """Row number of the record that says dense.safetensors is done; both digests are its blake3."""
 
+_PART_ROW = 0x80000000
+# Rows from here on are parts of dense.safetensors, by their order in it; both digests are its own.
+
 Digests = tuple[bytes, bytes]
 """blake3-128 of a base row and of a fine row."""
 
@@ -60,6 +63,7 @@ class JournalState:
     key: JournalKey | None = None  # None: no journal, or its header is damaged
     rows: Mapping[int, Digests] = field(default_factory=dict)  # in the order they were finished
     dense: str = ""  # blake3 of dense.safetensors, when that is done
+    parts: Mapping[int, bytes] = field(default_factory=dict)  # of dense.safetensors, while it grows
     dropped: int = 0  # records that do not match their checksum; a torn last one is not counted
 
 
@@ -84,6 +88,7 @@ def read_journal(path: Path, *, key: JournalKey | None = None) -> JournalState:
         return JournalState()
     header = known.header()
     rows: dict[int, Digests] = {}
+    parts: dict[int, bytes] = {}
     dense, dropped = "", 0
     n_records = (len(data) - _HEADER.size) // _RECORD.size
     for i in range(n_records):
@@ -94,9 +99,11 @@ def read_journal(path: Path, *, key: JournalKey | None = None) -> JournalState:
             dropped += 1
         elif row == DENSE_ROW:
             dense = (base + fine).hex()
+        elif row >= _PART_ROW:
+            parts[row - _PART_ROW] = base
         elif row < known.n_rows:
             rows[row] = (base, fine)
-    return JournalState(found, rows, dense, dropped)
+    return JournalState(found, rows, dense, parts, dropped)
 
 
 class Journal:
@@ -109,10 +116,17 @@ class Journal:
 
     @classmethod
     def create(
-        cls, path: Path, key: JournalKey, *, rows: Mapping[int, Digests], dense: str
+        cls,
+        path: Path,
+        key: JournalKey,
+        *,
+        rows: Mapping[int, Digests],
+        dense: str,
+        parts: Mapping[int, bytes],
     ) -> Journal:
         """Write a journal anew with the records that are trusted, and open it. Raises OSError."""
         records = [_record(key.header(), row, digests) for row, digests in rows.items()]
+        records += _part_records(key.header(), parts)
         if dense:
             records.append(_dense_record(key.header(), dense))
         replace_file(path, [key.header(), b"".join(records)])
@@ -129,6 +143,10 @@ class Journal:
     def add_dense(self, digest: str) -> None:
         """Append that dense.safetensors is in place. Raises OSError."""
         self._append(_dense_record(self._header, digest))
+
+    def add_parts(self, parts: Mapping[int, bytes]) -> None:
+        """Append parts of dense.safetensors that are synced in its partial file. Raises OSError."""
+        self._append(b"".join(_part_records(self._header, parts)))
 
     def _append(self, data: bytes) -> None:
         write_at(self._fd, data, self._end)
@@ -155,6 +173,10 @@ def _record(header: bytes, row: int, digests: Digests) -> bytes:
 def _dense_record(header: bytes, digest: str) -> bytes:
     whole = bytes.fromhex(digest)
     return _record(header, DENSE_ROW, (whole[:16], whole[16:]))
+
+
+def _part_records(header: bytes, parts: Mapping[int, bytes]) -> list[bytes]:
+    return [_record(header, _PART_ROW + part, (digest,) * 2) for part, digest in parts.items()]
 
 
 def _seal(data: bytes) -> bytes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.resources
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import moet_desk
 from moet_desk.errors import MoetError, fail
-from moet_desk.store.durable import PARTIAL, disk_errors, pack_lock
+from moet_desk.store.durable import PARTIAL, allocated, disk_errors, pack_lock
 from moet_desk.store.pack_format import (
     BASE_FILE,
     COPIED_FILES,
@@ -28,6 +27,7 @@ from moet_desk.store.pack_format import (
     HEAT_FILE,
     JOURNAL_FILE,
     LOCK_FILE,
+    ORIGIN_FILE,
     PACK_JSON,
     PackMeta,
 )
@@ -40,7 +40,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _REMOVING = ".removing-"  # a folder of this name is on its way out and is no pack any more
 _OWN_FILES = (
     *(PACK_JSON, DENSE_FILE, BASE_FILE, FINE_FILE, DIGEST_FILE, HEAT_FILE, GATE_FILE),
-    *(JOURNAL_FILE, LOCK_FILE),
+    *(ORIGIN_FILE, JOURNAL_FILE, LOCK_FILE),
     *COPIED_FILES,
 )
 
@@ -98,6 +98,10 @@ class Library:
         if not _NAME.fullmatch(name) or not _is_pack(path):
             raise fail("MD-LIB-01", model=name, path=str(self.models_dir))
         return look_at(path)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a pack of this name, in whatever state."""
+        return bool(_NAME.fullmatch(name)) and _is_pack(self.models_dir / name)
 
     def needs_packing(self, name: str) -> bool:
         """Whether a model whose source is at hand must be packed (again) before it can be used.
@@ -175,7 +179,7 @@ class Library:
 
 def look_at(path: Path) -> InstalledPack:
     """Read the state of one pack folder. Raises nothing: what is wrong is in the result."""
-    n_bytes = sum(_allocated(file) for file in _own_files(path))
+    n_bytes = sum(allocated(file) for file in _own_files(path))
     try:
         meta = read_meta(path)
         check_sizes(path, meta)
@@ -198,12 +202,6 @@ def embedded_source() -> Path:
         if (source / "config.json").is_file():
             return source
     raise fail("MD-SRC-01", path=str(package / "assets" / "demo"), missing="config.json")
-
-
-def free_bytes(path: Path) -> int:
-    """Free disk space where `path` is or will be."""
-    place = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    return shutil.disk_usage(place).free
 
 
 def _is_pack(path: Path) -> bool:
@@ -231,11 +229,3 @@ def _own_files(path: Path) -> Iterator[Path]:
         for file in (path / name, path / f"{name}{PARTIAL}"):
             if file.is_file():
                 yield file
-
-
-def _allocated(file: Path) -> int:
-    """Bytes on disk: less than the size while the file is sparse."""
-    try:
-        return file.stat().st_blocks * 512
-    except OSError:
-        return 0

@@ -29,6 +29,7 @@ FINE_FILE = "experts.fine"
 DIGEST_FILE = "rows.b3"
 HEAT_FILE = "heat.json"
 GATE_FILE = "gate.json"
+ORIGIN_FILE = "origin.json"
 JOURNAL_FILE = "journal"
 LOCK_FILE = "lock"
 DIGEST_BYTES = 16  # blake3 truncated to 128 bits

@@ -1,39 +1,37 @@
 """One index over the tensors of a safetensors folder, whatever quantisation they are stored in.
 
-Owns the header checks, the read-only mappings and the grouping of stored tensors into logical ones
-(a weight with its scales is one tensor). Decodes nothing: that is `quant_formats`. Not bound to a
-thread; an index never changes after `open`.
-
-A file is: 8 bytes little-endian header length, the JSON header, then the data without holes. The
-checks follow the format's description in the safetensors README and its Rust reader.
+Owns the read-only mappings and the grouping of stored tensors into logical ones (a weight with its
+scales is one tensor). Checks of headers are in `headers`; decodes nothing: that is `quant_formats`.
+Not bound to a thread. What an index says never changes; the files behind one made from headers come
+and go (`WeightFile`).
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
 import torch
 
-from moet_desk.errors import MoetError, fail
+from moet_desk.errors import fail
+from moet_desk.store.headers import (
+    INDEX_FILE,
+    LENGTH_BYTES,
+    SINGLE_FILE,
+    damaged,
+    header_length,
+    missing_tensors,
+    parse_header,
+    read_shard_index,
+)
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library has the same limit
 MXFP4_BLOCK = 32
 FP8_BLOCK = 128
-
-_LENGTH_BYTES = 8
-_MAX_DIMS = 8
-_MAX_SIZE = 1 << 63
 
 # name in the file -> torch dtype of a view; E8M0 stays bytes because only its exponent is used
 DTYPES: Mapping[str, torch.dtype] = {
@@ -87,6 +85,46 @@ _PLAIN = {"F64": Format.F64, "F32": Format.F32, "F16": Format.F16, "BF16": Forma
 _INTEGERS = ("BOOL", "U16", "I16", "U32", "I32", "U64", "I64", "U8", "I8")
 
 
+class WeightFile:
+    """The bytes of one safetensors file, mapped read only while the file is there.
+
+    A streaming packer makes its index from headers, attaches each file when it has landed and
+    detaches it before it is deleted: a mapping would keep its disk space.
+    """
+
+    __slots__ = ("_mapped", "path")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._mapped: torch.Tensor | None = None
+
+    @property
+    def mapped(self) -> torch.Tensor:
+        """The whole file, uint8 [size]."""
+        assert self._mapped is not None, f"{self.path} is not attached"  # noqa: S101
+        return self._mapped
+
+    def attach(self) -> bytes:
+        """Map the file and return its JSON header.
+
+        Raises:
+            MoetError: MD-SRC-02 it cannot be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                n_bytes = header_length(file.read(LENGTH_BYTES), size, self.path.name)
+                header = file.read(n_bytes)
+                self._mapped = _mapping(file.fileno())
+        except OSError as error:
+            raise damaged(self.path.name, error.strerror or str(error)) from error
+        return header
+
+    def detach(self) -> None:
+        """Let the mapping go as soon as no view of it is left."""
+        self._mapped = None
+
+
 @dataclass(frozen=True, slots=True)
 class RawTensor:
     """One tensor as it lies in a file: `n_bytes` bytes from `start`."""
@@ -97,7 +135,12 @@ class RawTensor:
     file: Path
     start: int
     n_bytes: int
-    mapped: torch.Tensor = field(repr=False, compare=False)  # the whole file, uint8 [size]
+    home: WeightFile = field(repr=False, compare=False)
+
+    @property
+    def mapped(self) -> torch.Tensor:
+        """The whole file, uint8 [size]."""
+        return self.home.mapped
 
     def data(self) -> memoryview:
         """The stored bytes, without a copy."""
@@ -210,103 +253,25 @@ class TensorIndex:
         return {raw.name: raw for raw in self.info(name).raws}
 
 
-# -- headers -----------------------------------------------------------------------------------
-
-_Size = Annotated[int, msgspec.Meta(ge=0)]
+# -- files -------------------------------------------------------------------------------------
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMS)]
-    data_offsets: tuple[_Size, _Size]
-
-
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
-    """One checked line of a header; offsets count from the first data byte."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-def parse_header(header: bytes, *, data_bytes: int, file: str) -> list[HeaderEntry]:
-    """Check a JSON header against the bytes behind it; return its tensors in data order.
+def raw_tensors(home: WeightFile, header: bytes, size: int) -> Iterator[RawTensor]:
+    """Check the JSON header of a file of `size` bytes and yield its tensors in data order.
 
     Raises:
         MoetError: MD-SRC-02 with the reason, MD-SRC-05 an unknown dtype.
     """
-    try:
-        table = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-    except (ValueError, RecursionError) as error:
-        raise _damaged(file, f"its header is not valid JSON ({error})") from error
-    metadata = table.pop("__metadata__", None)
-    try:
-        if metadata is not None:
-            msgspec.json.decode(metadata, type=dict[str, str])
-    except (ValueError, RecursionError) as error:
-        raise _damaged(file, f"its __metadata__ is not a table of strings ({error})") from error
-    entries = sorted(
-        (_check_entry(name, raw, file) for name, raw in table.items()),
-        key=lambda entry: (entry.begin, entry.end),
-    )
-    at = 0
-    for entry in entries:
-        if entry.begin != at:
-            kind = "overlaps the one before" if entry.begin < at else "leaves a hole before it"
-            raise _damaged(file, f"tensor {entry.name} begins at {entry.begin} and {kind} ({at})")
-        at = entry.end
-    if at != data_bytes:
-        raise _damaged(file, f"its tensors need {at} bytes of data, it has {data_bytes}")
-    return entries
-
-
-def _check_entry(name: str, raw: msgspec.Raw, file: str) -> HeaderEntry:
-    try:
-        entry = msgspec.json.decode(raw, type=_Entry)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(file, f"the header of tensor {name} is wrong ({error})") from error
-    if entry.dtype not in DTYPES:
-        raise fail("MD-SRC-05", tensor=name, format=entry.dtype)
-    begin, end = entry.data_offsets
-    # msgspec's bounds do not see integers beyond 64 bits
-    if any(not 0 <= size < _MAX_SIZE for size in (*entry.shape, begin, end)):
-        raise _damaged(file, f"the header of tensor {name} has a size out of range")
-    want = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
-    if end - begin != want:
-        what = f"{entry.dtype} {entry.shape} needs {want} bytes"
-        raise _damaged(file, f"tensor {name}: {what}, its offsets give {end - begin}")
-    return HeaderEntry(name, entry.dtype, tuple(entry.shape), begin, end)
+    path, start = home.path, LENGTH_BYTES + len(header)
+    for entry in parse_header(header, data_bytes=size - start, file=path.name):
+        begin, n_bytes = start + entry.begin, entry.end - entry.begin
+        yield RawTensor(entry.name, entry.dtype, entry.shape, path, begin, n_bytes, home)
 
 
 def _map_file(path: Path) -> Iterator[RawTensor]:
-    """Map a file read only, check its header and yield its tensors in data order."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            header_bytes = _header_length(file.read(_LENGTH_BYTES), size, path.name)
-            header = file.read(header_bytes)
-            mapped = _mapping(file.fileno())
-    except OSError as error:
-        raise _damaged(path.name, error.strerror or str(error)) from error
-    start = _LENGTH_BYTES + header_bytes
-    for entry in parse_header(header, data_bytes=size - start, file=path.name):
-        n_bytes = entry.end - entry.begin
-        begin = start + entry.begin
-        yield RawTensor(entry.name, entry.dtype, entry.shape, path, begin, n_bytes, mapped)
-
-
-def _header_length(prefix: bytes, size: int, file: str) -> int:
-    if len(prefix) < _LENGTH_BYTES:
-        raise _damaged(file, f"it has only {size} bytes")
-    length = int.from_bytes(prefix, "little")
-    if length > MAX_HEADER_BYTES:
-        raise _damaged(file, f"its header claims {length} bytes, {MAX_HEADER_BYTES} are allowed")
-    if length > size - _LENGTH_BYTES:
-        raise _damaged(file, f"its header claims {length} bytes, the file has {size}")
-    return length
+    home = WeightFile(path)
+    header = home.attach()
+    return raw_tensors(home, header, len(home.mapped))
 
 
 def _mapping(fd: int) -> torch.Tensor:
@@ -319,62 +284,34 @@ def _mapping(fd: int) -> torch.Tensor:
         return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _damaged(file: str, reason: str) -> MoetError:
-    return fail("MD-SRC-02", file=file, reason=reason)
-
-
-# -- shards ------------------------------------------------------------------------------------
-
-
-class _ShardIndex(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
-
-
 def _open_shards(folder: Path) -> TensorIndex:
-    shard_of = _read_shard_index(folder / INDEX_FILE)
-    shards = sorted(set(shard_of.values()))
-    absent = {shard for shard in shards if not (folder / shard).is_file()}
+    shard_of = read_shard_index(folder / INDEX_FILE)
+    absent = {shard for shard in set(shard_of.values()) if not (folder / shard).is_file()}
     if absent:
-        raise _missing([name for name, shard in shard_of.items() if shard in absent], shard_of)
+        names = [name for name, shard in shard_of.items() if shard in absent]
+        raise missing_tensors(names, shard_of)
+    return index_shards(folder, shard_of, lambda shard: _map_file(folder / shard))
+
+
+def index_shards(
+    folder: Path, shard_of: Mapping[str, str], tensors: Callable[[str], Iterable[RawTensor]]
+) -> TensorIndex:
+    """Join the tensors of shards, and compare them with the index that came with them.
+
+    Raises:
+        MoetError: MD-SRC-02 a shard holds something else, MD-SRC-03 tensors are missing.
+    """
+    shards = sorted(set(shard_of.values()))
     raws: dict[str, RawTensor] = {}
     for shard in shards:
-        for raw in _map_file(folder / shard):
+        for raw in tensors(shard):
             if shard_of.get(raw.name) != shard:
                 place = shard_of.get(raw.name, "no file")
-                raise _damaged(shard, f"it holds {raw.name}, {INDEX_FILE} says {place}")
+                raise damaged(shard, f"it holds {raw.name}, {INDEX_FILE} says {place}")
             raws[raw.name] = raw
     if len(raws) < len(shard_of):
-        raise _missing([name for name in shard_of if name not in raws], shard_of)
+        raise missing_tensors([name for name in shard_of if name not in raws], shard_of)
     return TensorIndex(raws, [folder / shard for shard in shards])
-
-
-def _read_shard_index(path: Path) -> dict[str, str]:
-    try:
-        shard_of = msgspec.json.decode(path.read_bytes(), type=_ShardIndex).weight_map
-    except OSError as error:
-        raise _damaged(path.name, error.strerror or str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path.name, f"it is not a valid index ({error})") from error
-    for shard in set(shard_of.values()):
-        # an index comes from the network: it may only name files beside itself
-        if Path(shard).name != shard or "\0" in shard or not shard.endswith(".safetensors"):
-            raise _damaged(path.name, f'"{shard}" is not the name of a file beside it')
-    if not shard_of:
-        raise _damaged(path.name, "it names no tensors")
-    return shard_of
-
-
-def _missing(names: Sequence[str], shard_of: Mapping[str, str]) -> MoetError:
-    files = sorted({shard_of[name] for name in names})
-    shown = ", ".join(files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "")
-    return fail(
-        "MD-SRC-03",
-        n_missing=len(names),
-        n_total=len(shard_of),
-        index=INDEX_FILE,
-        first=min(names),
-        files=shown,
-    )
 
 
 # -- grouping ----------------------------------------------------------------------------------
@@ -390,12 +327,12 @@ def _group(raws: Mapping[str, RawTensor]) -> dict[str, TensorInfo]:
             if parts.name in tensors:
                 other = tensors[parts.name].weight.name
                 reason = f"{raw.name} and {other} would both be {parts.name}"
-                raise _damaged(raw.file.name, reason)
+                raise damaged(raw.file.name, reason)
             tensors[parts.name] = parts
     for raw in raws.values():
         if raw.name not in claimed:
             if raw.name in tensors:
-                raise _damaged(raw.file.name, f"two tensors would both be {raw.name}")
+                raise damaged(raw.file.name, f"two tensors would both be {raw.name}")
             tensors[raw.name] = _classify(raw.name, raw, (), ())
     return tensors
 

@@ -1,7 +1,7 @@
 """The Textual app: screens on F-keys, timers, bindings, palette, themes; and `run`, its entry.
 
-It wires `Bridge`, `Conversation` and the screens together and owns the two timers. It decides
-nothing about chats or the engine. UI thread.
+It wires `Bridge`, `Conversation`, `Desk` and the screens together and owns the two timers. It
+decides nothing about chats, models or the engine. UI thread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -34,11 +34,17 @@ from moet_desk.ui.bridge import (
     system_clock,
 )
 from moet_desk.ui.conversation import ChatStoreLike, Conversation, Wishes
+from moet_desk.ui.desk import Desk, JobView, PlanWishes
+from moet_desk.ui.palette import COMMANDS, GO, show_key
 from moet_desk.ui.quality_words import precision_line
 from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen
 from moet_desk.ui.screens.chat_list import ChatList
+from moet_desk.ui.screens.doctor import DoctorScreen
 from moet_desk.ui.screens.help import HelpPanel
+from moet_desk.ui.screens.models import ModelList, ModelsScreen
+from moet_desk.ui.screens.setup import Offers, SetupScreen
+from moet_desk.ui.setup_steps import Setup, Step
 from moet_desk.ui.theme import ASCII, MOET_DARK, THEMES, Glyphs, choose_glyphs
 from moet_desk.ui.widgets.frame import MIN_COLUMNS, MIN_ROWS, TabLine
 from moet_desk.ui.widgets.gauges import History
@@ -90,7 +96,11 @@ def wishes_of(settings: Settings) -> Wishes:
 
 
 class MoetDeskApp(App[int]):
-    """The app. `timers=False` leaves pulling to the caller (tests)."""
+    """The app. `timers=False` leaves pulling to the caller (tests).
+
+    Without `open_engine` no model is loaded. `model` is the pack it opens; with `setup` the wizard
+    is in front at first.
+    """
 
     CSS_PATH = "app.tcss"
     TITLE = "moet-desk"
@@ -98,6 +108,8 @@ class MoetDeskApp(App[int]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("f2", "go('chat')", "Chat", id="go.chat", priority=True, show=False),
         Binding("f3", "go('cache')", "Cache", id="go.cache", priority=True, show=False),
+        Binding("f4", "go('models')", "Models", id="go.models", priority=True, show=False),
+        Binding("f7", "go('doctor')", "Doctor", id="go.doctor", priority=True, show=False),
         Binding("ctrl+p", "command_palette", "Commands", id="app.palette", priority=True),
         Binding("f1", "help", "Help", id="app.help", priority=True),
         Binding("ctrl+q", "leave", "Quit", id="app.quit", priority=True, show=False),
@@ -108,13 +120,18 @@ class MoetDeskApp(App[int]):
         Binding("question_mark", "help", "Help", id="app.help_letter", show=False),
         Binding("1", "go('chat')", "Chat", id="go.chat_digit", show=False),
         Binding("2", "go('cache')", "Cache", id="go.cache_digit", show=False),
+        Binding("3", "go('models')", "Models", id="go.models_digit", show=False),
+        Binding("6", "go('doctor')", "Doctor", id="go.doctor_digit", show=False),
     ]  # fmt: skip
 
     def __init__(
         self,
-        open_engine: Callable[[], EngineHandle],
+        open_engine: Callable[[], EngineHandle] | None,
         chats: ChatStoreLike,
+        desk: Desk,
         *,
+        model: str = "",
+        setup: Setup | None = None,
         look: Look | None = None,
         wishes: Wishes | None = None,
         pack_job: PackJob | None = None,
@@ -131,6 +148,10 @@ class MoetDeskApp(App[int]):
         self._pulls_itself = timers
         self.bridge = Bridge(open_engine, pack_job=pack_job, clock=clock, log_dir=log_dir)
         self.conversation = Conversation(self.bridge, chats, wishes=wishes or Wishes())
+        self._desk = desk
+        self.model = model  # name of the pack that is loaded, or being loaded
+        self._starts_in = "chat" if setup is None else "setup"
+        self._jobs: tuple[JobView, ...] = ()
         self._history = History()
         self._pulls: tuple[Timer, ...] = ()
         self._store_reported = False
@@ -146,6 +167,13 @@ class MoetDeskApp(App[int]):
             marks_reruns=self._look.marks_reruns,
         )  # fmt: skip
         self.cache = CacheScreen(self.glyphs, self._history, clock=clock, plain=plain)
+        self.models = ModelsScreen(desk, self.glyphs, clock=clock, plain=plain)
+        self.doctor = DoctorScreen(desk, self.glyphs, clock=clock, plain=plain)
+        quality = self.conversation.wishes.quality.value
+        first = Setup(Step.MODEL, Step.MODEL, wishes=PlanWishes(quality=quality))
+        self.setup = SetupScreen(
+            desk, self.bridge, glyphs=self.glyphs, load=self.load_model, setup=setup or first
+        )
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = self._look.theme
@@ -159,9 +187,9 @@ class MoetDeskApp(App[int]):
         known = binding_ids()
         self.set_keymap({name: key for name, key in self._look.keys.items() if name in known})
         unknown = [name for name in self._look.keys if name not in known]
-        self.add_mode("chat", lambda: self.chat)
-        self.add_mode("cache", lambda: self.cache)
-        self.switch_mode("chat")
+        for mode, screen in self._screens().items():
+            self.add_mode(mode, partial(_same, screen))
+        self.switch_mode(self._starts_in)
         for name in unknown:
             self.notify(
                 f'"{name}" under [keys] is not an action.', markup=False, severity="warning"
@@ -173,6 +201,15 @@ class MoetDeskApp(App[int]):
             )
             self.call_after_refresh(gc.freeze)
         self.pull_gauges()
+
+    def _screens(self) -> dict[str, Screen[None]]:
+        return {
+            "chat": self.chat,
+            "cache": self.cache,
+            "models": self.models,
+            "doctor": self.doctor,
+            "setup": self.setup,
+        }
 
     def stop_pulling(self) -> None:
         """Stop the timers; the screens are about to go."""
@@ -202,14 +239,22 @@ class MoetDeskApp(App[int]):
         self._report_store()
         snapshot = self.bridge.snapshot()
         self._history.add(snapshot, self._clock.monotonic())
-        notes = self._notes()
-        if self.current_mode == "cache":
-            used = max(self.conversation.context_used, snapshot.context_used)
-            info, wishes = self.bridge.model(), self.conversation.wishes
-            line = precision_line(info, wishes.quality, wishes.gate, width=self.size.width)
-            self.cache.show(snapshot, context_used=used, notes=notes, precision=line)
-        else:
-            self.chat.show(snapshot, notes=notes)
+        self._jobs, notes = self._desk.jobs(), self._notes()
+        used = max(self.conversation.context_used, snapshot.context_used)
+        common: dict[str, Any] = {"context_used": used, "notes": notes, "jobs": self._jobs}
+        match self.current_mode:
+            case "cache":
+                info, wishes = self.bridge.model(), self.conversation.wishes
+                line = precision_line(info, wishes.quality, wishes.gate, width=self.size.width)
+                self.cache.show(snapshot, **common, precision=line)
+            case "models":
+                self.models.show(snapshot, **common, loaded=self.model)
+            case "doctor":
+                self.doctor.show(snapshot, **common)
+            case "setup":
+                self.setup.poll(self._jobs)
+            case _:
+                self.chat.show(snapshot, notes=notes, jobs=self._jobs)
 
     def _report_store(self) -> None:
         problem = self.conversation.store_problem
@@ -239,11 +284,71 @@ class MoetDeskApp(App[int]):
 
     async def action_go(self, mode: str) -> None:
         """Bring a screen to the front, drawn with the newest figures."""
+        if self.current_mode == "setup" != mode:
+            self.setup.keep(open_next_time=False)
         await self.switch_mode(mode)
         self.pull_gauges()
 
     async def on_tab_line_clicked(self, event: TabLine.Clicked) -> None:
         await self.action_go(event.mode)
+
+    @property
+    def searching(self) -> bool:
+        """Whether the screen in front waits for something that is looked for in a thread."""
+        return bool(getattr(self.screen, "searching", False))
+
+    # -- models --------------------------------------------------------------------------------
+
+    def load_model(self, name: str, wishes: PlanWishes | None = None) -> None:
+        """Load a pack in the place of the one that is there; asks while an answer is written."""
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._load_now(name, wishes)
+
+        if not self.conversation.busy:
+            self._load_now(name, wishes)
+            return
+        dialog = ConfirmDialog(
+            "Load another model while an answer is written?",
+            body="The answer is stopped. What is written so far is kept.",
+            act="Load",
+            keep="Stay",
+        )
+        self.push_screen(dialog, answered)
+
+    def _load_now(self, name: str, wishes: PlanWishes | None) -> None:
+        self.conversation.stop()
+        self.model = name
+        if wishes is not None:
+            self.conversation.wish(quality=Quality(wishes.quality))
+        self.bridge.load(self._desk.opener(name, wishes))
+
+    async def on_models_screen_load(self, event: ModelsScreen.Load) -> None:
+        ready = event.name == self.model and self.bridge.phase is Phase.READY
+        if not ready:
+            self.load_model(event.name)
+        if ready or not self.conversation.busy:
+            await self.action_go("chat")
+
+    async def on_models_screen_add(self, event: ModelsScreen.Add) -> None:
+        await self._add_model(None if event.offer is None else event.offer.id)
+
+    async def _add_model(self, offer_id: str | None) -> None:
+        """Open the wizard: where its job is, at the plan of an offer, or at the list of models."""
+        kept = self.setup.setup
+        if offer_id is not None:
+            fresh = PlanWishes(quality=kept.wishes.quality)
+            wishes = kept.wishes if kept.offer == offer_id else fresh
+            self.setup.begin(Setup(Step.PLAN, Step.MODEL, offer_id, wishes))
+        elif kept.step is not Step.GET or all(job.id != kept.job for job in self._jobs):
+            self.setup.begin(replace(kept, step=Step.MODEL, job=None, model=None))
+        await self.action_go("setup")
+
+    async def on_setup_screen_left(self, event: SetupScreen.Left) -> None:
+        await self.action_go("chat" if event.started else "models")
+
+    # -- other actions -------------------------------------------------------------------------
 
     def action_help(self) -> None:
         if isinstance(self.screen, HelpPanel):
@@ -319,13 +424,13 @@ class MoetDeskApp(App[int]):
         yield from self._palette()
 
     def _palette(self) -> Iterator[SystemCommand]:
-        for title, text, action in CHAT_COMMANDS:
-            yield SystemCommand(title, text, self._runs("chat", self.chat, action))
-        for title, text, action in CACHE_COMMANDS:
-            yield SystemCommand(title, text, self._runs("cache", self.cache, action))
-        go = self.action_go
-        yield SystemCommand("Chat", "Go to the chat (F2)", partial(go, "chat"))
-        yield SystemCommand("Cache", "Go to the expert cache (F3)", partial(go, "cache"))
+        screens = self._screens()
+        for mode, title, text, action in COMMANDS:
+            yield SystemCommand(title, text, self._runs(mode, screens[mode], action))
+        for mode, title, text in GO:
+            yield SystemCommand(title, text, partial(self.action_go, mode))
+        adding = partial(self._add_model, None)
+        yield SystemCommand("Add a model", "From the list, Hugging Face or a folder", adding)
         yield SystemCommand("Help", "Keys, commands and glyphs (F1)", self.action_help)
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
         yield SystemCommand("Quit", "Close moet-desk (Ctrl+Q)", self.action_leave)
@@ -338,45 +443,15 @@ class MoetDeskApp(App[int]):
         return run
 
 
-CHAT_COMMANDS = (
-    ("New chat", "Begin an empty chat; this one is kept", "new"),
-    ("Earlier chats", "Search, open and delete", "chats"),
-    ("Stop", "Stop the answer; its text is kept", "stop"),
-    ("Answer again", "Answer the last message again", "retry"),
-    ("Quality", "Fast, balanced or exact experts", "quality"),
-    ("Copy the last answer", "As Markdown", "copy_answer"),
-    (
-        "Underline what was made again",
-        "Words of balanced answers, with 4-bit experts",
-        "mark_reruns",
-    ),
-    ("Side rail", "Show or hide it in wide windows", "rail"),
-    ("Go to the end", "Follow the text again", "follow"),
-)
-CACHE_COMMANDS = (
-    ("Cache measure", "Where experts are, or their heat", "measure"),
-    ("Pause the cache picture", "The engine still runs", "pause"),
-)
-
-
-_KEY_WORDS = {"escape": "Esc", "question_mark": "?", "pageup": "PgUp", "pagedown": "PgDn"}
-
-
-def show_key(key: str) -> str:
-    """A key as people write it: "Ctrl+N", "Esc", "M", "Shift+G"."""
-    *modifiers, last = key.split("+")
-    if len(last) == 1:
-        modifiers += ["shift"] if last.isupper() else []
-        last = last.upper()
-    else:
-        last = _KEY_WORDS.get(last, last.capitalize())
-    return "+".join([*(part.capitalize() for part in modifiers), last])
+def _same(screen: Screen[None]) -> Screen[None]:
+    return screen
 
 
 def binding_ids() -> tuple[str, ...]:
     """All action ids that `[keys]` may name, in the order of the help; a public contract."""
     owners = (
-        Prompt, ChatScreen, CacheScreen, Heatmap, ChatList, ConfirmDialog, HelpPanel, MoetDeskApp,
+        Prompt, ChatScreen, CacheScreen, Heatmap, ModelsScreen, ModelList, DoctorScreen,
+        SetupScreen, Offers, ChatList, ConfirmDialog, HelpPanel, MoetDeskApp,
     )  # fmt: skip
     return tuple(
         binding.id
@@ -390,23 +465,29 @@ def run(
     settings: Settings,
     locations: Locations,
     *,
-    open_engine: Callable[[], EngineHandle],
+    open_engine: Callable[[], EngineHandle] | None,
     pack_job: PackJob | None,
     chats: ChatStoreLike,
+    desk: Desk,
+    model: str,
+    setup: Setup | None,
 ) -> int:
     """Open the app and return the exit code when it is closed.
 
     Args:
         settings: look, keys and answer wishes are taken from them.
         locations: only to name the log folder in reports.
-        open_engine: called in a thread of its own, after the pack job.
+        open_engine: called in a thread of its own, after the pack job; None: no model yet.
         pack_job: the pack being made on the first start, None if it is there.
         chats: the store; closed with the app.
+        desk: what the models, doctor and set-up screens ask.
+        model: name of the pack that `open_engine` opens.
+        setup: where the wizard is to begin or to go on, None to begin with the chat.
     """
     look = look_of(settings, config.read_terminal())
     app = MoetDeskApp(
-        open_engine, chats, look=look, wishes=wishes_of(settings), pack_job=pack_job,
-        log_dir=str(locations.logs_dir),
+        open_engine, chats, desk, model=model, setup=setup, look=look,
+        wishes=wishes_of(settings), pack_job=pack_job, log_dir=str(locations.logs_dir),
     )  # fmt: skip
     app.run()
     if app.bridge.phase is Phase.FAILED and app.bridge.error is not None:

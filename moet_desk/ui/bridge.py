@@ -220,6 +220,7 @@ def as_moet_error(error: BaseException, *, log_dir: str) -> MoetError:
 class Phase(Enum):
     """How far the start has come."""
 
+    IDLE = "idle"  # no model was chosen yet
     PACKING = "packing"
     OPENING = "opening"
     LOADING = "loading"
@@ -230,12 +231,13 @@ class Phase(Enum):
 class Bridge:
     """Starts the engine (after the pack job, if there is one) and hands out what it shows.
 
+    Without `open_engine` it waits for `load`, which also puts another model in the place of one.
     `poll` moves the start on and is called by the gauge timer.
     """
 
     def __init__(
         self,
-        open_engine: Callable[[], EngineHandle],
+        open_engine: Callable[[], EngineHandle] | None,
         *,
         pack_job: PackJob | None = None,
         clock: Clock | None = None,
@@ -251,7 +253,12 @@ class Bridge:
         self._pack_rate = 0.0
         self._pack_bytes = 0
         self._since_s = self.clock.monotonic()
-        self.phase = Phase.PACKING if pack_job is not None else Phase.OPENING
+        self.loads = 0  # how often `load` was called
+        self._leaving: EngineHandle | None = None  # closed before the next one opens
+        if pack_job is not None:
+            self.phase = Phase.PACKING
+        else:
+            self.phase = Phase.OPENING if open_engine is not None else Phase.IDLE
         self.error: MoetError | Mapping[str, Any] | None = None
 
     # -- start ---------------------------------------------------------------------------------
@@ -265,7 +272,7 @@ class Bridge:
                 self._poll_opening()
             case Phase.LOADING | Phase.READY:
                 self._poll_engine()
-            case Phase.FAILED:
+            case Phase.IDLE | Phase.FAILED:
                 pass
         return self.phase
 
@@ -295,7 +302,11 @@ class Bridge:
 
     def _poll_opening(self) -> None:
         if self._opening is None:
-            self._opening = _Opening(self._open_engine)
+            if self._open_engine is None:
+                self.phase = Phase.IDLE
+                return
+            self._opening = _Opening(self._open_engine, self._leaving)
+            self._leaving = None
         if self._opening.error is not None:
             self._fail(as_moet_error(self._opening.error, log_dir=self._log_dir))
         elif self._opening.handle is not None:
@@ -319,6 +330,24 @@ class Bridge:
         """After a failure: open the engine again. A failed pack job cannot be restarted here."""
         self.close()
         self._handle, self._opening, self.error = None, None, None
+        self._since_s = self.clock.monotonic()
+        self.phase = Phase.OPENING
+
+    def load(self, open_engine: Callable[[], EngineHandle]) -> None:
+        """Put another model in the place of the one that is there, whose answers stop.
+
+        The old engine closes before the new one opens: both at once may not fit. A pack job of the
+        start is stopped and can go on later. A model that is just being opened is closed as soon as
+        it is there.
+        """
+        if self._pack_job is not None and not self._pack_job.finished:
+            self._pack_job.cancel()
+        before = self._opening if self._handle is None else None
+        self._leaving, self._handle = self._handle or self._leaving, None
+        self._pack_job, self._pack_step, self.error = None, None, None
+        self.loads += 1
+        self._open_engine = open_engine if before is None else before.then(open_engine)
+        self._opening = None
         self._since_s = self.clock.monotonic()
         self.phase = Phase.OPENING
 
@@ -351,8 +380,8 @@ class Bridge:
         """The engine's newest snapshot; before it is open, one that says so."""
         if self._handle is not None:
             return self._handle.snapshot()
-        failed = self.phase is Phase.FAILED
-        return EngineSnapshot(state=EngineState.FAULT if failed else EngineState.LOADING)
+        states = {Phase.FAILED: EngineState.FAULT, Phase.IDLE: EngineState.NO_MODEL}
+        return EngineSnapshot(state=states.get(self.phase, EngineState.LOADING))
 
     def model(self) -> ModelInfo | None:
         """The loaded model, None before it is loaded."""
@@ -367,7 +396,8 @@ class Bridge:
             MoetError: as `EngineHandle.submit`; MD-ENG-07 before the engine is open.
         """
         if self._handle is None:
-            raise fail("MD-ENG-07", why=" yet")
+            why = "" if self.phase is Phase.IDLE else " yet"
+            raise fail("MD-ENG-07", why=why)
         stream = self._handle.submit(request)
         return LiveAnswer(stream, self.clock, quality=request.quality, log_dir=self._log_dir)
 
@@ -377,21 +407,42 @@ class Bridge:
             self._pack_job.cancel()
         if self._handle is None and self._opening is not None:
             self._handle = self._opening.handle
-        if self._handle is not None:
-            self._handle.close()
+        for handle in (self._leaving, self._handle):
+            if handle is not None:
+                handle.close()
 
 
 class _Opening:
-    """`open_engine` running in a thread, because it may import torch (seconds)."""
+    """`open_engine` running in a thread, because it may import torch (seconds).
 
-    def __init__(self, open_engine: Callable[[], EngineHandle]) -> None:
+    `leaving` is closed first: the memory of two models may not be there.
+    """
+
+    def __init__(
+        self, open_engine: Callable[[], EngineHandle], leaving: EngineHandle | None = None
+    ) -> None:
         self.handle: EngineHandle | None = None
         self.error: BaseException | None = None
         self._open_engine = open_engine
-        threading.Thread(target=self._run, name="open-engine", daemon=True).start()
+        self._leaving = leaving
+        self._thread = threading.Thread(target=self._run, name="open-engine", daemon=True)
+        self._thread.start()
+
+    def then(self, open_engine: Callable[[], EngineHandle]) -> Callable[[], EngineHandle]:
+        """What opens another model once this one is open, and closed again."""
+
+        def open_next() -> EngineHandle:
+            self._thread.join()
+            if self.handle is not None:
+                self.handle.close()
+            return open_engine()
+
+        return open_next
 
     def _run(self) -> None:
         try:
+            if self._leaving is not None:
+                self._leaving.close()
             self.handle = self._open_engine()
         except Exception as error:  # the UI thread shows whatever it was
             self.error = error

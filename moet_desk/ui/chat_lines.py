@@ -28,6 +28,17 @@ def welcome_content(model: str) -> Content:
     return Content("\n").join(lines)
 
 
+def no_model_content() -> Content:
+    """The empty chat while no model was ever chosen."""
+    lines = [
+        Content.styled("No model yet", "bold"),
+        Content(""),
+        Content("F4 lists the models of this computer, and A there adds one."),
+        Content.styled("What you write already is sent when a model is ready.", "$dim"),
+    ]
+    return Content("\n").join(lines)
+
+
 def closing_line(turn: Turn, glyphs: Glyphs) -> Content:
     """The line under a finished answer: how it ended, tokens, speed, waiting, quality."""
     meta, parts = turn.meta, []

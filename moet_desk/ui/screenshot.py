@@ -1,4 +1,4 @@
-"""Pictures of the app from a running engine: SVG files of Chat and Cache, for the README.
+"""Pictures of the app from a running engine: SVG files of all screens, for the README.
 
 It drives the app without a terminal, the way a person would: asks, waits, looks. Called from a
 command; runs its own event loop.
@@ -18,23 +18,27 @@ from moet_desk.store.chats import ChatStore
 from moet_desk.ui.app import Look, MoetDeskApp
 from moet_desk.ui.bridge import Phase
 from moet_desk.ui.conversation import ChatStoreLike
+from moet_desk.ui.desk import Desk
 
 SIZES = ((80, 24), (120, 40))
+MODES = ("chat", "cache", "models", "doctor", "setup")
 QUESTION = "Tell me a short story about a fox."
 _STARTED = (Phase.READY, Phase.FAILED)
 _START_S = 120.0
 _ANSWER_S = 60.0
+_SEARCH_S = 60.0
 
 
 def save_screenshots(
     out_dir: Path,
     handle: EngineHandle,
+    desk: Desk,
     *,
     chats: ChatStoreLike | None = None,
     questions: Sequence[str] = (QUESTION,),
     theme: str = "moet-dark",
 ) -> list[Path]:
-    """Ask the questions and write chat-80x24.svg, cache-80x24.svg and so on.
+    """Ask the questions and write chat-80x24.svg, models-80x24.svg and so on, one per screen.
 
     Without `chats` the chat goes into a store that is thrown away. Engine and store are closed at
     the end, as when the app is closed.
@@ -45,19 +49,22 @@ def save_screenshots(
     out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         store = chats or ChatStore.open(Path(folder) / "chats.sqlite3")
-        return asyncio.run(_take(out_dir, handle, chats=store, questions=questions, theme=theme))
+        return asyncio.run(
+            _take(out_dir, handle, desk, chats=store, questions=questions, theme=theme)
+        )
 
 
 async def _take(
     out_dir: Path,
     handle: EngineHandle,
+    desk: Desk,
     *,
     chats: ChatStoreLike,
     questions: Sequence[str],
     theme: str,
 ) -> list[Path]:
     look = Look(theme=theme, glyphs="unicode", motion="none")
-    app = MoetDeskApp(lambda: handle, chats, look=look)
+    app = MoetDeskApp(lambda: handle, chats, desk, look=look, model="demo")
     saved: list[Path] = []
     async with app.run_test(size=SIZES[-1]) as pilot:
         await _until(pilot, lambda: app.bridge.phase in _STARTED, _START_S)
@@ -66,10 +73,11 @@ async def _take(
             await _until(pilot, lambda: not app.conversation.busy, _ANSWER_S)
         for columns, rows in SIZES:
             await pilot.resize_terminal(columns, rows)
-            for mode in ("chat", "cache"):
+            for mode in MODES:
                 await app.action_go(mode)
                 await asyncio.sleep(0.6)  # two gauge periods, and the switch's own delay
-                await pilot.pause()
+                await _until(pilot, lambda: not app.searching, _SEARCH_S)
+                await pilot.pause(0.6)
                 path = out_dir / f"{mode}-{columns}x{rows}.svg"
                 path.write_text(app.export_screenshot(title="moet-desk"), "utf-8")
                 saved.append(path)

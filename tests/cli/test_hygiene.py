@@ -12,6 +12,8 @@ import pytest
 from tests.cli.conftest import environment
 
 HEAVY = {"torch", "triton", "numpy", "transformers", "tokenizers", "safetensors"}
+DESK = Path(__file__).resolve().parents[1] / "data" / "machines" / "5090-96gb.json"
+HUB = {"huggingface_hub", "httpx2"}
 FRONT_ENDS = {"textual", "starlette", "uvicorn"}
 
 
@@ -31,10 +33,20 @@ def loaded_by(module: str, tmp_path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("moet_desk.__main__", HEAVY | FRONT_ENDS | {"msgspec", "platformdirs", "tomlkit"}),
-        ("moet_desk.cli.models", HEAVY | FRONT_ENDS | {"msgspec"}),
+        ("moet_desk.__main__", HEAVY | FRONT_ENDS | HUB | {"msgspec", "platformdirs", "tomlkit"}),
+        ("moet_desk.cli.models", HEAVY | FRONT_ENDS | HUB | {"msgspec"}),
+        ("moet_desk.cli.plan", HEAVY | FRONT_ENDS | {"msgspec"}),
+        ("moet_desk.cli.doctor", HEAVY | FRONT_ENDS | {"msgspec"}),
+        ("moet_desk.engine.planning", HEAVY | FRONT_ENDS),
+        ("moet_desk.probing", HEAVY | FRONT_ENDS),
+        ("moet_desk.catalogue", HEAVY | FRONT_ENDS),
+        ("moet_desk.cli.desk", HEAVY | FRONT_ENDS | HUB),
+        ("moet_desk.cli.desk_sources", HEAVY | FRONT_ENDS | HUB),
         ("moet_desk.cli.settings", HEAVY | FRONT_ENDS | {"msgspec"}),
-        ("moet_desk.cli.run", HEAVY | FRONT_ENDS),
+        ("moet_desk.cli.pull", HEAVY | FRONT_ENDS | HUB | {"msgspec"}),
+        ("moet_desk.cli.jobs", HEAVY | FRONT_ENDS | HUB | {"msgspec"}),
+        ("moet_desk.store.pull_state", HEAVY | FRONT_ENDS | HUB),
+        ("moet_desk.cli.run", HEAVY | FRONT_ENDS | HUB),
         ("moet_desk.cli.serve", HEAVY | FRONT_ENDS),
         ("moet_desk.cli.bench", HEAVY | FRONT_ENDS),
         ("moet_desk.cli.evaluate", HEAVY | FRONT_ENDS),
@@ -44,8 +56,8 @@ def loaded_by(module: str, tmp_path: Path) -> set[str]:
         ("moet_desk.config", HEAVY | FRONT_ENDS | {"tomlkit"}),
         ("moet_desk.engine.handle", HEAVY | FRONT_ENDS),
         ("moet_desk.engine.parsers.hermes", HEAVY | FRONT_ENDS),
-        ("moet_desk.store.library", HEAVY | FRONT_ENDS),
-        ("moet_desk.store.jobs", HEAVY | FRONT_ENDS),
+        ("moet_desk.store.library", HEAVY | FRONT_ENDS | HUB),
+        ("moet_desk.store.jobs", HEAVY | FRONT_ENDS | HUB),
         ("moet_desk.api.server", HEAVY | {"textual", "openai"}),
         ("moet_desk.ui.app", HEAVY | {"starlette", "uvicorn"}),
     ],
@@ -72,7 +84,14 @@ def best_time_s(arguments: list[str], tmp_path: Path) -> float:
 
 @pytest.mark.parametrize(
     ("arguments", "limit_s", "times_click"),
-    [(["--version"], 0.2, 2.5), (["config", "list"], 0.4, 6), (["ls"], 0.4, 6)],
+    [
+        (["--version"], 0.2, 2.5),
+        (["config", "list"], 0.4, 6),
+        (["ls"], 0.4, 6),
+        (["plan", "deepseek-v3.1", "--machine", str(DESK), "--device", "auto"], 0.4, 8),
+        (["ls", "--available", "--machine", str(DESK)], 0.4, 8),
+        (["doctor"], 2.0, 12),
+    ],
 )
 def test_cold_start__within_budget(
     arguments: list[str], limit_s: float, times_click: float, tmp_path: Path

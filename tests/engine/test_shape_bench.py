@@ -15,8 +15,7 @@ import torch
 from moet_desk.engine.cuda import measure as measuring
 from moet_desk.engine.cuda.bandwidth import Bandwidth
 from moet_desk.engine.cuda.buffers import MAX_ROWS
-from moet_desk.engine.cuda.chunk_buffers import chunk_bytes
-from moet_desk.engine.cuda.expert_stream import stage_bytes
+from moet_desk.engine.cuda.chunk_sizes import chunk_bytes, stage_bytes
 from moet_desk.engine.cuda.kernel_groups import GROUP_OF_KERNEL, Group, group_of, split
 from moet_desk.engine.cuda.measure import RESERVE_BYTES, Figures, Setup, Steps
 from moet_desk.engine.cuda.popularity import TOLERANCE, find_popularity

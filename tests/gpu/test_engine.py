@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet_desk.engine.cuda import expert_stream
+from moet_desk.engine.cuda import chunk_sizes, expert_stream
 from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
@@ -275,7 +275,7 @@ def test_chunks__small_tiers__same_bits(
         (2, {"pool_slots": 32, "fine_slots": 32, "arena_rows": 100}),
         (3, {"pool_slots": 32, "fine_slots": 32, "arena_rows": 0}),
     ):
-        monkeypatch.setattr(expert_stream, "MOST_BATCHED", batched)
+        monkeypatch.setattr(chunk_sizes, "MOST_BATCHED", batched)
         core = open_core(demo_pack, (1,), prefill_chunk=256, **sizes)
         try:
             for reading in (*Reading, Reading.FAST):

@@ -18,10 +18,11 @@ from safetensors.torch import load_file
 
 from moet_desk.errors import MoetError
 from moet_desk.kernels.layouts import unpack_nibbles
-from moet_desk.store import pack_writer
 from moet_desk.store.journal import read_journal
+from moet_desk.store.pack_folder import check_pack_space
 from moet_desk.store.pack_format import PackProgress, Phase, Plane
 from moet_desk.store.pack_reader import PackReader
+from moet_desk.store.pack_rows import RowMaker
 from moet_desk.store.pack_verify import verify_pack
 from moet_desk.store.pack_writer import write_pack
 from moet_desk.store.quant_formats import decode, fp4_of
@@ -442,13 +443,13 @@ def test_check_space__counts_what_is_already_written(
     tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = half_packed(tiny_source, tmp_path / "p")
-    maker = pack_writer.RowMaker(TensorIndex.open(tiny_source), plan_of(TINY, tiny_source))
+    maker = RowMaker(TensorIndex.open(tiny_source), plan_of(TINY, tiny_source))
     needs = []
     real = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([*real[:4], 0, *real[5:]]))
     for dest in (tmp_path / "p", tmp_path / "none"):
         with pytest.raises(MoetError) as caught:
-            pack_writer._check_space(maker, tiny_source, dest)
+            check_pack_space(maker, [], dest)
         needs.append(caught.value.facts["need_bytes"])
     assert needs[1] - needs[0] >= done * maker.row_bytes
 

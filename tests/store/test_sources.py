@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from moet_desk.errors import MoetError
-from moet_desk.store.sources import MAX_HEADER_BYTES, Format, TensorIndex, parse_header
+from moet_desk.store.headers import ITEM_BYTES, MAX_HEADER_BYTES, parse_header
+from moet_desk.store.sources import DTYPES, Format, TensorIndex
 from tests.store.tiny import Tiny, store, write_source, write_weights
 
 
@@ -355,3 +356,7 @@ def test_open__no_weights__says_what_is_missing(tmp_path: Path) -> None:
         assert caught.value.code == "MD-SRC-01"
     with pytest.raises(MoetError, match="MD-SRC-01"):
         TensorIndex.open(tmp_path / "nowhere")
+
+
+def test_item_bytes__agree_with_the_types_of_views() -> None:
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES

@@ -43,7 +43,13 @@ class Tiny:
 
 
 def write_source(
-    folder: Path, tiny: Tiny, kind: str = "mxfp4", *, seed: int = 0, shards: int = 1
+    folder: Path,
+    tiny: Tiny,
+    kind: str = "mxfp4",
+    *,
+    seed: int = 0,
+    shards: int = 1,
+    by_layer: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Write a source whose experts are stored as `kind`; returns the stored tensors."""
     generator = torch.Generator().manual_seed(seed)
@@ -51,19 +57,23 @@ def write_source(
     for name, shape in tiny.names():
         tensors |= store(name, shape, kind, generator)
     folder.mkdir(parents=True, exist_ok=True)
-    write_weights(folder, tensors, shards=shards)
+    write_weights(folder, tensors, shards=shards, by_layer=by_layer)
     (folder / "config.json").write_text(json.dumps({"model_type": "tiny", "kind": kind}))
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return tensors
 
 
-def write_weights(folder: Path, tensors: dict[str, torch.Tensor], *, shards: int = 1) -> None:
+def write_weights(
+    folder: Path, tensors: dict[str, torch.Tensor], *, shards: int = 1, by_layer: bool = False
+) -> None:
+    """Write tensors dealt out over shards, or cut one after the other as released models are."""
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return
     names = sorted(tensors)
-    shard_of = {name: f"model-{i % shards + 1:05d}.safetensors" for i, name in enumerate(names)}
+    place = (lambda i: i * shards // len(names)) if by_layer else (lambda i: i % shards)
+    shard_of = {name: f"model-{place(i) + 1:05d}.safetensors" for i, name in enumerate(names)}
     for shard in sorted(set(shard_of.values())):
         part = {name: tensors[name] for name in names if shard_of[name] == shard}
         save_file(part, folder / shard)

@@ -1,6 +1,7 @@
 """Open the app on the scripted engine in this terminal, to look at it by hand.
 
     python -m tests.ui.play [--first-start] [--fail] [--resident] [--ascii] [--no-colour] [--big]
+        [--wizard]
 
 Not a test; nothing is stored.
 """
@@ -14,6 +15,8 @@ from moet_desk.engine.scripted import DEFAULT_ANSWER, Script, ScriptedEngine, Sc
 from moet_desk.telemetry import LoadStep
 from moet_desk.ui.app import Look, MoetDeskApp
 from moet_desk.ui.bridge import PackJob
+from moet_desk.ui.setup_steps import Setup
+from tests.ui.desk import FakeDesk
 from tests.ui.support import FakeChats, FakePack
 
 LOAD = (
@@ -62,7 +65,11 @@ def main(arguments: list[str]) -> int:
         time.sleep(0.5)
         return ScriptedEngine(script).start()
 
-    app = MoetDeskApp(open_engine, FakeChats(), look=look, pack_job=pack)
+    wizard = "wizard" in words
+    app = MoetDeskApp(
+        None if wizard else open_engine, FakeChats(), FakeDesk(open_engine), look=look,
+        pack_job=pack, model="" if wizard else "demo", setup=Setup() if wizard else None,
+    )  # fmt: skip
     app.run()
     return app.return_value or 0
 

@@ -18,6 +18,8 @@ from moet_desk.errors import MoetError
 from moet_desk.ui.app import Look, MoetDeskApp
 from moet_desk.ui.bridge import Clock, PackJob, Phase
 from moet_desk.ui.conversation import Wishes
+from moet_desk.ui.setup_steps import Setup
+from tests.ui.desk import FakeDesk
 
 NOON = datetime(2026, 11, 29, 12, 0, tzinfo=UTC)
 
@@ -143,12 +145,16 @@ class Stage:
         chats: FakeChats | None = None,
         pack_job: PackJob | None = None,
         open_engine: Callable[[], EngineHandle] | None = None,
+        setup: Setup | None = None,
     ) -> None:
         self.time = HeldClock()
         self.engine = ScriptedEngine(script)
         self.chats = chats or FakeChats()
+        self.desk = FakeDesk(lambda: self.engine)
+        first_run = setup is not None
         self.app = MoetDeskApp(
-            open_engine or (lambda: self.engine), self.chats,
+            None if first_run else open_engine or (lambda: self.engine), self.chats, self.desk,
+            model="" if first_run else "demo", setup=setup,
             look=look or Look(motion="none", glyphs="unicode"), wishes=wishes,
             pack_job=pack_job, clock=self.time.clock(), timers=False,
         )  # fmt: skip
@@ -178,6 +184,13 @@ class Stage:
             self.app.pull_gauges()
             await asyncio.sleep(0.001)
         await self.settle(pilot)
+
+    async def threads(self, pilot: Any) -> None:
+        """Let what the screens asked for in threads end, and be drawn."""
+        for _ in range(3):
+            await asyncio.sleep(0.03)
+            self.app.pull_gauges()
+            await self.settle(pilot)
 
     async def settle(self, pilot: Any) -> None:
         await pilot.pause()

@@ -15,21 +15,23 @@ from moet_desk.errors import ExitCode, fail
 from moet_desk.locations import TerminalFacts
 from moet_desk.settings import Answers, Settings, Ui
 from moet_desk.ui.app import (
-    CACHE_COMMANDS,
-    CHAT_COMMANDS,
     Look,
     MoetDeskApp,
     binding_ids,
     exit_code_of,
     look_of,
-    show_key,
     wishes_of,
 )
+from moet_desk.ui.palette import COMMANDS, GO, show_key
 from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen
+from moet_desk.ui.screens.doctor import DoctorScreen
+from moet_desk.ui.screens.models import ModelsScreen
+from moet_desk.ui.screens.setup import SetupScreen
 from moet_desk.ui.screenshot import save_screenshots
 from moet_desk.ui.widgets.frame import SmallWindow
 from moet_desk.ui.widgets.prompt import Prompt
+from tests.ui.desk import FakeDesk
 from tests.ui.support import Stage, dump
 
 LONG = "word " * 400
@@ -40,15 +42,19 @@ IDS = {
     "cache.page_up", "cache.pause", "cache.right", "cache.up", "chat.follow", "chat.list",
     "chat.new", "chat.newline", "chat.page_down", "chat.page_up", "chat.quality", "chat.rail",
     "chat.retry", "chat.send", "chat.stop", "chats.close", "chats.delete", "chats.down",
-    "dialog.left", "dialog.right", "dialog.safe", "go.cache", "go.cache_digit", "go.chat",
-    "go.chat_digit", "help.close",
+    "dialog.left", "dialog.right", "dialog.safe", "doctor.again", "doctor.back", "doctor.copy",
+    "doctor.save", "go.cache", "go.cache_digit", "go.chat", "go.chat_digit", "go.doctor",
+    "go.doctor_digit", "go.models", "go.models_digit", "help.close", "models.add", "models.back",
+    "models.delete", "models.down", "models.load", "models.pause", "models.up", "models.verify",
+    "setup.again", "setup.back", "setup.background", "setup.choose", "setup.down", "setup.json",
+    "setup.less", "setup.more", "setup.next", "setup.pause", "setup.stop", "setup.up",
 }  # fmt: skip
 
 
 def test_binding_ids__public_contract() -> None:
     assert set(binding_ids()) == IDS
     assert len(binding_ids()) == len(IDS)
-    for owner in (MoetDeskApp, ChatScreen, CacheScreen, Prompt):
+    for owner in (MoetDeskApp, ChatScreen, CacheScreen, ModelsScreen, DoctorScreen, SetupScreen):
         assert all(isinstance(b, Binding) and b.id for b in owner.BINDINGS)
 
 
@@ -115,7 +121,7 @@ async def test_palette__every_action__runs() -> None:
     async with stage.open() as pilot:
         await stage.ready(pilot)
         commands = {c.title: c for c in stage.app.get_system_commands(stage.app.screen)}
-        assert set(commands) >= {title for title, *_ in (*CHAT_COMMANDS, *CACHE_COMMANDS)}
+        assert set(commands) >= {title for _, title, *_ in (*COMMANDS, *GO)}
         await commands["Cache measure"].callback()
         await stage.settle(pilot)
         assert stage.app.current_mode == "cache"
@@ -298,12 +304,14 @@ def test_failure_words__are_never_markup() -> None:
     assert "\x1b" not in problem_content(error, UNICODE).plain
 
 
-def test_save_screenshots__running_engine__four_pictures(tmp_path: Path) -> None:
+def test_save_screenshots__running_engine__a_picture_of_every_screen(tmp_path: Path) -> None:
     engine = ScriptedEngine(Script(tokens_per_s=400, prompt_tok_per_s=4000)).start()
-    saved = save_screenshots(tmp_path / "pictures", engine)
+    saved = save_screenshots(tmp_path / "pictures", engine, FakeDesk())
     assert [path.name for path in saved] == [
-        "chat-80x24.svg", "cache-80x24.svg", "chat-120x40.svg", "cache-120x40.svg",
-    ]  # fmt: skip
+        f"{mode}-{size}.svg"
+        for size in ("80x24", "120x40")
+        for mode in ("chat", "cache", "models", "doctor", "setup")
+    ]
     chat, cache = saved[0].read_text("utf-8"), saved[1].read_text("utf-8")
     assert "tokens&#160;·" in chat
     assert "L08" in cache

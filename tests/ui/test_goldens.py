@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from moet_desk import __version__
 from moet_desk.engine.scripted import DEFAULT_ANSWER, Script, ScriptedFailure
 from moet_desk.telemetry import LoadStep
 from moet_desk.ui.app import Look
+from moet_desk.ui.desk import JobState
+from moet_desk.ui.setup_steps import Setup
+from tests.ui.desk import PULLING
 from tests.ui.support import FakePack, Stage, dump
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -118,3 +122,33 @@ def test_goldens__ascii__nothing_but_ascii_in_the_frame() -> None:
     for path in GOLDENS.glob("*-ascii.txt"):
         drawn = set(path.read_text("utf-8")) - set("╭╮╰╯─│▁▂▃▄▅▆▇█▌▏–…")
         assert all(char.isascii() for char in drawn), (path.name, sorted(drawn))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("look", "columns", "rows"),
+    [("dark", 80, 24), ("dark", 120, 40), ("no-colour", 80, 24), ("ascii", 80, 24)],
+)
+async def test_goldens__set_up_models_and_doctor__as_stored(
+    look: str, columns: int, rows: int
+) -> None:
+    stage = Stage(SCRIPT, look=LOOKS[look], setup=Setup())
+    album = Album(f"{columns}x{rows}-{look}")
+    async with stage.open(columns, rows) as pilot:
+
+        async def show(name: str, *keys: str) -> None:
+            await pilot.press(*keys)
+            await stage.threads(pilot)
+            await album.show(name, stage, pilot)
+
+        await show("setup-machine")
+        await show("setup-model", "enter")
+        await show("setup-plan", "up", "enter")
+        await show("setup-question", "enter")
+        await pilot.press("right", "enter")
+        await stage.threads(pilot)
+        stage.desk.running = (PULLING, replace(PULLING, id="job-2", state=JobState.PAUSED))
+        await show("setup-get")
+        await show("models", "f4")
+        await show("doctor", "f7")
+    assert not album.wrong, "\n" + "\n".join(album.wrong)

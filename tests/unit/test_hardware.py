@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 from moet_desk import hardware
 from moet_desk.errors import MoetError
 from moet_desk.hardware import Accelerator, choose_device
+from moet_desk.machine import Gpu
+from moet_desk.probing.gpus import FoundGpus
 
 CARD = Accelerator("NVIDIA X", (8, 0), has_triton=True, can_compile=True)
 NO_CARD = Accelerator(missing="the driver shows none")
@@ -110,3 +113,31 @@ def test_can_compile__compiler_named_by_the_environment_or_on_the_path(
     assert not hardware._can_compile()
     monkeypatch.setattr(hardware.shutil, "which", lambda name: name == "clang" and "/bin/clang")
     assert hardware._can_compile()
+
+
+def test_take_card__several__the_one_with_free_memory_by_its_uuid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uuids = ["11111111-0000", "22222222-0000"]
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=uuids[i])
+    )
+    free = {"GPU-22222222-0000": 20, "GPU-11111111-0000": 2, "GPU-hidden": 90}
+    gpus = tuple(
+        Gpu(index=i, name=uuid, uuid=uuid, vram_total=24, vram_free=free[uuid])
+        for i, uuid in enumerate(free)
+    )
+    monkeypatch.setattr(hardware, "look_for_gpus", lambda: FoundGpus(gpus=gpus))
+    choice = hardware.take_card()
+    assert choice is not None
+    assert choice.gpu.uuid == "GPU-22222222-0000"
+    assert taken == [1]  # torch's order, not the driver's
+
+
+def test_take_card__one_card__torch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail("set"))
+    assert hardware.take_card() is None

@@ -34,6 +34,14 @@ def copy_bandwidth(memory: Tensor, device: torch.device) -> Bandwidth:
     return found
 
 
+def measure_card() -> Bandwidth | None:
+    """What the current card's copies reach; None without a card. Takes 1.5 GiB for a moment."""
+    if not torch.cuda.is_available():
+        return None
+    pinned = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    return copy_bandwidth(pinned, torch.device("cuda"))
+
+
 def _copy_s(target: Tensor, source: Tensor) -> float:
     times: list[float] = []
     for _ in range(_REPEATS):

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
+from moet_desk.engine.cuda.chunk_sizes import batch_size, staging_bytes
 from moet_desk.engine.cuda.pools import DevicePool
 from moet_desk.engine.cuda.staging import Staging
 from moet_desk.errors import MoetError
@@ -41,13 +42,6 @@ from moet_desk.kernels.triton.grouped import (
 from moet_desk.kernels.triton.quant import plain_shape, quantize_rows
 from moet_desk.store.arena import ABSENT
 from moet_desk.store.pack_format import Plane
-from moet_desk.units import MIB
-
-TURNS = 2
-"""Batches of both planes that the staging memory holds: one is read while the other is filled."""
-
-STAGE_BYTES = 256 * MIB
-"""Most staging memory: 8 experts of DeepSeek-V4-Flash in a batch, 36 places for 2-bit rows."""
 
 AHEAD_PAIRS = 8
 """Mean pairs per expert from which on the next layer's rows are brought before anyone chose them:
@@ -58,9 +52,6 @@ READ_S = 10.0
 """Seconds that a prompt waits for the rows of a batch. No kernel waits meanwhile, so this may be
 long enough for a slow drive.
 """
-
-MOST_BATCHED = 32
-"""Experts of a batch at most: more would not fill the device better."""
 
 
 class HostRows(Protocol):
@@ -144,29 +135,6 @@ class Ahead:
     places: dict[int, int]
 
 
-def batch_size(layout: ExpertLayout, n_experts: int) -> int:
-    """Experts of a batch: as the staging memory holds them of both planes."""
-    each = TURNS * (layout.base_stride + layout.fine_stride)
-    return max(1, min(MOST_BATCHED, n_experts, STAGE_BYTES // each))
-
-
-def _staging_bytes(layout: ExpertLayout, n_experts: int) -> int:
-    return batch_size(layout, n_experts) * TURNS * (layout.base_stride + layout.fine_stride)
-
-
-def stage_bytes(layout: ExpertLayout, n_experts: int) -> int:
-    """Device memory for staging, and for a batch's decoded weights."""
-    decoded = batch_size(layout, n_experts) * layout.slot_floats
-    return _staging_bytes(layout, n_experts) + decoded
-
-
-def most_places(layout: ExpertLayout, n_experts: int) -> Mapping[Plane, int]:
-    """Rows of each plane that can be in staging at the same time."""
-    n_bytes = _staging_bytes(layout, n_experts)
-    both = n_bytes // (layout.base_stride + layout.fine_stride)
-    return {Plane.BASE: n_bytes // layout.base_stride, Plane.FINE: both}
-
-
 class ChunkExperts:
     """Computes the routed experts of whole chunks.
 
@@ -197,7 +165,7 @@ class ChunkExperts:
         self._n_experts, self._readers, self._bounce = n_experts, readers, bounce
         self._n_layers = pools[Plane.BASE].tables.n_layers
         self._size = batch_size(layout, n_experts)
-        self._staging = Staging(_staging_bytes(layout, n_experts), device)
+        self._staging = Staging(staging_bytes(layout, n_experts), device)
         self._workspace = torch.zeros(
             (self._size, layout.slot_floats), dtype=torch.int8, device=device
         )

@@ -21,16 +21,12 @@ import torch
 from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.cuda.buffers import MAX_ROWS
-from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, chunk_bytes
+from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
+from moet_desk.engine.cuda.chunk_sizes import most_places
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.dense_weights import DenseLoader
 from moet_desk.engine.cuda.draft import DeviceHead
-from moet_desk.engine.cuda.expert_stream import (
-    ChunkExperts,
-    Reading,
-    most_places,
-    stage_bytes,
-)
+from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
 from moet_desk.engine.cuda.pinned import PinnedMemory
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
@@ -42,21 +38,27 @@ from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
+from moet_desk.engine.model_shape import (
+    RowSizes,
+    device_kv_format,
+    device_shape,
+    kv_token_bytes,
+    wishes_of,
+)
 from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import Spec
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.mailbox import MAILBOX
-from moet_desk.kernels.reference import mla_entry_bytes
 from moet_desk.kernels.triton import fetch
 from moet_desk.plan import (
     KV_PAGE_TOKENS,
-    ChunkSize,
     DeviceBudget,
-    ModelShape,
     TierPlan,
-    Wishes,
+    pinned_budget,
     plan_device_tiers,
+    vram_budget,
+    with_context,
 )
 from moet_desk.store.arena import Allocate, Arena, plain_memory
 from moet_desk.store.pack_format import Plane
@@ -64,12 +66,6 @@ from moet_desk.store.pack_reader import PackReader
 from moet_desk.telemetry import LoadStep
 
 log = logging.getLogger("moet_desk.engine")
-
-CHUNKS = (8192, 4096, 2048, 1024, 512, 256)
-"""Tokens of a prompt chunk that the planner may choose from."""
-
-VRAM_SHARE = 0.9
-"""Part of the card's free memory the planner may use; the rest stays with the display."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +210,7 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     config = reader.config()
     has_mtp = reader.meta.moe_layers[-1] >= int(config["num_hidden_layers"])
     spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
-    form = KvFormat.BF16 if options.kv_format == "auto" else KvFormat(options.kv_format)
+    form = device_kv_format(options.kv_format)
     plan = _plan(reader, spec, form, options, device)
     layers = running_layers(spec, options.drafts)
     n_rows = len(layers) * reader.meta.n_experts
@@ -320,40 +316,23 @@ def _name(device: torch.device) -> str:
 def _plan(
     reader: PackReader, spec: Spec, form: KvFormat, options: EngineOptions, device: torch.device
 ) -> TierPlan:
-    meta, mixer = reader.meta, spec.layers[0].mixer
-    shape = ModelShape(
-        n_rows=len(running_layers(spec, options.drafts)) * meta.n_experts,
-        top_k=spec.moe_ffn.router.top_k,
-        base_stride=meta.base_stride,
-        fine_stride=meta.fine_stride,
-        slot_bytes=0,
-        dense_bytes=(reader.path / "dense.safetensors").stat().st_size,
-        kv_token_bytes=_n_kv_layers(spec, options)
-        * mla_entry_bytes(form, mixer.kv_rank, mixer.rope_dim),
-        model_context=spec.context,
-        chunks=_chunks(reader, spec, options),
-    )
-    wishes = Wishes(
-        context=options.context, base_slots=options.pool_slots, fine_slots=options.fine_slots,
-        arena_rows=options.arena_rows, prefill_chunk=options.prefill_chunk,
-        max_running=options.max_running,
-    )  # fmt: skip
     machine = hardware.probe()
     free = machine.ram_available
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-    vram = options.vram_bytes or int(VRAM_SHARE * free)
-    ram = options.ram_bytes or int(0.7 * machine.ram_available)
-    return plan_device_tiers(shape, DeviceBudget(vram, ram), wishes)
-
-
-def _chunks(reader: PackReader, spec: Spec, options: EngineOptions) -> tuple[ChunkSize, ...]:
-    """Sizes of a prompt chunk and what each takes; none is longer than the context."""
-    context = options.context or spec.context
-    wished = options.prefill_chunk
-    sizes = [n for n in CHUNKS if n <= context] or [context] if wished is None else [wished]
-    stage = stage_bytes(reader.layout, reader.meta.n_experts)
-    return tuple(ChunkSize(n, stage + chunk_bytes(spec, n, context=context)) for n in sizes)
+    budget = DeviceBudget(
+        options.vram_bytes or vram_budget(free),
+        options.ram_bytes
+        or pinned_budget(machine.ram_available, machine.ram_total, is_wsl=machine.is_wsl),
+    )
+    wishes = wishes_of(options)
+    wishes = with_context(
+        wishes, spec.context, kv_token_bytes(spec, form, options.drafts), budget.vram
+    )
+    sizes = RowSizes(reader.layout, reader.meta.base_stride, reader.meta.fine_stride)
+    dense_bytes = (reader.path / "dense.safetensors").stat().st_size
+    shape = device_shape(spec, sizes, form, wishes, dense_bytes=dense_bytes, drafts=options.drafts)
+    return plan_device_tiers(shape, budget, wishes)
 
 
 def _hot_first(pack: Path, n_rows: int) -> list[int]:

@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from moet_desk.engine.cuda.bandwidth import Bandwidth, copy_bandwidth
-from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, chunk_bytes
-from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading, stage_bytes
+from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
+from moet_desk.engine.cuda.chunk_sizes import chunk_bytes, stage_bytes
+from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
 from moet_desk.engine.cuda.kernel_groups import kernel_times, split
 from moet_desk.engine.cuda.pinned import PinnedMemory
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts

@@ -21,6 +21,11 @@ MODULE_OF_TYPE = {
 """model_type -> module. Kimi-K2's text model is DeepSeek-V3's with other sizes."""
 
 
+def runs(model_type: str) -> bool:
+    """Whether the maths of this family is written."""
+    return model_type in MODULE_OF_TYPE
+
+
 class Family(Protocol):
     """What a family module offers."""
 

@@ -18,26 +18,14 @@ import torch
 from torch import Tensor
 
 from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kv_sizes import FP8_BLOCK, NVFP4_BLOCK, vector_bytes
+from moet_desk.kernels.kv_sizes import gqa_entry_bytes as gqa_entry_bytes
+from moet_desk.kernels.kv_sizes import mla_entry_bytes as mla_entry_bytes
 
-FP8_BLOCK = 128
-NVFP4_BLOCK = 16
 E4M3_MAX = 448.0
 NVFP4_GLOBAL = 2.0**-6
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def mla_entry_bytes(fmt: KvFormat, r: int, dr: int) -> int:
-    """Bytes of one token's latent [r] and rotary key [dr] (512 + 64: 2304, 1152, 656, 352).
-
-    Raises:
-        ValueError: NVFP4 and `r` is not a multiple of 16.
-    """
-    if fmt is KvFormat.FP8:
-        return _vector_bytes(fmt, r) + 2 * dr
-    if fmt is KvFormat.NVFP4:
-        return _vector_bytes(fmt, r) + dr
-    return _vector_bytes(fmt, r + dr)
 
 
 def mla_write(latent: Tensor, k_rope: Tensor, fmt: KvFormat) -> Tensor:
@@ -66,19 +54,10 @@ def mla_read(buf: Tensor, fmt: KvFormat, r: int, dr: int) -> tuple[Tensor, Tenso
     if fmt is KvFormat.F32 or fmt is KvFormat.BF16:
         both = _decode(buf, fmt, r + dr)
         return both[:, :r], both[:, r:]
-    body = _vector_bytes(fmt, r)
+    body = vector_bytes(fmt, r)
     kind = torch.bfloat16 if fmt is KvFormat.FP8 else torch.float8_e4m3fn
     rope = buf[:, body:].contiguous().view(kind).float()
     return _decode(buf[:, :body], fmt, r), rope
-
-
-def gqa_entry_bytes(fmt: KvFormat, n_keys: int, d: int, dv: int) -> int:
-    """Bytes of one token's keys [M, d] and values [M, dv]; heads are scaled apart.
-
-    Raises:
-        ValueError: NVFP4 and `d` or `dv` is not a multiple of 16.
-    """
-    return n_keys * (_vector_bytes(fmt, d) + _vector_bytes(fmt, dv))
 
 
 def gqa_write(k: Tensor, v: Tensor, fmt: KvFormat) -> Tensor:
@@ -98,28 +77,15 @@ def gqa_read(buf: Tensor, fmt: KvFormat, n_keys: int, d: int, dv: int) -> tuple[
     Shapes:
         buf [S, gqa_entry_bytes] uint8; returns k [S, M, D] float32, v [S, M, Dv] float32
     """
-    split = n_keys * _vector_bytes(fmt, d)
+    split = n_keys * vector_bytes(fmt, d)
     entries = buf.shape[0]
     keys = buf[:, :split].reshape(entries, n_keys, -1)
     values = buf[:, split:].reshape(entries, n_keys, -1)
     return _decode(keys, fmt, d), _decode(values, fmt, dv)
 
 
-def _vector_bytes(fmt: KvFormat, d: int) -> int:
-    """Bytes of one vector of `d` values with its scales."""
-    if fmt is KvFormat.F32:
-        return 4 * d
-    if fmt is KvFormat.BF16:
-        return 2 * d
-    if fmt is KvFormat.FP8:
-        return d + 4 * -(-d // FP8_BLOCK)
-    if d % NVFP4_BLOCK:
-        raise ValueError(f"NVFP4 needs a multiple of {NVFP4_BLOCK} values, not {d}")
-    return d // 2 + d // NVFP4_BLOCK
-
-
 def _encode(x: Tensor, fmt: KvFormat) -> Tensor:
-    """Vectors [..., d] float32 -> [..., _vector_bytes] uint8."""
+    """Vectors [..., d] float32 -> [..., vector_bytes] uint8."""
     if fmt is KvFormat.F32:
         return _bytes_of(x)
     if fmt is KvFormat.BF16:
@@ -128,7 +94,7 @@ def _encode(x: Tensor, fmt: KvFormat) -> Tensor:
 
 
 def _decode(buf: Tensor, fmt: KvFormat, d: int) -> Tensor:
-    """The inverse of `_encode`: [..., _vector_bytes] uint8 -> [..., d] float32."""
+    """The inverse of `_encode`: [..., vector_bytes] uint8 -> [..., d] float32."""
     if fmt is KvFormat.F32:
         return buf.view(torch.float32)
     if fmt is KvFormat.BF16:

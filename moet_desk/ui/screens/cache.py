@@ -6,6 +6,7 @@ freezes the picture. UI thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import ClassVar
 
@@ -25,10 +26,12 @@ from moet_desk.telemetry import (
     TierSizes,
 )
 from moet_desk.ui.bridge import Clock
+from moet_desk.ui.desk import JobView
 from moet_desk.ui.theme import RAMP_STEPS, Glyphs, tier_variable
 from moet_desk.ui.widgets.frame import SmallWindow, TabLine
 from moet_desk.ui.widgets.gauges import History, StatusLine, TierBars, spread
 from moet_desk.ui.widgets.heatmap import Heatmap, Measure, header_line
+from moet_desk.ui.widgets.job_lines import JobLines
 
 _EXPLANATION = """\
 A mixture-of-experts model asks only a few of its experts for each token.
@@ -75,6 +78,7 @@ class CacheScreen(Screen[None]):
             yield TierBars(self._glyphs, self._history)
             yield Static("", id="precision", markup=False)
             yield Static("", id="legend", markup=False)
+        yield JobLines(self._glyphs)
         yield StatusLine(self._glyphs)
         yield Footer(show_command_palette=False)
         yield SmallWindow(self._glyphs)
@@ -93,12 +97,14 @@ class CacheScreen(Screen[None]):
         context_used: int,
         notes: tuple[str, ...],
         precision: str,
+        jobs: Sequence[JobView] = (),
     ) -> None:
-        """Draw a snapshot; when paused only the status line moves. `precision` is a line about
-        how the next prompt is read and when a balanced answer computes again.
+        """Draw a snapshot; when paused only the jobs and the status line move. `precision` is a
+        line about how the next prompt is read and when a balanced answer computes again.
         """
         if not self._drawn_once:
             return
+        self.query_one(JobLines).show(jobs)
         self.query_one(StatusLine).show(snapshot, context_used=context_used, notes=notes)
         if self._paused_at is None:
             self._snapshot, self._precision = snapshot, precision

@@ -6,7 +6,7 @@ pulled even while another screen is in front, and drawn when this one comes back
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from textual.app import ComposeResult
@@ -21,9 +21,10 @@ from moet_desk.errors import MoetError
 from moet_desk.marked_text import MarkedText
 from moet_desk.telemetry import EngineSnapshot
 from moet_desk.ui.bridge import Bridge, FlushPace, Phase
-from moet_desk.ui.chat_lines import closing_line, welcome_content
+from moet_desk.ui.chat_lines import closing_line, no_model_content, welcome_content
 from moet_desk.ui.commands import Command, Verb, parse, parse_temperature
 from moet_desk.ui.conversation import Conversation, Sent, Turn
+from moet_desk.ui.desk import JobView
 from moet_desk.ui.quality_words import again_words, gate_in_use, quality_words
 from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.text import clean_line
@@ -37,6 +38,7 @@ from moet_desk.ui.widgets.gauges import (
     show_number,
     show_percent,
 )
+from moet_desk.ui.widgets.job_lines import JobLines
 from moet_desk.ui.widgets.problem import ProblemPanel
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.transcript import AnswerBlock, MessageBlock, Transcript
@@ -100,6 +102,7 @@ class ChatScreen(Screen[None]):
         with Horizontal(id="ask"):
             yield Static(Content(self._glyphs.prompt), id="mark", markup=False)
             yield Prompt(blink=self._blink)
+        yield JobLines(self._glyphs)
         yield StatusLine(self._glyphs)
         yield Footer(show_command_palette=False)
         yield SmallWindow(self._glyphs)
@@ -173,10 +176,13 @@ class ChatScreen(Screen[None]):
     def _keep_end(self) -> None:
         self.call_after_refresh(self.query_one(Transcript).settle)
 
-    def show(self, snapshot: EngineSnapshot, *, notes: tuple[str, ...]) -> None:
-        """Draw a snapshot; called four times a second while in front."""
+    def show(
+        self, snapshot: EngineSnapshot, *, notes: tuple[str, ...], jobs: Sequence[JobView] = ()
+    ) -> None:
+        """Draw a snapshot and the jobs; called four times a second while in front."""
         if not self._drawn_once:
             return
+        self.query_one(JobLines).show(jobs)
         used = max(self._conversation.context_used, snapshot.context_used if self.busy else 0)
         self.query_one(StatusLine).show(snapshot, context_used=used, notes=notes)
         rail = self.query_one(Rail)
@@ -232,10 +238,12 @@ class ChatScreen(Screen[None]):
     def _draw_welcome(self) -> None:
         welcome = self.query_one("#welcome", Static)
         empty = not self._conversation.turns
-        welcome.display = empty and self._bridge.phase is Phase.READY
+        welcome.display = empty and self._bridge.phase in (Phase.READY, Phase.IDLE)
         self.query_one(Transcript).display = not welcome.display
         if welcome.display:
-            content = welcome_content(self._bridge.snapshot().model)
+            is_ready = self._bridge.phase is Phase.READY
+            model = self._bridge.snapshot().model
+            content = welcome_content(model) if is_ready else no_model_content()
             if welcome.content != content:
                 welcome.update(content)
 

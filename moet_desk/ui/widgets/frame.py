@@ -14,7 +14,9 @@ from moet_desk.errors import fail
 from moet_desk.ui.theme import Glyphs
 
 MIN_COLUMNS, MIN_ROWS = 80, 24
-TABS = (("chat", "F2 Chat"), ("cache", "F3 Cache"))
+TABS = (
+    ("chat", "F2 Chat"), ("cache", "F3 Cache"), ("models", "F4 Models"), ("doctor", "F7 Doctor"),
+)  # fmt: skip
 
 
 class TabLine(Widget):

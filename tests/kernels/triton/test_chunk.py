@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet_desk.engine.cuda import expert_stream
+from moet_desk.engine.cuda import chunk_sizes, expert_stream
 from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
@@ -87,7 +87,7 @@ def test_chunks__small_tiers__same_bits(pack: Path, monkeypatch: pytest.MonkeyPa
     with on_device(pack) as core:
         want = {reading: read_anew(core, reading) for reading in Reading}
     # few places, so that they are taken again and again, and rows are brought ahead
-    monkeypatch.setattr(expert_stream, "MOST_BATCHED", 2)
+    monkeypatch.setattr(chunk_sizes, "MOST_BATCHED", 2)
     monkeypatch.setattr(expert_stream, "AHEAD_PAIRS", 1)
     least = 8 * core.spec.moe_ffn.router.top_k
     with on_device(pack, pool_slots=least, fine_slots=least) as core:

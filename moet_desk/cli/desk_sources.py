@@ -1,0 +1,168 @@
+"""Models that are not packed yet: repositories, folders, the one that comes with the program.
+
+It finds out what they are from config and headers alone, and how a job would get them. May take
+long and use the network; called in threads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moet_desk.errors import MoetError, fail
+from moet_desk.ui.desk import Fit, Offer
+
+if TYPE_CHECKING:
+    from moet_desk.cli.context import Invocation
+    from moet_desk.engine.planned_model import PlannedModel
+    from moet_desk.store.pack_rows import RowMaker
+    from moet_desk.store.pull_prepare import Prepared
+
+_LINK = re.compile(r"(?:https?://)?huggingface\.co/([^/\s]+/[^/\s?#]+)(?:[/?#].*)?")
+KEEP_FREE_SHARE = 0.1
+"""Free disk below this part of what is free now asks for deleting files as they are packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An offer, its name as a pack, what the planner sees, and the job that gets it."""
+
+    offer: Offer
+    name: str
+    model: PlannedModel | None
+    kind: str  # "pack" or "pull"
+    arguments: tuple[str, ...]
+
+
+def repository_in(text: str) -> str:
+    """A repository's name in a link, else the text as it is."""
+    found = _LINK.fullmatch(text.strip())
+    return found.group(1) if found else text.strip()
+
+
+def known_folder(folder: Path, name: str, **words: Any) -> Known:
+    """A folder with a model's files; `words` are fields of its offer.
+
+    Raises:
+        MoetError: MD-SRC-.., MD-PACK-01 it cannot be packed.
+    """
+    from moet_desk.cli.packing import read_plan
+    from moet_desk.store.pack_rows import RowMaker
+    from moet_desk.store.sources import TensorIndex
+
+    maker = RowMaker(TensorIndex.open(folder), read_plan(folder))
+    model = planned(name, folder / "config.json", maker)
+    plan = maker.plan
+    shape = f"{len(plan.moe_layers)} MoE layers x {plan.n_experts} experts"
+    fields: dict[str, Any] = {
+        "id": str(folder),
+        "title": name,
+        "about": (f"{plan.model_type}, {shape}, {maker.source_format}, from {folder}",),
+    }
+    fields |= {"download_bytes": 0, "pack_bytes": model.pack_bytes, "peak_bytes": model.pack_bytes}
+    arguments = ("pack", str(folder), "--name", name, "--wait")
+    return Known(Offer(**(fields | words)), name, model, "pack", arguments)
+
+
+def known_repository(invocation: Invocation, repo: str) -> Known:
+    """A repository of the hub; its config and headers are read, nothing is kept.
+
+    Raises:
+        MoetError: MD-NET-.., MD-HUB-.., MD-SRC-.., MD-PACK-01, MD-PACK-08.
+    """
+    from moet_desk.store.durable import free_bytes
+
+    name = repo.rpartition("/")[2]
+    dest = invocation.library.path_for(name)
+    prepared, model = _look_at(invocation, repo, name, reclaim=False)
+    figures, free = prepared.figures, free_bytes(dest)
+    reclaim = figures.need > free * (1 - KEEP_FREE_SHARE)
+    if reclaim:
+        prepared, model = _look_at(invocation, repo, name, reclaim=True)
+        figures = prepared.figures
+    plan = prepared.maker.plan
+    shape = f"{len(plan.moe_layers)} MoE layers x {plan.n_experts} experts"
+    offer = Offer(
+        id=repo,
+        title=name,
+        download_bytes=figures.left,
+        pack_bytes=figures.pack,
+        peak_bytes=figures.peak,
+        fit=Fit.NO_ROOM if figures.need > free else Fit.UNKNOWN,
+        reason="The drive has too little room." if figures.need > free else "",
+        revision=prepared.state.commit[:12],
+        about=(f"{repo}: {plan.model_type}, {shape}, {prepared.maker.source_format}",),
+    )
+    return Known(offer, name, model, "pull", pull_arguments(repo, name, reclaim=reclaim))
+
+
+def _look_at(
+    invocation: Invocation, repo: str, name: str, *, reclaim: bool
+) -> tuple[Prepared, PlannedModel]:
+    """What a pull would mean; only one that has begun leaves files behind."""
+    from moet_desk.cli.packing import plan_of_names
+    from moet_desk.store.fetch import Line
+    from moet_desk.store.hub import Hub
+    from moet_desk.store.pull_prepare import Asked, prepare
+    from moet_desk.store.pull_state import read_state
+
+    dest, begun = invocation.library.path_for(name), invocation.locations.sources_dir / name
+    with tempfile.TemporaryDirectory(prefix="moet-desk-look-") as folder:
+        work = begun if read_state(begun) is not None else Path(folder)
+        asked = Asked(repo=repo, revision="", work=work, dest=dest, reclaim=reclaim)
+        prepared = prepare(asked, Line(Hub()), plan_of_names)
+        if prepared is None:  # it is here already
+            raise fail("MD-PACK-08", path=str(dest))
+        return prepared, planned(name, work / "config.json", prepared.maker)
+
+
+def pull_arguments(repo: str, name: str, *, reclaim: bool) -> tuple[str, ...]:
+    """The command that gets a repository; the screens have asked about its size before."""
+    asked = ("pull", repo, "--name", name, "--yes-really")
+    return (*asked, "--reclaim") if reclaim else asked
+
+
+def planned(name: str, config_file: Path, maker: RowMaker) -> PlannedModel:
+    """A model as the planner sees it, before it is packed.
+
+    Raises:
+        MoetError: MD-SRC-07 its config cannot be read, MD-PACK-01 its family does not run.
+    """
+    from moet_desk.engine.families import spec_for
+    from moet_desk.engine.model_shape import RowSizes
+    from moet_desk.engine.planned_model import PlannedModel
+    from moet_desk.store.pack_folder import pack_sizes
+    from moet_desk.store.pack_format import DENSE_FILE
+
+    try:
+        config = json.loads(config_file.read_bytes())
+        n_layers = int(config["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise fail("MD-SRC-07", path=str(config_file), reason=str(error)) from error
+    has_mtp = maker.plan.moe_layers[-1] >= n_layers
+    sizes = pack_sizes(maker)
+    return PlannedModel(
+        name=name,
+        spec=spec_for(config, path=str(config_file), has_mtp=has_mtp),
+        sizes=RowSizes.of(maker.layout),
+        dense_bytes=sizes[DENSE_FILE],
+        pack_bytes=sum(sizes.values()),
+    )
+
+
+def is_folder(text: str) -> bool:
+    """Whether a text names a folder rather than a repository."""
+    try:
+        return Path(text).expanduser().is_dir()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def nothing_there(text: str) -> MoetError:
+    """The error for a text that is neither."""
+    missing = "files, and it is no name of a repository"
+    return fail("MD-SRC-01", path=text, missing=missing)

@@ -1,0 +1,179 @@
+"""`doctor`: what keeps this computer from being quick, and what to do. Runs in the main thread."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from moet_desk.cli.context import Invocation, machine_option, output_options
+from moet_desk.cli.output import Format, print_document, print_event, print_text
+from moet_desk.errors import ExitCode, Severity, fail
+from moet_desk.units import show_disk, show_memory, show_rate
+
+if TYPE_CHECKING:
+    from moet_desk.doctor import Examination, Finding
+    from moet_desk.machine import MachineFacts, Rates
+
+
+@click.command()
+@click.option("--bench", is_flag=True, help="Measure RAM, drive and card first; some seconds.")
+@click.option("--strict", is_flag=True, help="Exit with 10 if there are warnings.")
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the computer, without your names, as JSON for --machine.",
+)
+@machine_option
+@output_options
+@click.pass_obj
+def doctor(
+    invocation: Invocation, machine: Path | None, record: Path | None, *, bench: bool, strict: bool
+) -> int:
+    """Look for what slows this computer down or keeps it from working.
+
+    Nothing is changed. Measured rates are kept and used for forecasts.
+    """
+    from moet_desk.cli.machine import machine_facts
+    from moet_desk.doctor import examine
+
+    if bench:
+        if machine is not None:
+            raise click.UsageError("--bench measures this computer, --machine is about another")
+        _measure(invocation)
+    facts = machine_facts(invocation, machine, with_packs=True)
+    found = examine(facts)
+    if record is not None:
+        _record(facts, record)
+    if invocation.format is Format.HUMAN:
+        _print_human(facts, found)
+    else:
+        _print_data(invocation, facts, found)
+    return ExitCode.STRICT if strict and found.has_warnings else ExitCode.OK
+
+
+def _measure(invocation: Invocation) -> None:
+    from moet_desk.probing.rates import measure, save_rates
+
+    invocation.say("Measuring RAM, the drive of the models and the card ...")
+    places = invocation.locations
+    rates = _with_card(measure(places.models_dir))
+    try:
+        save_rates(places.data_dir, rates)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise fail("MD-DISK-03", path=str(places.data_dir), reason=reason) from error
+
+
+def _with_card(rates: Rates) -> Rates:
+    """The rates with those of the card, if the driver shows one."""
+    from moet_desk.probing.gpus import look_for_gpus
+
+    if not look_for_gpus().gpus:
+        return rates  # torch takes seconds to import
+    from moet_desk import hardware
+    from moet_desk.engine.cuda.bandwidth import measure_card
+
+    if hardware.probe_accelerator().missing:
+        return rates
+    hardware.take_card()
+    card = measure_card()
+    return rates if card is None else replace(rates, pcie=card.pcie, vram=card.vram)
+
+
+def _record(facts: MachineFacts, path: Path) -> None:
+    from moet_desk.machine import to_json, without_names
+
+    try:
+        path.write_bytes(to_json(without_names(facts, str(Path.home()))))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise fail("MD-DISK-03", path=str(path), reason=reason) from error
+
+
+# -- for people ------------------------------------------------------------------------------
+
+_MARKS = {Severity.STOPS: "✗", Severity.LOWER: "!", Severity.INFO: "·"}
+
+
+def _print_human(facts: MachineFacts, found: Examination) -> None:
+    for name, value in describe(facts):
+        print_text(f"{name:<8}  {value}")
+    print_text("")
+    for finding in found.findings:
+        print_text(f"{_MARKS[finding.severity]} {finding.title}  ({finding.check})")
+        print_text(f"  {finding.cause}")
+        print_text(f"  Do: {finding.fix}.")
+    warnings = sum(row.severity is not Severity.INFO for row in found.findings)
+    notes = len(found.findings) - warnings
+    print_text(f"{len(found.passed)} checks fine, {warnings} warnings, {notes} notes.")
+
+
+def describe(facts: MachineFacts) -> list[tuple[str, str]]:
+    """The computer in lines of words."""
+    lines = [("System", facts.system + (f", in a {facts.container}" if facts.container else ""))]
+    for gpu in facts.gpus:
+        vram = f"{show_memory(gpu.vram_total)}, {show_memory(gpu.vram_free)} free"
+        link = f"PCIe {gpu.link.max_gen or '?'} x{gpu.link.width or '?'}"
+        lines.append(("GPU", f"{gpu.name}, {vram}, {link}, driver {facts.driver or '?'}"))
+    if not facts.gpus:
+        lines.append(("GPU", f"none: {facts.gpu_problem or 'none was found'}"))
+    memory = facts.memory
+    lines.append(("RAM", f"{show_memory(memory.total)}, {show_memory(memory.available)} free"))
+    lines.append(("CPU", f"{facts.cpu.name}, {facts.cpu.usable} of {facts.cpu.cores} cores usable"))
+    for drive in facts.drives:
+        size = f"{show_disk(drive.free)} of {show_disk(drive.total)} free"
+        lines.append(("Drive", f"{drive.folder} on {drive.device} ({drive.filesystem}), {size}"))
+    lines.append(("Rates", _rates(facts)))
+    return lines
+
+
+def _rates(facts: MachineFacts) -> str:
+    rates = facts.rates
+    if rates is None:
+        return "not measured"
+    values = {
+        "RAM copy": rates.ram_copy,
+        "drive": rates.drive_read,
+        "PCIe": rates.pcie,
+        "VRAM": rates.vram,
+    }
+    words = [f"{name} {show_rate(value)}" for name, value in values.items() if value is not None]
+    return ", ".join([*words, f"measured {rates.measured[:10]}"])
+
+
+# -- for programs ----------------------------------------------------------------------------
+
+
+def _print_data(invocation: Invocation, facts: MachineFacts, found: Examination) -> None:
+    if invocation.format is Format.NDJSON:
+        for finding in found.findings:
+            print_event("finding", **_fields(finding))
+        print_event("doctor", passed=list(found.passed), warnings=found.has_warnings)
+        return
+    print_document(as_document(facts, found))
+
+
+def as_document(facts: MachineFacts, found: Examination) -> dict[str, Any]:
+    """All that is known, as fields of JSON."""
+    import msgspec
+
+    return {
+        "ok": not found.has_warnings,
+        "findings": [_fields(finding) for finding in found.findings],
+        "passed": list(found.passed),
+        "machine": msgspec.to_builtins(facts),
+    }
+
+
+def _fields(finding: Finding) -> dict[str, Any]:
+    return {
+        "check": finding.check,
+        "severity": finding.severity.value,
+        "title": finding.title,
+        "cause": finding.cause,
+        "do": finding.fix,
+    }

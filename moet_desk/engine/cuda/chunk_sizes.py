@@ -1,0 +1,142 @@
+"""How much device memory a prompt chunk needs. No torch, so that plans can be made without it.
+
+`chunk_buffers` makes the memory from these counts, `expert_stream` the staging places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+
+from moet_desk.engine.spec import DenseFfn, Mla, Spec
+from moet_desk.kernels.row_sizes import GROUP, ExpertLayout
+from moet_desk.plan import ChunkSize
+from moet_desk.store.pack_format import Plane
+from moet_desk.units import MIB
+
+CHUNKS = (8192, 4096, 2048, 1024, 512, 256)
+"""Tokens of a prompt chunk that the planner may choose from."""
+
+BLOCK_ROWS = 2048
+"""Rows whose queries exist at the same time: 64 heads of 512 take 256 MiB."""
+
+EXPANDED_BYTES = 512 * MIB
+"""Most room for keys and values made from latents; heads are taken in turns when more are needed.
+"""
+
+SCALE_BLOCK = 128
+"""Rows of an e4m3 weight that share a scale, as `kernels.triton.dense` has it."""
+
+TURNS = 2
+"""Batches of both planes that the staging memory holds: one is read while the other is filled."""
+
+STAGE_BYTES = 256 * MIB
+"""Most staging memory: 8 experts of DeepSeek-V4-Flash in a batch, 36 places for 2-bit rows."""
+
+MOST_BATCHED = 32
+"""Experts of a batch at most: more would not fill the device better."""
+
+_BF16, _F32, _INT32 = 2, 4, 4
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShape:
+    """Counts of numbers in the buffers of a chunk of up to `rows` tokens; see `ChunkBuffers`.
+
+    Attributes:
+        entries: places for decoded entries of the sequence, whole pages.
+        per_entry: floats of keys and values for each of them.
+    """
+
+    rows: int
+    block: int
+    hidden: int
+    inter: int
+    top_k: int
+    n_experts: int
+    wide: int
+    narrow: int
+    parts: int
+    entries: int
+    per_entry: int
+    kv_rank: int
+    rope_dim: int
+
+    @classmethod
+    def of(cls, spec: Spec, rows: int, *, context: int) -> ChunkShape:
+        """For chunks of `rows` tokens of sequences of up to `context`."""
+        mixer, moe, block = spec.layers[0].mixer, spec.moe_ffn, min(rows, BLOCK_ROWS)
+        width, heads = mixer.nope_dim + mixer.v_dim, mixer.n_heads * mixer.v_dim
+        dense = [layer.ffn.inter for layer in spec.layers if isinstance(layer.ffn, DenseFfn)]
+        inter = max([moe.shared_inter, *dense])
+        entries = -(-context // 64) * 64
+        least = SCALE_BLOCK // gcd(SCALE_BLOCK, width) * width  # groups begin at a scale block
+        q_rank = mixer.q_rank or 0
+        return cls(
+            rows=rows, block=block, hidden=spec.hidden, inter=moe.inter, top_k=moe.router.top_k,
+            n_experts=moe.router.n_experts,
+            wide=block * max(_query_width(mixer), 2 * inter),
+            narrow=block * (mixer.n_heads * mixer.rope_dim + max(heads, q_rank)),
+            parts=2 * block * max(spec.hidden, q_rank, heads, inter),
+            entries=entries,
+            per_entry=min(mixer.n_heads * width, max(least, EXPANDED_BYTES // _F32 // entries)),
+            kv_rank=mixer.kv_rank, rope_dim=mixer.rope_dim,
+        )  # fmt: skip
+
+    @property
+    def n_bytes(self) -> int:
+        """What all the buffers take."""
+        rows, block = self.rows, self.block
+        codes = 2 * rows * (self.hidden + self.inter)  # int8
+        scales = rows * (self.hidden + self.inter) // GROUP
+        floats = 2 * rows * self.hidden + scales + rows * self.top_k + rows * self.inter
+        floats += block * (self.hidden + self.n_experts) + self.wide + self.narrow
+        halves = self.parts + 2 * self.entries * self.kv_rank
+        floats += self.entries * (self.rope_dim + self.per_entry)
+        return codes + _F32 * floats + _BF16 * halves + _INT32 * rows * self.top_k
+
+
+def _query_width(mixer: Mla) -> int:
+    """Floats a row needs in `wide` for projections: joined ones, then all queries."""
+    queries = mixer.n_heads * (mixer.nope_dim + mixer.rope_dim)
+    joined = (mixer.q_rank or queries) + mixer.kv_rank + mixer.rope_dim
+    return joined + (queries if mixer.q_rank else 0)
+
+
+def chunk_bytes(spec: Spec, rows: int, *, context: int) -> int:
+    """What `ChunkBuffers.make` takes, without making it."""
+    return ChunkShape.of(spec, rows, context=context).n_bytes
+
+
+def batch_size(layout: ExpertLayout, n_experts: int) -> int:
+    """Experts of a batch: as the staging memory holds them of both planes."""
+    each = TURNS * (layout.base_stride + layout.fine_stride)
+    return max(1, min(MOST_BATCHED, n_experts, STAGE_BYTES // each))
+
+
+def staging_bytes(layout: ExpertLayout, n_experts: int) -> int:
+    """Device memory for staging alone."""
+    return batch_size(layout, n_experts) * TURNS * (layout.base_stride + layout.fine_stride)
+
+
+def stage_bytes(layout: ExpertLayout, n_experts: int) -> int:
+    """Device memory for staging, and for a batch's decoded weights."""
+    decoded = batch_size(layout, n_experts) * layout.slot_floats
+    return staging_bytes(layout, n_experts) + decoded
+
+
+def most_places(layout: ExpertLayout, n_experts: int) -> Mapping[Plane, int]:
+    """Rows of each plane that can be in staging at the same time."""
+    n_bytes = staging_bytes(layout, n_experts)
+    both = n_bytes // (layout.base_stride + layout.fine_stride)
+    return {Plane.BASE: n_bytes // layout.base_stride, Plane.FINE: both}
+
+
+def chunk_choices(
+    spec: Spec, layout: ExpertLayout, *, context: int, wished: int | None
+) -> tuple[ChunkSize, ...]:
+    """Sizes of a prompt chunk and what each takes; none is longer than the context."""
+    sizes = [n for n in CHUNKS if n <= context] or [context] if wished is None else [wished]
+    stage = stage_bytes(layout, spec.moe_ffn.router.n_experts)
+    return tuple(ChunkSize(n, stage + chunk_bytes(spec, n, context=context)) for n in sizes)

@@ -1,0 +1,145 @@
+"""A model as the planner sees it, made from an installed pack or from the catalogue. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moet_desk.catalogue import CatalogueEntry
+from moet_desk.engine.families import runs, spec_for
+from moet_desk.engine.model_shape import (
+    RowSizes,
+    cpu_shape,
+    device_shape,
+    kv_token_bytes,
+)
+from moet_desk.engine.spec import DenseFfn, Layer, Mla, MoeFfn, Rope, Router, Spec
+from moet_desk.errors import fail
+from moet_desk.kernels.kinds import KvFormat, Score
+from moet_desk.kernels.row_sizes import ExpertLayout
+from moet_desk.plan import ModelShape, Wishes
+from moet_desk.store.pack_format import DENSE_FILE
+from moet_desk.store.pack_meta import read_meta
+
+_ROPE_DIM, _LATENT = 64, 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """What is to be planned.
+
+    Attributes:
+        dense_bytes: weights that are no routed experts, as stored.
+        not_yet: why it does not run here today; empty if it does.
+        stands_in: whether its attention is not written, so that what reading a prompt takes is
+            estimated with MLA of as many heads.
+        kv_stated: KV bytes of a token by format, where the spec cannot say them.
+        state_bytes: of a request, whatever its length.
+        pack_bytes: on the drive.
+        download_bytes: of the source; None: not known, or it is here already.
+        is_installed: whether its pack is on this computer.
+    """
+
+    name: str
+    spec: Spec
+    sizes: RowSizes
+    dense_bytes: int
+    pack_bytes: int
+    not_yet: str = ""
+    stands_in: bool = False
+    kv_stated: Mapping[KvFormat, int] | None = None
+    state_bytes: int = 0
+    download_bytes: int | None = None
+    is_installed: bool = False
+
+    def kv_token_bytes(self, form: KvFormat) -> int:
+        """KV bytes of a token, all layers."""
+        if self.kv_stated is not None:
+            return self.kv_stated[form]
+        return kv_token_bytes(self.spec, form)
+
+    def device_shape(self, form: KvFormat, wishes: Wishes) -> ModelShape:
+        """For `plan_device_tiers`."""
+        shape = device_shape(self.spec, self.sizes, form, wishes, dense_bytes=self.dense_bytes)
+        return self._with_state(shape, form)
+
+    def cpu_shape(self, form: KvFormat) -> ModelShape:
+        """For `plan_tiers`."""
+        shape = cpu_shape(self.spec, self.sizes, form, dense_bytes=self.dense_bytes)
+        return self._with_state(shape, form)
+
+    def _with_state(self, shape: ModelShape, form: KvFormat) -> ModelShape:
+        kv = self.kv_token_bytes(form)
+        return replace(shape, kv_token_bytes=kv, state_bytes=self.state_bytes)
+
+
+def from_pack(pack: Path) -> PlannedModel:
+    """An installed model.
+
+    Raises:
+        MoetError: MD-PACK-03, 06 or 07 it is not ready; MD-PACK-01, MD-SRC-07 it does not run.
+    """
+    meta = read_meta(pack)
+    path = pack / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+        n_layers = int(config["num_hidden_layers"])
+        dense_bytes = (pack / DENSE_FILE).stat().st_size
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise fail("MD-PACK-07", path=str(path), reason=str(error), model=pack.name) from error
+    spec = spec_for(config, path=str(path), has_mtp=meta.moe_layers[-1] >= n_layers)
+    sizes = RowSizes(ExpertLayout(meta.hidden, meta.inter), meta.base_stride, meta.fine_stride)
+    rows = meta.n_rows * (meta.base_stride + meta.fine_stride)
+    return PlannedModel(
+        name=pack.name, spec=spec, sizes=sizes, dense_bytes=dense_bytes,
+        pack_bytes=rows + dense_bytes, is_installed=True,
+    )  # fmt: skip
+
+
+def from_catalogue(entry: CatalogueEntry) -> PlannedModel:
+    """A model that is only known by its published sizes."""
+    not_yet = entry.not_yet
+    if not not_yet and not runs(entry.family):
+        not_yet = f"the family {entry.family} is not written yet"
+    return PlannedModel(
+        name=entry.name,
+        spec=spec_of(entry),
+        sizes=RowSizes.of(entry.layout),
+        dense_bytes=entry.dense_bytes,
+        pack_bytes=entry.pack_bytes,
+        not_yet=not_yet,
+        stands_in=entry.mla is None,
+        kv_stated=None if entry.mla else {form: entry.kv_token_bytes(form) for form in KvFormat},
+        state_bytes=entry.state_bytes,
+        download_bytes=entry.download_bytes,
+    )
+
+
+def spec_of(entry: CatalogueEntry) -> Spec:
+    """A spec with the sizes of an entry: right in every width, not meant to be computed with."""
+    mla, head_dim = entry.mla, entry.head_dim
+    rope = Rope(dim=_ROPE_DIM, base=10000.0, interleaved=True)
+    if mla is not None:
+        mixer = Mla(
+            mla.heads, mla.q_rank, mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.value_dim,
+            softmax_scale=1.0, latent_eps=1e-6, rope=rope,
+        )  # fmt: skip
+    else:
+        nope = max(head_dim - _ROPE_DIM, _ROPE_DIM)
+        mixer = Mla(
+            entry.heads, None, _LATENT, nope, _ROPE_DIM, head_dim,
+            softmax_scale=1.0, latent_eps=1e-6, rope=rope,
+        )  # fmt: skip
+    router = Router(entry.experts, entry.top_k, Score.SIGMOID, True, 1, 1, True, 1.0)
+    moe = MoeFfn(router, entry.inter, mla.shared_inter if mla else entry.inter)
+    dense = DenseFfn(mla.dense_inter if mla else entry.inter)
+    n_dense = entry.layers - entry.moe_layers
+    return Spec(
+        model_type=entry.family, vocab=mla.vocab if mla else 1, hidden=entry.hidden,
+        context=entry.context, norm_eps=1e-6, tied_head=False, mtp=None,
+        layers=tuple(
+            Layer(i, mixer, dense if i < n_dense else moe) for i in range(entry.layers)
+        ),
+    )  # fmt: skip

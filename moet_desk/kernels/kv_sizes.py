@@ -1,0 +1,46 @@
+"""How many bytes a token's attention state takes in each storage format. No torch, for plans.
+
+The encodings themselves are in `reference.kv_formats`. Pure.
+"""
+
+from __future__ import annotations
+
+from moet_desk.kernels.kinds import KvFormat
+
+FP8_BLOCK = 128
+NVFP4_BLOCK = 16
+
+
+def mla_entry_bytes(fmt: KvFormat, r: int, dr: int) -> int:
+    """Bytes of one token's latent [r] and rotary key [dr] (512 + 64: 2304, 1152, 656, 352).
+
+    Raises:
+        ValueError: NVFP4 and `r` is not a multiple of 16.
+    """
+    if fmt is KvFormat.FP8:
+        return vector_bytes(fmt, r) + 2 * dr
+    if fmt is KvFormat.NVFP4:
+        return vector_bytes(fmt, r) + dr
+    return vector_bytes(fmt, r + dr)
+
+
+def gqa_entry_bytes(fmt: KvFormat, n_keys: int, d: int, dv: int) -> int:
+    """Bytes of one token's keys [M, d] and values [M, dv]; heads are scaled apart.
+
+    Raises:
+        ValueError: NVFP4 and `d` or `dv` is not a multiple of 16.
+    """
+    return n_keys * (vector_bytes(fmt, d) + vector_bytes(fmt, dv))
+
+
+def vector_bytes(fmt: KvFormat, d: int) -> int:
+    """Bytes of one vector of `d` values with its scales."""
+    if fmt is KvFormat.F32:
+        return 4 * d
+    if fmt is KvFormat.BF16:
+        return 2 * d
+    if fmt is KvFormat.FP8:
+        return d + 4 * -(-d // FP8_BLOCK)
+    if d % NVFP4_BLOCK:
+        raise ValueError(f"NVFP4 needs a multiple of {NVFP4_BLOCK} values, not {d}")
+    return d // 2 + d // NVFP4_BLOCK

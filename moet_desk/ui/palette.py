@@ -1,0 +1,46 @@
+"""The palette's entries and how keys are written: data and one pure function."""
+
+from __future__ import annotations
+
+COMMANDS = (
+    ("chat", "New chat", "Begin an empty chat; this one is kept", "new"),
+    ("chat", "Earlier chats", "Search, open and delete", "chats"),
+    ("chat", "Stop", "Stop the answer; its text is kept", "stop"),
+    ("chat", "Answer again", "Answer the last message again", "retry"),
+    ("chat", "Quality", "Fast, balanced or exact experts", "quality"),
+    ("chat", "Copy the last answer", "As Markdown", "copy_answer"),
+    (
+        "chat",
+        "Underline what was made again",
+        "Words of balanced answers, with 4-bit experts",
+        "mark_reruns",
+    ),
+    ("chat", "Side rail", "Show or hide it in wide windows", "rail"),
+    ("chat", "Go to the end", "Follow the text again", "follow"),
+    ("cache", "Cache measure", "Where experts are, or their heat", "measure"),
+    ("cache", "Pause the cache picture", "The engine still runs", "pause"),
+    ("doctor", "Check this computer again", "Findings with cause and fix", "again"),
+)
+"""Screen, title, explanation and action of each entry that acts on a screen."""
+
+GO = (
+    ("chat", "Chat", "Go to the chat (F2)"),
+    ("cache", "Cache", "Go to the expert cache (F3)"),
+    ("models", "Models", "Models on this computer, and jobs (F4)"),
+    ("doctor", "Doctor", "What is wrong on this computer, and what to do (F7)"),
+)
+"""Screen, title and explanation of each entry that changes the screen."""
+
+
+_KEY_WORDS = {"escape": "Esc", "question_mark": "?", "pageup": "PgUp", "pagedown": "PgDn"}
+
+
+def show_key(key: str) -> str:
+    """A key as people write it: "Ctrl+N", "Esc", "M", "Shift+G"."""
+    *modifiers, last = key.split("+")
+    if len(last) == 1:
+        modifiers += ["shift"] if last.isupper() else []
+        last = last.upper()
+    else:
+        last = _KEY_WORDS.get(last, last.capitalize())
+    return "+".join([*(part.capitalize() for part in modifiers), last])

@@ -1,0 +1,570 @@
+"""The wizard: machine, model, plan, get and pack, start; it is also how a model is added.
+
+What Enter and Esc do is decided in `setup_steps`; what the pages say is made in `setup_pages`. This
+screen asks the desk in threads, keeps the answers after every change, and hands the pack that is
+ready to the app. A job goes on when the wizard is left or the window closed. UI thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar, TypeVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import Footer, Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from moet_desk.errors import MoetError
+from moet_desk.ui.background import Background
+from moet_desk.ui.bridge import Bridge, Phase
+from moet_desk.ui.desk import Desk, JobState, JobView, MachineView, Offer, PlanView, PlanWishes
+from moet_desk.ui.setup_steps import (
+    FIELDS,
+    Setup,
+    Step,
+    after_plan,
+    back,
+    change,
+    follow_job,
+    obstacle,
+    question,
+    recommended,
+    size_is_open,
+    to_kept,
+)
+from moet_desk.ui.theme import Glyphs
+from moet_desk.ui.widgets.frame import SmallWindow
+from moet_desk.ui.widgets.job_lines import job_page
+from moet_desk.ui.widgets.problem import ConfirmDialog, problem_content
+from moet_desk.ui.widgets.setup_pages import (
+    OFFER_HEAD,
+    head_line,
+    machine_page,
+    offer_notes,
+    offer_row,
+    plan_page,
+    pointed,
+    rows,
+    start_page,
+    wrapped,
+)
+
+T = TypeVar("T")
+
+_OTHER = "other"
+"""Id of the line that takes a repository's name or a folder."""
+
+_OTHER_ROW = " From Hugging Face, or from a folder...       its name, link or path"
+
+
+_ON_STEP = {
+    Step.MACHINE: {"again"},
+    Step.MODEL: set[str](),
+    Step.PLAN: {"change", "field", "json"},
+    Step.GET: {"pause", "stop", "background"},
+    Step.START: set[str](),
+}
+
+
+class Offers(OptionList):
+    """The list of models; Enter takes the chosen one."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "select", "Next", id="setup.choose"),
+    ]
+
+
+class SetupScreen(Screen[None]):
+    """See the module's paragraph. `poll` is called by the app's gauge timer."""
+
+    DEFAULT_CSS = """
+    SetupScreen #steps { height: 2; border-bottom: solid $line; }
+    SetupScreen #body { height: 1fr; }
+    SetupScreen #page { height: auto; }
+    SetupScreen Offers { height: auto; max-height: 60%; }
+    SetupScreen Offers, SetupScreen Offers:focus { border: none; padding: 0; }
+    SetupScreen #about { height: auto; padding-top: 1; }
+    SetupScreen Input { height: 1; border: none; padding: 0 1; margin: 1 0 0 0; display: none; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "next", "Next", id="setup.next"),
+        Binding("escape", "back", "Back", id="setup.back"),
+        Binding("r", "again", "Measure again", id="setup.again"),
+        Binding("left", "change(-1)", "Less", id="setup.less"),
+        Binding("right", "change(1)", "More", id="setup.more"),
+        Binding("up", "field(-1)", "Value above", id="setup.up", show=False),
+        Binding("down", "field(1)", "Value below", id="setup.down", show=False),
+        Binding("j", "json", "JSON", id="setup.json"),
+        Binding("p", "pause", "Pause", id="setup.pause"),
+        Binding("x", "stop", "Stop", id="setup.stop"),
+        Binding("b", "background", "Background", id="setup.background"),
+    ]
+
+    class Left(Message):
+        """The wizard is done or was left; `started`: a model is ready to chat."""
+
+        def __init__(self, *, started: bool) -> None:
+            super().__init__()
+            self.started = started
+
+    def __init__(
+        self,
+        desk: Desk,
+        bridge: Bridge,
+        *,
+        glyphs: Glyphs,
+        load: Callable[[str, PlanWishes], None],
+        setup: Setup,
+    ) -> None:
+        super().__init__()
+        self._desk = desk
+        self._bridge = bridge
+        self._glyphs = glyphs
+        self._load = load
+        self.setup = setup
+        self._field = FIELDS[0]
+        self._machine: Background[MachineView] | None = None
+        self._offers: Background[tuple[Offer, ...]] | None = None
+        self._look_up: Background[Offer] | None = None
+        self._looked_up: tuple[Offer, ...] = ()
+        self._listed: tuple[Offer, ...] | None = None
+        self._jobs: tuple[JobView, ...] = ()
+        self._since_s = bridge.clock.monotonic()
+        self._again = False  # whether to measure although it was done before
+        self._loads_before: int | None = None
+        self._unkept = False
+        self._drawn_once = False
+
+    def compose(self) -> ComposeResult:
+        yield Static("", id="steps", markup=False)
+        with VerticalScroll(id="body"):
+            yield Static("", id="page", markup=False)
+            yield Offers(id="offers")
+            yield Input(placeholder="owner/name or a link, or a folder", compact=True)
+            yield Static("", id="about", markup=False)
+        yield Footer(show_command_palette=False)
+        yield SmallWindow(self._glyphs)
+
+    def on_mount(self) -> None:
+        self._drawn_once = True
+        self._enter_step()
+
+    def on_screen_resume(self) -> None:
+        self.keep()
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def begin(self, setup: Setup) -> None:
+        """Start anew or go on with kept answers."""
+        self._offers, self._listed, self._looked_up = None, None, ()
+        self._move(setup)
+
+    def _move(self, setup: Setup) -> None:
+        """Take a new state: keep it, and show its step."""
+        self.setup = replace(setup, open=True)
+        self.keep()
+        if self._drawn_once:
+            self._enter_step()
+
+    def keep(self, *, open_next_time: bool = True) -> None:
+        """Write the answers down; a disk that is full is said once."""
+        self.setup = replace(self.setup, open=open_next_time)
+        try:
+            self._desk.save_setup(to_kept(self.setup))
+        except MoetError as error:
+            if not self._unkept:
+                self.notify(error.cause, title=error.title, severity="warning", markup=False)
+            self._unkept = True
+
+    def _enter_step(self) -> None:
+        self._since_s = self._bridge.clock.monotonic()
+        step = self.setup.step
+        if step is Step.MACHINE and self._machine is None:
+            self._machine = self._thread(partial(self._desk.machine, again=self._again), "machine")
+        elif step in (Step.MODEL, Step.PLAN, Step.GET) and self._offers is None:
+            self._offers = self._thread(self._desk.offers, "offers")
+        elif step is Step.START:
+            self._load_now()
+        on_list = step is Step.MODEL
+        self.query_one(Offers).display = on_list
+        self.query_one("#about", Static).display = on_list
+        if not on_list:
+            self.query_one(Input).display = False
+        if step is Step.PLAN:
+            self.set_focus(None)  # arrows change the values
+        else:
+            (self.query_one(Offers) if on_list else self.query_one("#body")).focus()
+        self.refresh_bindings()
+        self.draw()
+
+    def _thread(self, call: Callable[[], T], name: str) -> Background[T]:
+        return Background(call, name=f"setup-{name}")
+
+    def _load_now(self) -> None:
+        if self.setup.model is not None:
+            self._loads_before = self._bridge.loads
+            self._load(self.setup.model, self.setup.wishes)
+
+    def poll(self, jobs: Sequence[JobView]) -> None:
+        """Take what threads and jobs have brought; called four times a second while in front."""
+        if not self._drawn_once:
+            return
+        self._jobs = tuple(jobs)
+        self._take_look_up()
+        moved = follow_job(self.setup, self._jobs)
+        if moved != self.setup:
+            if moved.step is Step.START and self.setup.job is not None:
+                self._desk.cancel(self.setup.job)  # it is done; nobody has to dismiss it
+            self._move(moved)
+        elif self._started():
+            self._finish()
+        else:
+            self.draw()
+
+    def _started(self) -> bool:
+        loaded = self._loads_before is not None and self._bridge.loads > self._loads_before
+        return self.setup.step is Step.START and loaded and self._bridge.phase is Phase.READY
+
+    def _finish(self) -> None:
+        self.setup = Setup(Step.MODEL, Step.MODEL, wishes=self._fresh_wishes())
+        self._loads_before = None
+        self.keep(open_next_time=False)
+        self.post_message(self.Left(started=True))
+
+    @property
+    def searching(self) -> bool:
+        """Whether a thread still works for this step."""
+        threads = (self._machine, self._offers, self._look_up)
+        return any(thread is not None and not thread.ended for thread in threads)
+
+    # -- what is shown ---------------------------------------------------------------------------
+
+    def draw(self) -> None:
+        """Draw the step that is in front."""
+        width = self.size.width
+        self._set("steps", head_line(self.setup, self._glyphs, width))
+        match self.setup.step:
+            case Step.MACHINE:
+                self._draw_machine(width)
+            case Step.MODEL:
+                self._draw_model(width)
+            case Step.PLAN:
+                self._draw_plan(width)
+            case Step.GET:
+                offer = self.offer()
+                title = self.setup.model or "" if offer is None else offer.title
+                page = job_page(self._job(), title=title, width=width, glyphs=self._glyphs)
+                self._set("page", page)
+            case Step.START:
+                self._draw_start(width)
+
+    def _set(self, name: str, content: Content) -> None:
+        static = self.query_one(f"#{name}", Static)
+        if static.content != content:
+            static.update(content)
+
+    def _elapsed_s(self) -> float:
+        return self._bridge.clock.monotonic() - self._since_s
+
+    def _draw_machine(self, width: int) -> None:
+        found = self._machine
+        if found is not None and found.error is not None:
+            self._set("page", problem_content(found.error, self._glyphs))
+            return
+        view = None if found is None else found.result
+        page = machine_page(view, elapsed_s=self._elapsed_s(), width=width, glyphs=self._glyphs)
+        self._set("page", page)
+
+    def _draw_model(self, width: int) -> None:
+        found, offers = self._offers, self.offers()
+        lines = [Content.styled(" Which model?", "bold"), Content("")]
+        if found is not None and found.error is not None:
+            lines = [problem_content(found.error, self._glyphs), Content("")]
+        elif not offers:
+            lines.append(Content(f" {self._glyphs.now} What fits this computer is worked out"))
+        if offers:
+            lines.append(Content.styled(OFFER_HEAD, "$dim"))
+        self._set("page", rows(lines))
+        if offers != self._listed and (offers or (found is not None and found.ended)):
+            self._fill(offers, width)
+        self._draw_about(width)
+
+    def _fill(self, offers: tuple[Offer, ...], width: int) -> None:
+        self._listed = offers
+        options = self.query_one(Offers)
+        options.clear_options()
+        options.add_options(
+            [Option(offer_row(o, self._glyphs, width), id=f"offer-{o.id}") for o in offers]
+        )
+        options.add_option(Option(Content(_OTHER_ROW), id=_OTHER))
+        first_run = self.setup.first is Step.MACHINE
+        wanted = self.setup.offer or recommended(offers, first_run=first_run)
+        ids = [offer.id for offer in offers]
+        options.highlighted = ids.index(wanted) if wanted in ids else 0
+
+    def _draw_about(self, width: int) -> None:
+        lines: list[Content] = []
+        offer = self._highlighted()
+        if self._look_up is not None and self._look_up.error is not None:
+            lines.append(problem_content(self._look_up.error, self._glyphs))
+        elif self._look_up is not None:
+            lines.append(Content(f" {self._glyphs.now} Its headers are read"))
+        elif offer is not None:
+            lines = offer_notes(offer, width, self._glyphs)
+        elif self._listed is not None:
+            lines = wrapped("Only config.json and the headers are read before the plan.", width)
+        self._set("about", rows(lines))
+
+    def _draw_plan(self, width: int) -> None:
+        offer = self.offer()
+        if offer is None:
+            self._draw_unknown_offer()
+            return
+        page = plan_page(
+            offer, self._plan(offer), self.setup.wishes, field=self._field, width=width,
+            glyphs=self._glyphs,
+        )  # fmt: skip
+        self._set("page", page)
+
+    def _draw_unknown_offer(self) -> None:
+        """A repository or folder of an earlier window is looked up again; what is gone is not."""
+        wanted = self.setup.offer or ""
+        if self._offers is not None and self._offers.ended and self._look_up is None:
+            self._look_up = self._thread(partial(self._desk.look_up, wanted), "look-up")
+        if self._look_up is not None and self._look_up.error is not None:
+            self._move(replace(self.setup, step=Step.MODEL, offer=None))
+        else:
+            self._set("page", Content(f" {self._glyphs.now} Its shape is looked up"))
+
+    def _draw_start(self, width: int) -> None:
+        bridge = self._bridge
+        if bridge.phase is Phase.FAILED and bridge.error is not None:
+            hint = Content(" Enter tries it again, Esc goes back, F7 looks for causes.")
+            self._set(
+                "page", rows([problem_content(bridge.error, self._glyphs), Content(""), hint])
+            )
+            return
+        page = start_page(
+            self.setup.model or "", bridge.steps(), elapsed_s=bridge.elapsed_s(), width=width,
+            glyphs=self._glyphs,
+        )  # fmt: skip
+        self._set("page", page)
+
+    # -- what is known ---------------------------------------------------------------------------
+
+    def offers(self) -> tuple[Offer, ...]:
+        """All offers so far, those that were looked up last."""
+        known = (self._offers.result if self._offers is not None else None) or ()
+        ids = {offer.id for offer in self._looked_up}
+        return (*(offer for offer in known if offer.id not in ids), *self._looked_up)
+
+    def offer(self) -> Offer | None:
+        """The chosen offer."""
+        return next((offer for offer in self.offers() if offer.id == self.setup.offer), None)
+
+    def _highlighted(self) -> Offer | None:
+        at, offers = self.query_one(Offers).highlighted, self._listed or ()
+        return offers[at] if at is not None and at < len(offers) else None
+
+    def _plan(self, offer: Offer) -> PlanView | None:
+        return self._desk.plan(offer, self.setup.wishes)
+
+    def _job(self) -> JobView | None:
+        return next((job for job in self._jobs if job.id == self.setup.job), None)
+
+    def _take_look_up(self) -> None:
+        if self._look_up is None or not self._look_up.ended or self._look_up.result is None:
+            return
+        offer, self._look_up = self._look_up.result, None
+        self._looked_up = (*(o for o in self._looked_up if o.id != offer.id), offer)
+        self.setup = replace(self.setup, offer=offer.id)
+        if self.setup.step is Step.MODEL:
+            self.query_one(Input).display = False
+            self.query_one(Offers).focus()
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def on_option_list_option_highlighted(self) -> None:
+        if self.setup.step is Step.MODEL:
+            self._point(self.size.width)
+            self._draw_about(self.size.width)
+
+    def _point(self, width: int) -> None:
+        """Put the cursor's mark before the row it is on."""
+        options, glyphs = self.query_one(Offers), self._glyphs
+        drawn = [offer_row(offer, glyphs, width) for offer in self._listed or ()]
+        for at, row in enumerate([*drawn, Content(_OTHER_ROW)]):
+            text = pointed(row, glyphs, here=at == options.highlighted)
+            if at < options.option_count and options.get_option_at_index(at).prompt != text:
+                options.replace_option_prompt_at_index(at, text)
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        self.action_next()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        text = event.value.strip()
+        if text:
+            self._begin_look_up(text)
+
+    def _begin_look_up(self, text: str) -> None:
+        self._look_up = self._thread(lambda: self._desk.look_up(text), "look-up")
+        self.draw()
+
+    def on_resize(self) -> None:
+        self._listed = None  # rows are cut to the width
+        if self._drawn_once:
+            self.call_after_refresh(self.draw)
+
+    # -- actions ---------------------------------------------------------------------------------
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        on_other_steps = set().union(*_ON_STEP.values()) - _ON_STEP[self.setup.step]
+        return action not in on_other_steps
+
+    def action_next(self) -> None:
+        """What Enter does."""
+        match self.setup.step:
+            case Step.MACHINE:
+                self._move(replace(self.setup, step=Step.MODEL))
+            case Step.MODEL:
+                self._choose()
+            case Step.PLAN:
+                self._accept_plan()
+            case Step.GET:
+                self._go_on()
+            case Step.START:
+                if self._bridge.phase is Phase.FAILED or self._bridge.loads == self._loads_before:
+                    self._load_now()
+
+    def _choose(self) -> None:
+        offer = self._highlighted()
+        if offer is not None and size_is_open(offer):
+            self._begin_look_up(offer.id)
+        elif offer is not None:
+            wishes = self.setup.wishes if offer.id == self.setup.offer else self._fresh_wishes()
+            self._move(replace(self.setup, step=Step.PLAN, offer=offer.id, wishes=wishes))
+        elif self._listed is not None:
+            self._look_up = None
+            field = self.query_one(Input)
+            field.display = True
+            field.focus()
+
+    def _fresh_wishes(self) -> PlanWishes:
+        """For another model: memory is planned anew, the quality stays."""
+        return PlanWishes(quality=self.setup.wishes.quality)
+
+    def _accept_plan(self) -> None:
+        offer = self.offer()
+        if offer is None:
+            return
+        stops = obstacle(offer, self._plan(offer))
+        asked = question(offer)
+        if stops is not None:
+            self.notify(stops, severity="warning", markup=False, timeout=10)
+        elif asked is None:
+            self._begin(offer)
+        else:
+            title, body = asked
+            dialog = ConfirmDialog(title, body=body, act="Download", keep="Not now")
+            self.app.push_screen(dialog, lambda yes: self._begin(offer) if yes else None)
+
+    def _begin(self, offer: Offer) -> None:
+        wanted = after_plan(self.setup, offer)
+        try:
+            name = self._desk.name_of(offer)
+            job = self._desk.start(offer, wanted.wishes) if wanted.step is Step.GET else None
+        except MoetError as error:
+            self._say(error)
+            return
+        self._move(replace(wanted, model=name, job=job))
+
+    def _go_on(self) -> None:
+        job = self._job()
+        if job is not None and job.state is not JobState.RUNNING:
+            self.action_pause()
+        else:
+            self.notify("The model starts as soon as it is packed. B leaves this running.")
+
+    def action_back(self) -> None:
+        """What Esc does: an open field first, then the step before."""
+        field = self.query_one(Input)
+        if field.display:
+            field.display, self._look_up = False, None
+            self.query_one(Offers).focus()
+            self.draw()
+            return
+        before = back(self.setup)
+        if before is None:
+            self.action_background()
+        else:
+            self._move(before)
+
+    def action_background(self) -> None:
+        """Leave the wizard; a job goes on, and the wizard goes on from here when it is opened."""
+        self.keep(open_next_time=False)
+        self.post_message(self.Left(started=False))
+
+    def action_again(self) -> None:
+        self._machine, self._offers, self._again = None, None, True
+        self._enter_step()
+
+    def action_field(self, by: int) -> None:
+        at = FIELDS.index(self._field) + by
+        self._field = FIELDS[max(0, min(len(FIELDS) - 1, at))]
+        self.draw()
+
+    def action_change(self, by: int) -> None:
+        offer = self.offer()
+        if offer is None:
+            return
+        plan = self._plan(offer)
+        if plan is None:
+            self._field, plan = "answers", PlanView((), 0, (), 0, ())
+        wishes = change(self.setup.wishes, plan, self._field, by)
+        self.setup = replace(self.setup, wishes=wishes)
+        self.keep()
+        self.draw()
+
+    def action_json(self) -> None:
+        offer = self.offer()
+        plan = None if offer is None else self._plan(offer)
+        if plan is None or not plan.document:
+            self.notify("There is no plan yet.", severity="warning")
+            return
+        self.app.copy_to_clipboard(json.dumps(plan.document, indent=1))
+        self.notify("The plan is on the clipboard as JSON, if the terminal allows it.")
+
+    def action_pause(self) -> None:
+        job = self._job()
+        if job is None:
+            return
+        try:
+            if job.state is JobState.RUNNING:
+                self._desk.pause(job.id)
+            else:
+                self._desk.resume(job.id)
+        except MoetError as error:
+            self._say(error)
+
+    def action_stop(self) -> None:
+        """Pause the job and leave; the models screen goes on with it."""
+        job = self._job()
+        if job is not None and job.state is JobState.RUNNING:
+            self.action_pause()
+        self.action_background()
+
+    def _say(self, error: MoetError) -> None:
+        self.notify(
+            f"{error.cause}\n{error.do}", title=f"{error.title}  {error.code}",
+            severity="error", markup=False, timeout=10,
+        )  # fmt: skip

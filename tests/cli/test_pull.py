@@ -1,0 +1,269 @@
+"""pull, ps and jobs against a hub on localhost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from moet_desk.cli import pull as pull_command
+from moet_desk.errors import ExitCode
+from tests.cli.conftest import Command, environment
+from tests.store.deepseek import write_deepseek
+from tests.store.hub_server import Fault, HubServer, Repo
+
+NAME = "maker/tiny"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub") / "tiny"
+    write_deepseek(folder)
+    return folder
+
+
+@pytest.fixture
+def hub(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    server = HubServer()
+    server.repos[NAME] = Repo(source)
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    yield server
+    server.close()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "origin.json"}
+
+
+def test_pull__from_the_hub__usable_like_a_packed_folder(
+    hub: HubServer, moet: Command, data_dir: Path, source: Path
+) -> None:
+    result = moet("pull", NAME, "--yes", "--format", "ndjson")
+    assert result.code == 0, result.err
+    events = result.events
+    assert [event["event"] for event in events if event["event"] in ("plan", "pulled")] == [
+        "plan",
+        "pulled",
+    ]
+    plan = events[0]
+    assert (plan["family"], plan["experts"], plan["files"]) == ("deepseek_v3", 24, 5)
+    assert plan["peak_bytes"] > plan["pack_bytes"] > 0
+    assert plan["fits"] is True
+    packs = [event for event in events if event["event"] == "pack"]
+    assert packs[-1]["done"] == packs[-1]["total"] == 24
+    assert moet("pack", str(source), "--name", "twin").code == 0
+    models = data_dir / "models"
+    assert files_of(models / "tiny") == files_of(models / "twin")
+    assert moet("verify", "tiny").code == 0
+    assert moet("ls", "--json").document["models"][0]["state"] == "ready"
+    again = moet("pull", NAME, "--json")
+    assert (again.code, again.document["state"]) == (0, "ready")
+    assert "already" in again.err
+
+
+def test_pull__damaged_row__repaired_from_the_download(
+    hub: HubServer, moet: Command, data_dir: Path
+) -> None:
+    moet("pull", NAME, "--yes")
+    rows = data_dir / "models" / "tiny" / "experts.base"
+    good = rows.read_bytes()
+    rows.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert moet("verify", "tiny", "--json").code == ExitCode.DAMAGED
+    assert moet("verify", "tiny", "--repair", "--json").document["repaired"] == 1
+    assert rows.read_bytes() == good
+
+
+def test_rm__pulled_model__download_goes_too(hub: HubServer, moet: Command, data_dir: Path) -> None:
+    moet("pull", NAME, "--yes")
+    source = data_dir / "sources" / "tiny"
+    (source / "mine.txt").write_text("keep")
+    n_bytes = (data_dir / "models" / "tiny" / "experts.base").stat().st_size
+    freed = moet("rm", "tiny", "--yes", "--json").document["freed_bytes"]
+    assert freed > 2 * n_bytes
+    assert [path.name for path in source.iterdir()] == ["mine.txt"]
+    assert not (data_dir / "models" / "tiny").exists()
+    assert moet("rm", "tiny", "--yes", "--json").error_code == "MD-LIB-01"
+
+
+def test_pull__dry_run__figures_and_no_trace(
+    hub: HubServer, moet: Command, data_dir: Path, source: Path
+) -> None:
+    seen = moet("pull", NAME, "--dry-run", "--json").document
+    n_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    assert n_bytes < seen["download_bytes"] < n_bytes + 100_000
+    assert seen["left_bytes"] == n_bytes
+    rolling = moet("pull", NAME, "--dry-run", "--reclaim", "--json").document
+    assert rolling["peak_bytes"] < seen["peak_bytes"]
+    assert list((data_dir / "sources").iterdir()) == []
+    assert not (data_dir / "models").exists()
+
+
+@pytest.mark.parametrize(
+    ("covered", "options", "code"),
+    [
+        (10**9, ["--yes"], None),
+        (1000, ["--yes"], "MD-PULL-02"),
+        (10**9, [], "MD-PULL-02"),
+        (1000, ["--yes-really"], None),
+    ],
+)
+def test_pull__consent__large_ones_need_their_own_word(
+    hub: HubServer,
+    moet: Command,
+    data_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    covered: int,
+    options: list[str],
+    code: str | None,
+) -> None:
+    assert pull_command.YES_COVERS_BYTES == 10 * 10**9
+    monkeypatch.setattr(pull_command, "YES_COVERS_BYTES", covered)
+    result = moet("pull", NAME, *options, "--json")
+    if code is None:
+        assert result.code == 0, result.err
+        return
+    assert (result.code, result.error_code) == (ExitCode.USAGE, code)
+    word = "--yes-really" if covered == 1000 else "--yes"
+    assert word in result.document["error"]["do"]
+    assert list((data_dir / "sources").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("repo", "code", "exit_code"),
+    [
+        ({"gated": True}, "MD-HUB-02", ExitCode.NETWORK),
+        ({"token": "x"}, "MD-HUB-01", ExitCode.NOT_FOUND),
+    ],
+)
+def test_pull__refused_by_the_hub__exit_code(
+    hub: HubServer, moet: Command, source: Path, repo: dict[str, Any], code: str, exit_code: int
+) -> None:
+    hub.repos[NAME] = Repo(source, **repo)
+    result = moet("pull", NAME, "--yes", "--json")
+    assert (result.code, result.error_code) == (exit_code, code)
+
+
+def test_pull__not_a_name__not_found(moet: Command) -> None:
+    assert moet("pull", "no-such-folder", "--json").error_code == "MD-SRC-01"
+    assert moet("pull", "a/b", "--name", "../x", "--json").error_code == "MD-CFG-03"
+
+
+def test_pull__disk_too_small__exit_code_and_figures(
+    hub: HubServer, moet: Command, monkeypatch: pytest.MonkeyPatch, data_dir: Path
+) -> None:
+    real = os.statvfs("/")
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([*real[:4], 100, *real[5:]]))
+    result = moet("pull", NAME, "--yes-really", "--json")
+    assert (result.code, result.error_code) == (ExitCode.NO_ROOM, "MD-DISK-01")
+    error = result.document["error"]
+    assert error["need_bytes"] > error["have_bytes"] == 100 * real.f_frsize
+    assert list((data_dir / "sources").iterdir()) == []
+
+
+def test_pull__folder__packed_where_it_is(moet: Command, source: Path, data_dir: Path) -> None:
+    assert moet("pull", str(source), "--json").document["state"] == "ready"
+    assert not (data_dir / "sources").exists()
+    refused = moet("pull", str(source), "--reclaim", "--json")
+    assert refused.code == ExitCode.USAGE  # a person's own files are never deleted
+
+
+def test_pull__sigterm__kept_and_resumed(
+    hub: HubServer, data_dir: Path, moet: Command, source: Path
+) -> None:
+    command = [sys.executable, "-m", "moet_desk", "pull", NAME, "--yes", "--format", "ndjson"]
+    command += ["--limit-rate", "200kB"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment(data_dir), **pipes) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if json.loads(line)["event"] == "download":
+                child.send_signal(signal.SIGTERM)
+                break
+        events = [json.loads(line) for line in child.stdout]
+        assert child.wait(30) == ExitCode.TERMINATED
+    assert events[-1]["error"]["code"] == "MD-PULL-01"
+    (model,) = moet("ls", "--json").document["models"]
+    assert model["state"] == "incomplete"
+    assert moet("pull", NAME, "--yes").code == 0
+    n_bytes = sum(path.stat().st_size for path in source.iterdir())
+    assert sum(hub.sent.values()) < 2.5 * n_bytes  # headers twice at most, no file twice
+
+
+# -- jobs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_child(hub: HubServer, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(data_dir).items():
+        monkeypatch.setenv(name, value)
+
+
+def wait_for(moet: Command, what: Any, timeout_s: float = 60) -> dict[str, Any]:
+    end = time.monotonic() + timeout_s
+    while True:
+        (job,) = moet("ps", "--json").document["jobs"]
+        if what(job):
+            return dict(job)
+        assert time.monotonic() < end, job
+        time.sleep(0.1)
+
+
+def test_job__paused_resumed_killed_resumed__done(
+    in_child: None, moet: Command, data_dir: Path, source: Path
+) -> None:
+    assert moet("ps").out == ""
+    started = moet(
+        *("pull", NAME, "--yes", "--reclaim", "--limit-rate", "20kB", "--background", "--json")
+    )
+    assert started.document["job"] == "pull-tiny"
+    running = wait_for(moet, lambda job: job["pid"] and job["total_bytes"])
+    assert (running["state"], running["pid"]) == ("running", started.document["pid"])
+    assert running["total_bytes"] > 0
+    assert moet("jobs", "resume", "pull-tiny", "--json").error_code == "MD-JOB-02"
+
+    os.kill(running["pid"], signal.SIGSTOP)
+    assert wait_for(moet, lambda job: job["state"] == "stalled")["pid"] == running["pid"]
+    paused = moet("jobs", "pause", "pull-tiny", "--json").document
+    assert (paused["state"], paused["pid"]) == ("paused", None)
+    assert paused["reason"]["code"] == "MD-PULL-01"
+    assert "pull-tiny  paused" in moet("ps").out
+
+    resumed = moet("jobs", "resume", "pull-tiny", "--json").document
+    os.kill(resumed["pid"], signal.SIGKILL)
+    os.waitpid(resumed["pid"], 0)
+    killed = wait_for(moet, lambda job: job["pid"] is None)
+    assert (killed["state"], killed["reason"]["code"]) == ("paused", "MD-BUG-01")
+
+    record = data_dir / "jobs" / "pull-tiny.json"
+    record.write_text(record.read_text().replace("20000", "100000000"))
+    moet("jobs", "resume", "pull-tiny")
+    assert wait_for(moet, lambda job: job["state"] == "done")["reason"] is None
+    assert moet("verify", "tiny").code == 0
+    assert not (data_dir / "sources" / "tiny").exists()
+    assert moet("jobs", "pause", "pull-tiny", "--json").error_code == "MD-JOB-02"
+    assert moet("jobs", "cancel", "pull-tiny", "--json").document["state"] == "canceled"
+    assert moet("ps", "--json").document["jobs"] == []
+    assert moet("jobs", "pause", "pull-tiny", "--json").error_code == "MD-JOB-01"
+    assert moet("jobs", "cancel", "../x", "--json").code == ExitCode.NOT_FOUND
+
+
+def test_job__hub_goes_away__paused_with_the_reason(
+    in_child: None, hub: HubServer, moet: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert moet("pull", NAME, "--yes", "--background").code == 0
+    hub.faults = lambda path, n: Fault("429", seconds=4000)
+    paused = wait_for(moet, lambda job: job["pid"] is None)
+    assert (paused["state"], paused["reason"]["code"]) == ("paused", "MD-NET-02")
+    hub.faults = lambda path, n: None
+    moet("jobs", "resume", "pull-tiny")
+    wait_for(moet, lambda job: job["state"] == "done")

@@ -1,0 +1,99 @@
+"""The catalogue: what it says agrees with what can be counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from moet_desk.catalogue import CatalogueEntry, MlaFacts, find_entry, load_catalogue, parse
+from moet_desk.engine.families import MODULE_OF_TYPE, runs
+from moet_desk.engine.families.deepseek_v3 import dense_shapes
+from moet_desk.engine.planned_model import spec_of
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kv_sizes import mla_entry_bytes
+from moet_desk.units import GIB
+
+ENTRIES = load_catalogue()
+MLA = [entry for entry in ENTRIES if entry.mla is not None]
+
+
+def name_of(entry: CatalogueEntry) -> str:
+    return entry.name
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
+def test_entry__routed_experts__as_many_as_stated(entry: CatalogueEntry) -> None:
+    counted = entry.n_rows * 3 * entry.hidden * entry.inter
+    stated = (entry.params_b - entry.dense_params_b) * 1e9
+    assert counted == pytest.approx(stated, rel=0.005)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
+def test_entry__2_bit_bytes__as_stated(entry: CatalogueEntry) -> None:
+    assert entry.n_rows * entry.layout.base_bytes / GIB == pytest.approx(entry.base_gib, abs=0.06)
+    each = entry.dense_gib * GIB / (entry.dense_params_b * 1e9)
+    if entry.dense_form == "bf16":
+        assert each == pytest.approx(2.0, rel=0.01)
+    else:  # the embedding, the head and the routers stay in bfloat16
+        assert 1.02 < each < 1.5
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
+def test_entry__active_weights__about_what_a_token_reads(entry: CatalogueEntry) -> None:
+    chosen = entry.top_k * entry.moe_layers * 3 * entry.hidden * entry.inter / 1e9
+    assert entry.active_b is not None
+    if entry.name == "longcat-flash":  # a third of its choices are identity experts
+        chosen *= 2 / 3
+    # makers leave out the embedding, and some the head; all names are rounded
+    assert chosen * 0.95 <= entry.active_b + 0.2
+    assert entry.active_b <= (chosen + entry.dense_params_b) * 1.1
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
+def test_entry__recommended_ram__holds_all_2_bit_experts(entry: CatalogueEntry) -> None:
+    usable = 0.7 * (0.98 * entry.ram_gib - 5)  # the planner's share of what a desktop leaves
+    assert entry.base_gib <= usable
+    assert entry.ram_gib <= 2.2 * entry.base_gib + 24
+
+
+@pytest.mark.parametrize("entry", MLA, ids=name_of)
+def test_mla__dense_bytes_counted_from_tensor_shapes__as_stated(entry: CatalogueEntry) -> None:
+    total = 0
+    for name, shape in dense_shapes(spec_of(entry)):
+        size = shape[0] * (shape[1] if len(shape) == 2 else 1)
+        if entry.dense_form == "bf16":
+            total += 2 * size
+        elif len(shape) == 1:
+            total += 4 * size
+        elif "embed" in name or "lm_head" in name or name.endswith("mlp.gate"):
+            total += 2 * size
+        else:  # FP8 with a float32 scale per 128 x 128
+            total += size + 4 * -(-shape[0] // 128) * -(-shape[1] // 128)
+    assert total / GIB == pytest.approx(entry.dense_gib, abs=0.05)
+
+
+@pytest.mark.parametrize("entry", MLA, ids=name_of)
+def test_mla__kv_bytes__the_engines_own(entry: CatalogueEntry) -> None:
+    mla = entry.mla
+    assert isinstance(mla, MlaFacts)
+    own = entry.layers * mla_entry_bytes(KvFormat.BF16, mla.kv_rank, mla.rope_dim)
+    assert entry.kv_token_bytes(KvFormat.BF16) == own
+
+
+def test_runnable__only_families_that_are_written() -> None:
+    running = {entry.name for entry in ENTRIES if runs(entry.family) and not entry.not_yet}
+    assert running == {"deepseek-v3.1", "deepseek-r1"}
+    for entry in ENTRIES:
+        assert entry.not_yet or entry.family in MODULE_OF_TYPE
+
+
+def test_names__unique_and_found_by_name_and_repository() -> None:
+    assert len({entry.name for entry in ENTRIES}) == len(ENTRIES)
+    for entry in ENTRIES:
+        assert find_entry(entry.name.upper()) is entry
+        assert find_entry(entry.repo) is entry
+    assert find_entry("no-such-model") is None
+
+
+def test_parse__a_misspelt_key__refused() -> None:
+    with pytest.raises(TypeError, match="contxt"):
+        parse('[[model]]\nname = "x"\ncontxt = 5\n')
