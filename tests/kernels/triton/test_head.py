@@ -16,7 +16,7 @@ from tests.engine.oracle import loaded
 from tests.engine.test_mtp_parity import packed_with_head
 from tests.kernels.triton.test_chunk import IDS, OPTIONS, on_device
 
-N_TOKENS = 7
+N_TOKENS = 5
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +110,12 @@ def test_head__prompt_in_chunks_and_steps__near_the_cpu_engine(pack: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plane", [Plane.BASE, Plane.FINE])
-def test_answers__with_the_head__equal_those_without(pack: Path, plane: Plane) -> None:
+def test_answers__with_the_head__equal_those_without(pack: Path) -> None:
     with on_device(pack) as core:
-        want = answered(core, plane).out_ids
-    for depth in (1, 3):
-        with on_device(pack, drafts="mtp", draft_depth=depth) as core:
-            found = answered(core, plane)
-            assert found.out_ids == want
-            counts = core.decoder.acceptance.counters()
-            assert counts.guessed[0] >= found.steps - 1  # none where the answer has no room
-            assert found.steps + found.accepted == N_TOKENS - 1
+        want = answered(core, Plane.BASE).out_ids
+    with on_device(pack, drafts="mtp", draft_depth=2) as core:
+        found = answered(core, Plane.BASE)
+        counts = core.decoder.acceptance.counters()
+    assert found.out_ids == want
+    assert counts.guessed[0] >= found.steps - 1  # none where the answer has no room
+    assert found.steps + found.accepted == N_TOKENS - 1
