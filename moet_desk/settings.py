@@ -374,7 +374,7 @@ def _read_float(value: Any, _: Setting) -> float:
 
 def _read_bool(value: Any, _: Setting) -> bool:
     words = {"true": True, "false": False}
-    found = words.get(value) if isinstance(value, str) else value
+    found = words.get(value.lower()) if isinstance(value, str) else value
     if not isinstance(found, bool):
         raise ValueError("neither true nor false")
     return found
