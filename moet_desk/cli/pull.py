@@ -224,6 +224,7 @@ def _say_figures(invocation: Invocation, prepared: Prepared, *, is_all: bool) ->
 
     asked, figures = prepared.asked, prepared.figures
     free = free_bytes(asked.dest)
+    has_tokenizer = prepared.listing.file("tokenizer.json") is not None
     fields = {
         "model": asked.dest.name,
         "repo": asked.repo,
@@ -240,6 +241,7 @@ def _say_figures(invocation: Invocation, prepared: Prepared, *, is_all: bool) ->
         "need_bytes": figures.need,
         "free_bytes": free,
         "reclaim": asked.reclaim,
+        "has_tokenizer": has_tokenizer,
         "fits": figures.need <= free,
     }
     if invocation.format is Format.NDJSON:
@@ -254,6 +256,8 @@ def _say_figures(invocation: Invocation, prepared: Prepared, *, is_all: bool) ->
     )
     if not asked.reclaim:
         invocation.say("With --reclaim each file is deleted once it is packed.")
+    if not has_tokenizer:
+        invocation.say("It has no tokenizer.json: it can be packed, and not run until it has one.")
     if prepared.moved:
         invocation.say(
             f"{asked.repo} has moved on to {prepared.moved[:12]}; this pull keeps to the commit"

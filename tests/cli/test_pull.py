@@ -103,6 +103,7 @@ def test_pull__dry_run__figures_and_no_trace(
     n_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     assert n_bytes < seen["download_bytes"] < n_bytes + 100_000
     assert seen["left_bytes"] == n_bytes
+    assert seen["has_tokenizer"] is True
     rolling = moet("pull", NAME, "--dry-run", "--reclaim", "--json").document
     assert rolling["peak_bytes"] < seen["peak_bytes"]
     assert list((data_dir / "sources").iterdir()) == []
