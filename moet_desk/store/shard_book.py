@@ -73,22 +73,19 @@ def may_start(n_here: int, window: int, *, idle: bool) -> bool:
 
 
 def peak_bytes(needs: Mapping[int, Iterable[str]], sizes: Mapping[str, int], window: int) -> int:
-    """The most disk space that shards take while a model streams through `window` of them."""
+    """A bound on the disk space that shards take while a model streams through `window` of them.
+
+    Which shards are there together depends on which lands first, how many does not: more than the
+    window are only when all that were started have landed, and then those there are the ones of a
+    beginning of the list that later shards complete. The bound is for that many of the largest.
+    """
     book = ShardBook(needs)
-    wanted = book.wanted
-    here: list[str] = []
-    peak = 0
-    arriving: list[str] = []
-    while wanted or arriving:
-        while wanted and may_start(len(here), window, idle=not arriving):
-            arriving.append(wanted.pop(0))
-            here.append(arriving[-1])
-        peak = max(peak, sum(sizes[name] for name in here))
-        # which of those on their way lands first does not matter: the next one starts only when
-        # one is freed or all have landed
-        for name in book.finish(book.land(arriving.pop(0))):
-            here.remove(name)
-    return peak
+    most, wanted = min(window, len(book.wanted)), book.wanted
+    for at, name in enumerate(wanted):
+        book.finish(book.land(name))
+        if at + 1 < len(wanted):
+            most = max(most, len(book.held) + 1)
+    return sum(sorted((sizes[name] for name in wanted), reverse=True)[:most])
 
 
 def spans(needs: Mapping[int, Sequence[str]]) -> int:
