@@ -150,7 +150,7 @@ async def test_repository_or_folder__looked_up_and_planned() -> None:
         assert "MD-SRC-01" in dump(stage.app)
         await press(stage, pilot, *(["backspace"] * 7), *"a", "slash", *"b", "enter")
         screen = dump(stage.app)
-        assert " a/b " in screen
+        assert "▸a/b " in screen
         await press(stage, pilot, "enter")
         assert stage.app.setup.setup.offer == "a/b"
         assert step(stage) is Step.PLAN
