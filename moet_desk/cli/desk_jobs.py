@@ -21,7 +21,7 @@ from moet_desk.ui.desk import JobStep, JobView
 from moet_desk.units import show_duration
 
 LOOK_S = 0.5
-"""Every look reads the ends of files; four a second beside a model that writes would be too many."""
+"""Every look reads the ends of files; four a second beside a model that writes are too many."""
 
 _STATES = {
     JobState.RUNNING: desk.JobState.RUNNING,
