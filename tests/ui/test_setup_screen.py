@@ -240,3 +240,15 @@ async def test_any_size__every_step__nothing_raises(size: tuple[int, int]) -> No
 def test_kept__is_plain_json_values() -> None:
     kept = to_kept(Setup(Step.PLAN, offer="flash"))
     assert all(isinstance(v, str | int | bool | None) for v in kept.values())
+
+
+@pytest.mark.asyncio
+async def test_resize__cursor_stays_on_its_model() -> None:
+    stage = Stage(setup=Setup())
+    async with stage.open() as pilot:
+        await stage.threads(pilot)
+        await press(stage, pilot, "enter", "down")
+        assert "▸Qwen3.6" in dump(stage.app)
+        await pilot.resize_terminal(120, 40)
+        await stage.threads(pilot)
+        assert "▸Qwen3.6" in dump(stage.app)
