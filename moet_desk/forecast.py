@@ -45,6 +45,11 @@ ASSUMED_PCIE = (5 * GB, 12 * GB)
 MEASURED = (0.85, 1.0)
 """Parts of a measured rate that rows of experts reach."""
 
+COPY_TRAFFIC = 2.0
+"""Bytes that move for each byte of a RAM copy, at least: it is read and written. The CPU's weights
+are only read.
+"""
+
 SPECIFIED = (0.70, 0.90)
 """Parts of a data sheet's rate that copies reach: 84 % of VRAM's and 88 % of PCIe's on an H200."""
 
@@ -117,12 +122,13 @@ def speeds_of(machine: MachineFacts, gpu: Gpu | None, drive: Drive | None) -> Sp
         return Rate(assumed, "assumed")
 
     known = rates or Rates(measured="")
+    ram_read = None if known.ram_copy is None else COPY_TRAFFIC * known.ram_copy
     vram_sheet = gpu.vram_bytes_per_s if gpu is not None else None
     pcie_sheet = gpu.link.bytes_per_s if gpu is not None else None
     return Speeds(
         vram=rate(known.vram, vram_sheet, ASSUMED_VRAM),
         pcie=rate(known.pcie, pcie_sheet, ASSUMED_PCIE),
-        ram=rate(known.ram_copy, None, ASSUMED_RAM),
+        ram=rate(ram_read, None, ASSUMED_RAM),
         drive=rate(known.drive_read, None, assumed_drive(drive)),
     )
 
