@@ -72,7 +72,7 @@ def pack_folder(
 
     if str(source) == DEMO and not source.exists():
         source, name = embedded_source(), DEMO if name is None else name
-    dest = invocation.library.path_for(source.resolve().name if name is None else name)
+    dest = invocation.library.path_for(_name_of(source) if name is None else name)
     row_bytes = packing.row_bytes(packing.read_plan(source))
     report = packing.PackReport(invocation.format, row_bytes=row_bytes, quiet=invocation.quiet)
     with interruptible() as interrupt:
@@ -95,6 +95,15 @@ def pack_folder(
             report.close()
     print_made(invocation, "packed", look_at(dest))
     return ExitCode.OK
+
+
+def _name_of(source: Path) -> str:
+    """The name of a model by its folder; one in the hub library's cache is named in a parent."""
+    snapshot = source.resolve()
+    repo = snapshot.parent.parent.name
+    if snapshot.parent.name == "snapshots" and repo.startswith("models--"):
+        return repo.rpartition("--")[2]
+    return snapshot.name
 
 
 def print_made(invocation: Invocation, event: str, made: InstalledPack) -> None:

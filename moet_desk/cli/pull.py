@@ -23,6 +23,7 @@ from moet_desk.units import GB, show_disk, show_rate
 if TYPE_CHECKING:
     from moet_desk.cli.packing import PackReport
     from moet_desk.cli.signals import Interrupt
+    from moet_desk.store.fetch import Line
     from moet_desk.store.pack_format import PackProgress
     from moet_desk.store.pull import Fetching
     from moet_desk.store.pull_prepare import Asked, Prepared
@@ -88,13 +89,10 @@ def _pack_folder(invocation: Invocation, folder: Path, options: dict[str, Any]) 
 
 
 def _pull(invocation: Invocation, model: str, options: dict[str, Any], interrupt: Interrupt) -> int:
-    from moet_desk.cli import packing
     from moet_desk.cli.models import print_made
-    from moet_desk.store.fetch import Limiter, Line, Stopped
+    from moet_desk.store.fetch import Limiter, Line
     from moet_desk.store.hub import Hub, is_repo
     from moet_desk.store.library import look_at
-    from moet_desk.store.pull import pull as run
-    from moet_desk.store.pull_prepare import check_room, prepare
 
     if not is_repo(model):
         raise fail("MD-SRC-01", path=model, missing="files, and it is no name of a repository")
@@ -102,27 +100,64 @@ def _pull(invocation: Invocation, model: str, options: dict[str, Any], interrupt
     line = Line(Hub(), limiter=Limiter(options["limit_rate"]), stop=interrupt.came)
     invocation.say(f"Asking {line.hub.host} about {model} ...")
     with _undone_unless_begun(asked) as begin:
-        try:
-            prepared = prepare(asked, line, packing.plan_of_names)
-        except Stopped as stopped:
-            raise _stopped_early(asked) from stopped
+        prepared = _prepare(asked, line)
         if prepared is None:
             invocation.say(f"{asked.dest.name} is there already.")
             print_made(invocation, "pulled", look_at(asked.dest))
             return ExitCode.OK
-        _say_figures(invocation, prepared, is_all=options["dry_run"])
-        check_room(prepared)
-        if options["dry_run"]:
-            return ExitCode.OK
-        if not _agreed(prepared, options):
-            say("Nothing was fetched.")
-            return ExitCode.FAILED
+        if not _may_begin(invocation, prepared, options):
+            return ExitCode.OK if options["dry_run"] else ExitCode.FAILED
         begin()
     if options["background"]:
         return _in_background(invocation, model, asked, options)
+    _run(invocation, prepared, line, options, interrupt)
+    print_made(invocation, "pulled", look_at(asked.dest))
+    return ExitCode.OK
+
+
+def _prepare(asked: Asked, line: Line) -> Prepared | None:
+    from moet_desk.cli import packing
+    from moet_desk.store.fetch import Stopped
+    from moet_desk.store.pull_prepare import prepare
+
+    try:
+        return prepare(asked, line, packing.plan_of_names)
+    except Stopped as stopped:
+        nothing = {"done": "no weights", "total": "it", "rows": 0, "n_rows": "its"}
+        raise fail("MD-PULL-01", model=asked.dest.name, **nothing) from stopped
+
+
+def _may_begin(invocation: Invocation, prepared: Prepared, options: dict[str, Any]) -> bool:
+    """Say what it takes; whether there is room and consent.
+
+    Raises:
+        MoetError: MD-DISK-01, MD-PULL-02.
+    """
+    from moet_desk.store.pull_prepare import check_room
+
+    _say_figures(invocation, prepared, is_all=options["dry_run"])
+    check_room(prepared)
+    if options["dry_run"]:
+        return False
+    is_agreed = _agreed(prepared, options)
+    if not is_agreed:
+        say("Nothing was fetched.")
+    return is_agreed
+
+
+def _run(
+    invocation: Invocation,
+    prepared: Prepared,
+    line: Line,
+    options: dict[str, Any],
+    interrupt: Interrupt,
+) -> None:
+    from moet_desk.cli import packing
+    from moet_desk.store.pull import pull as run
+
     row_bytes = packing.row_bytes(prepared.maker.plan)
     packs = packing.PackReport(invocation.format, row_bytes=row_bytes, quiet=invocation.quiet)
-    report = PullReport(invocation, packs, job=f"pull-{asked.dest.name}")
+    report = PullReport(invocation, packs, job=f"pull-{prepared.asked.dest.name}")
     try:
         run(
             prepared,
@@ -134,8 +169,6 @@ def _pull(invocation: Invocation, model: str, options: dict[str, Any], interrupt
         )
     finally:
         report.close()
-    print_made(invocation, "pulled", look_at(asked.dest))
-    return ExitCode.OK
 
 
 def _asked(invocation: Invocation, model: str, options: dict[str, Any]) -> Asked:
@@ -182,11 +215,6 @@ def _undone_unless_begun(asked: Asked) -> Iterator[Callable[[], None]]:
                 asked.work.rmdir()
 
 
-def _stopped_early(asked: Asked) -> MoetError:
-    nothing = {"done": "no weights", "total": "it", "rows": 0, "n_rows": "its"}
-    return fail("MD-PULL-01", model=asked.dest.name, **nothing)
-
-
 # -- before ----------------------------------------------------------------------------------
 
 
@@ -196,6 +224,7 @@ def _say_figures(invocation: Invocation, prepared: Prepared, *, is_all: bool) ->
 
     asked, figures = prepared.asked, prepared.figures
     free = free_bytes(asked.dest)
+    has_tokenizer = prepared.listing.file("tokenizer.json") is not None
     fields = {
         "model": asked.dest.name,
         "repo": asked.repo,
@@ -212,6 +241,7 @@ def _say_figures(invocation: Invocation, prepared: Prepared, *, is_all: bool) ->
         "need_bytes": figures.need,
         "free_bytes": free,
         "reclaim": asked.reclaim,
+        "has_tokenizer": has_tokenizer,
         "fits": figures.need <= free,
     }
     if invocation.format is Format.NDJSON:
@@ -226,6 +256,8 @@ def _say_figures(invocation: Invocation, prepared: Prepared, *, is_all: bool) ->
     )
     if not asked.reclaim:
         invocation.say("With --reclaim each file is deleted once it is packed.")
+    if not has_tokenizer:
+        invocation.say("It has no tokenizer.json: it can be packed, and not run until it has one.")
     if prepared.moved:
         invocation.say(
             f"{asked.repo} has moved on to {prepared.moved[:12]}; this pull keeps to the commit"

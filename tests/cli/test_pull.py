@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,7 @@ def test_pull__dry_run__figures_and_no_trace(
     n_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     assert n_bytes < seen["download_bytes"] < n_bytes + 100_000
     assert seen["left_bytes"] == n_bytes
+    assert seen["has_tokenizer"] is True
     rolling = moet("pull", NAME, "--dry-run", "--reclaim", "--json").document
     assert rolling["peak_bytes"] < seen["peak_bytes"]
     assert list((data_dir / "sources").iterdir()) == []
@@ -175,6 +177,20 @@ def test_pull__folder__packed_where_it_is(moet: Command, source: Path, data_dir:
     assert not (data_dir / "sources").exists()
     refused = moet("pull", str(source), "--reclaim", "--json")
     assert refused.code == ExitCode.USAGE  # a person's own files are never deleted
+
+
+def test_pull__snapshot_in_the_librarys_cache__named_as_the_model(
+    moet: Command, source: Path, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "hub" / "models--maker--small" / "snapshots" / ("c" * 40)
+    blobs = tmp_path / "hub" / "models--maker--small" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(source.iterdir())):
+        shutil.copy(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(blobs / str(number))
+    made = moet("pull", str(snapshot), "--json").document
+    assert (made["model"], made["state"]) == ("small", "ready")
 
 
 def test_pull__sigterm__kept_and_resumed(

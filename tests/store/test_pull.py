@@ -507,6 +507,50 @@ def test_pull__file_cannot_take_its_name__kept_and_nothing_fetched_again(
     assert pack_bytes(wanted.dest) == clean
 
 
+def test_pull__shard_is_deleted__only_when_nothing_made_from_it_is_unsynced(
+    hub: HubServer, tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = asked(tmp_path, reclaim=True, parallel=1)
+    real_write, real_unlink = os.pwrite, Path.unlink
+    real_sync = {name: getattr(os, name) for name in ("fsync", "fdatasync")}
+    dirty: set[str] = set()
+    journalled: list[int] = []
+    deleted: list[tuple[str, set[str], int]] = []
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        name = Path(f"/proc/self/fd/{fd}").readlink()
+        if name.parent == wanted.dest:
+            dirty.add(name.name)
+            if name.name == "journal":
+                journalled.append(len(data))
+        return real_write(fd, data, offset)
+
+    def sync(kind: str) -> Any:
+        def call(fd: int) -> None:
+            real_sync[kind](fd)
+            dirty.discard(Path(f"/proc/self/fd/{fd}").readlink().name)
+
+        return call
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        if self.parent == wanted.work and self.suffix == ".safetensors" and self.exists():
+            deleted.append((self.name, set(dirty), len(journalled)))
+        real_unlink(self, missing_ok=missing_ok)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "fsync", sync("fsync"))
+    monkeypatch.setattr(os, "fdatasync", sync("fdatasync"))
+    monkeypatch.setattr(Path, "unlink", unlink)
+    pull_all(wanted, line_to(hub.url), make)
+    names = [name for name, _, _ in deleted]
+    assert names == sorted(names)
+    assert len(names) == 6
+    assert all(unsynced <= {"lock"} for _, unsynced, _ in deleted)
+    records = [n_records for _, _, n_records in deleted]
+    assert records == sorted(records)
+    assert records[0] > 0
+
+
 # -- patience ----------------------------------------------------------------------------------
 
 
