@@ -8,6 +8,7 @@ of their own; what goes wrong there is shown with the job.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from moet_desk.store.jobs import JobView as Found
 from moet_desk.ui import desk
 from moet_desk.ui.desk import JobStep, JobView
 from moet_desk.units import show_duration
+
+LOOK_S = 0.5
+"""Every look reads the ends of files; four a second beside a model that writes are too many."""
 
 _STATES = {
     JobState.RUNNING: desk.JobState.RUNNING,
@@ -44,15 +48,22 @@ class AppJobs:
         self._store = JobStore(jobs_dir)
         self._troubles: dict[str, MoetError] = {}
         self._busy: dict[str, threading.Thread] = {}
+        self._found: list[Found] = []
+        self._due_s = 0.0
 
     def start(self, kind: str, model: str, arguments: Sequence[str]) -> str:
         """Begin a job, or take up the one of the same kind and model."""
         self._store.start(kind, model, arguments)
+        self._due_s = 0.0
         return f"{kind}-{model}"
 
     def views(self) -> tuple[JobView, ...]:
-        """All jobs as they are now."""
-        return tuple(view_of(found, self._troubles.get(found.record.id)) for found in self._all())
+        """All jobs as they were at most `LOOK_S` ago."""
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + LOOK_S
+            self._found = self._all()
+        return tuple(view_of(found, self._troubles.get(found.record.id)) for found in self._found)
 
     def _all(self) -> list[Found]:
         return self._store.jobs()
@@ -71,6 +82,7 @@ class AppJobs:
         """Start the same command again; it goes on where it stopped."""
         self._troubles.pop(job_id, None)
         self._store.resume(job_id)
+        self._due_s = 0.0
 
     def cancel(self, job_id: str) -> None:
         """Stop it and forget it."""

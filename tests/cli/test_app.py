@@ -12,7 +12,7 @@ import pytest
 
 from moet_desk.errors import ExitCode
 from tests.cli.conftest import Command
-from tests.cli.terminal import DOWN, END, ENTER, F2, F4, F7, RIGHT, UP, Terminal
+from tests.cli.terminal import DOWN, END, ENTER, ESCAPE, F2, F4, F7, RIGHT, UP, Terminal
 from tests.cli.tiny_repo import write_repo
 from tests.store.hub_server import Fault, HubServer, Repo
 
@@ -104,7 +104,8 @@ def test_pull__window_closed_meanwhile__job_goes_on_and_the_model_answers(
         assert [job["model"] for job in jobs] == ["tiny"]
         again = Terminal(data_dir, 0, more)
         again.wait_for("tiny is ready")
-        ask(again, "Hello")
+        ask(again, "Hello")  # random weights talk until the context is full
+        again.press(ESCAPE, until="stopped by you")
         again.press(F4, until="● loaded")
         assert again.quit() == 0
     finally:

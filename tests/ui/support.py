@@ -187,10 +187,14 @@ class Stage:
 
     async def threads(self, pilot: Any) -> None:
         """Let what the screens asked for in threads end, and be drawn."""
-        for _ in range(3):
-            await asyncio.sleep(0.03)
+        quiet = 0
+        for _ in range(100):
+            await asyncio.sleep(0.02)
             self.app.pull_gauges()
             await self.settle(pilot)
+            quiet = 0 if self.app.searching else quiet + 1
+            if quiet == 3:  # what one thread brought may have started another
+                return
 
     async def settle(self, pilot: Any) -> None:
         await pilot.pause()

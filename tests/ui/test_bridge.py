@@ -141,3 +141,67 @@ def test_live_answer__balanced__marks_of_the_clean_text_tokens_and_seconds() -> 
     assert live.n_reran == usage.rerun_tokens == 3
     assert usage.rerun_s == pytest.approx(0.15)
     assert live.rerun_s == pytest.approx(0.15)
+
+
+class _Recorded(ScriptedEngine):
+    """An engine that writes down when it is opened and closed."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__()
+        self._name, self._log = name, log
+        log.append(f"open {name}")
+
+    def close(self) -> None:
+        self._log.append(f"close {self._name}")
+        super().close()
+
+
+def test_bridge__no_model__idle_until_one_is_loaded() -> None:
+    log: list[str] = []
+    bridge = Bridge(None)
+    assert bridge.poll() is Phase.IDLE
+    assert bridge.snapshot().state is EngineState.NO_MODEL
+    with pytest.raises(MoetError, match="MD-ENG-07"):
+        bridge.submit(GenerateRequest(prompt="x"))
+    bridge.load(lambda: _Recorded("a", log))
+    poll_until(bridge, Phase.READY)
+    assert (log, bridge.loads) == (["open a"], 1)
+
+
+def test_bridge__another_model__old_one_is_closed_before_the_new_one_opens() -> None:
+    log: list[str] = []
+    bridge = Bridge(lambda: _Recorded("a", log))
+    poll_until(bridge, Phase.READY)
+    bridge.load(lambda: _Recorded("b", log))
+    assert bridge.phase is Phase.OPENING
+    poll_until(bridge, Phase.READY)
+    assert log == ["open a", "close a", "open b"]
+    bridge.close()
+    assert log[-1] == "close b"
+
+
+def test_bridge__another_model_while_one_opens__it_is_closed_first() -> None:
+    log: list[str] = []
+    may_open = threading.Event()
+
+    def slow() -> EngineHandle:
+        may_open.wait(5)
+        return _Recorded("a", log)
+
+    bridge = Bridge(slow)
+    bridge.poll()
+    bridge.load(lambda: _Recorded("b", log))
+    bridge.poll()
+    may_open.set()
+    poll_until(bridge, Phase.READY)
+    assert log == ["open a", "close a", "open b"]
+
+
+def test_bridge__another_model_after_a_failed_one__pack_job_is_dropped() -> None:
+    pack = FakePack([{"event": "pack", "done": 1, "total": 4}] * 9)
+    bridge = Bridge(ScriptedEngine, pack_job=pack)
+    bridge.poll()
+    bridge.load(ScriptedEngine)
+    assert pack.cancelled
+    poll_until(bridge, Phase.READY)
+    assert bridge.can_restart

@@ -56,6 +56,7 @@ from moet_desk.ui.widgets.setup_pages import (
     start_page,
     wrapped,
 )
+from moet_desk.units import show_duration
 
 T = TypeVar("T")
 
@@ -272,6 +273,9 @@ class SetupScreen(Screen[None]):
         if static.content != content:
             static.update(content)
 
+    def _waiting(self, words: str) -> Content:
+        return Content(f" {self._glyphs.now} {words}: {show_duration(self._elapsed_s())}")
+
     def _elapsed_s(self) -> float:
         return self._bridge.clock.monotonic() - self._since_s
 
@@ -290,7 +294,7 @@ class SetupScreen(Screen[None]):
         if found is not None and found.error is not None:
             lines = [problem_content(found.error, self._glyphs), Content("")]
         elif not offers:
-            lines.append(Content(f" {self._glyphs.now} What fits this computer is worked out"))
+            lines.append(self._waiting("What fits this computer is worked out"))
         if offers:
             lines.append(Content.styled(OFFER_HEAD, "$dim"))
         self._set("page", rows(lines))
@@ -317,7 +321,7 @@ class SetupScreen(Screen[None]):
         if self._look_up is not None and self._look_up.error is not None:
             lines.append(problem_content(self._look_up.error, self._glyphs))
         elif self._look_up is not None:
-            lines.append(Content(f" {self._glyphs.now} Its headers are read"))
+            lines.append(self._waiting("Its config and headers are read"))
         elif offer is not None:
             lines = offer_notes(offer, width, self._glyphs)
         elif self._listed is not None:
@@ -343,7 +347,7 @@ class SetupScreen(Screen[None]):
         if self._look_up is not None and self._look_up.error is not None:
             self._move(replace(self.setup, step=Step.MODEL, offer=None))
         else:
-            self._set("page", Content(f" {self._glyphs.now} Its shape is looked up"))
+            self._set("page", self._waiting("Its shape is looked up"))
 
     def _draw_start(self, width: int) -> None:
         bridge = self._bridge
@@ -417,10 +421,14 @@ class SetupScreen(Screen[None]):
             self._begin_look_up(text)
 
     def _begin_look_up(self, text: str) -> None:
+        self._since_s = self._bridge.clock.monotonic()
         self._look_up = self._thread(lambda: self._desk.look_up(text), "look-up")
         self.draw()
 
     def on_resize(self) -> None:
+        here = self._highlighted() if self._drawn_once else None
+        if here is not None and self.setup.step is Step.MODEL:
+            self.setup = replace(self.setup, offer=here.id)  # the cursor stays
         self._listed = None  # rows are cut to the width
         if self._drawn_once:
             self.call_after_refresh(self.draw)
