@@ -122,7 +122,14 @@ class RowMaker:
         up = self._matrix(self.plan.up, number, expert)
         down = self._matrix(self.plan.down, number, expert)
         base, fine = map(_buffer, pack_expert(gate, up, down))
+        self._forget(number, expert)
         return MadeRow(row, base, fine, row_digest(base), row_digest(fine))
+
+    def _forget(self, layer: int, expert: int) -> None:
+        for template in (self.plan.gate, self.plan.up, self.plan.down):
+            if "{expert}" in template:  # else other rows need the same tensor
+                for raw in self.index.info(template.format(layer=layer, expert=expert)).raws:
+                    raw.forget()
 
     def _matrix(self, template: str, layer: int, expert: int) -> tuple[Tensor, Tensor]:
         name = template.format(layer=layer, expert=expert)
@@ -231,3 +238,4 @@ def dense_chunks(index: TensorIndex, plan: PackPlan) -> Iterator[memoryview]:
         data = raw.data()
         for at in range(0, raw.n_bytes, _CHUNK_BYTES):
             yield data[at : at + _CHUNK_BYTES]
+        raw.forget()

@@ -92,11 +92,12 @@ class WeightFile:
     detaches it before it is deleted: a mapping would keep its disk space.
     """
 
-    __slots__ = ("_mapped", "path")
+    __slots__ = ("_mapped", "_pages", "path")
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._mapped: torch.Tensor | None = None
+        self._pages: mmap.mmap | None = None
 
     @property
     def mapped(self) -> torch.Tensor:
@@ -115,14 +116,25 @@ class WeightFile:
                 size = os.fstat(file.fileno()).st_size
                 n_bytes = header_length(file.read(LENGTH_BYTES), size, self.path.name)
                 header = file.read(n_bytes)
-                self._mapped = _mapping(file.fileno())
+                self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._mapped = _view(self._pages)
         except OSError as error:
             raise damaged(self.path.name, error.strerror or str(error)) from error
         return header
 
     def detach(self) -> None:
         """Let the mapping go as soon as no view of it is left."""
-        self._mapped = None
+        self._mapped = self._pages = None
+
+    def forget(self, start: int, n_bytes: int) -> None:
+        """Take pages out of this process; they come back from the page cache when they are read.
+
+        A packer reads each byte once: without this, all of the source would count as its memory.
+        """
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (start + n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._pages is not None and last > first:
+            self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +161,10 @@ class RawTensor:
     def bytes(self) -> torch.Tensor:
         """The stored bytes, uint8 [n_bytes], without a copy; writing to them ends the process."""
         return self.mapped[self.start : self.start + self.n_bytes]
+
+    def forget(self) -> None:
+        """Say that its bytes are not needed soon."""
+        self.home.forget(self.start, self.n_bytes)
 
     def tensor(self) -> torch.Tensor:
         """The tensor in its own dtype and shape, a read-only view (F8_E8M0 as uint8).
@@ -274,9 +290,8 @@ def _map_file(path: Path) -> Iterator[RawTensor]:
     return raw_tensors(home, header, len(home.mapped))
 
 
-def _mapping(fd: int) -> torch.Tensor:
-    """The file as one uint8 tensor over a read-only mapping, which lives as long as any view."""
-    pages = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+def _view(pages: mmap.mmap) -> torch.Tensor:
+    """A file as one uint8 tensor over its read-only mapping, which lives as long as any view."""
     with warnings.catch_warnings():
         # torch warns that such a tensor must not be written to; a writable private mapping would
         # be counted as used memory by the system, so a big file could not be opened at all

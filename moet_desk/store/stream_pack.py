@@ -165,7 +165,9 @@ class StreamPacker:
     def _write_part(self, fd: int, raw: RawTensor) -> bytes:
         data = raw.data()
         write_at(fd, data, self._offsets[self._part_of[raw.name]])
-        return row_digest(data)
+        digest = row_digest(data)
+        raw.forget()
+        return digest
 
     def finish_dense(self) -> list[int]:
         """Put the dense file in its place after comparing all of it with the journal.

@@ -502,3 +502,24 @@ def test_write_pack__damaged_record__is_made_again_from_the_source(
     write_pack(tiny_source, plan_of(TINY, tiny_source), tiny_pack)
     assert snapshot(tiny_pack) == want
     assert verify_pack(tiny_pack).ok
+
+
+def test_row_maker__source_that_was_read__leaves_this_process(tmp_path: Path) -> None:
+    big = Tiny(hidden=512, inter=512, n_experts=4, layers=(1,))
+    write_source(tmp_path / "big", big, "bf16")
+    maker = RowMaker(TensorIndex.open(tmp_path / "big"), plan_of(big, tmp_path / "big"))
+
+    def resident() -> int:
+        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+        total = 0
+        for line in lines:
+            if str(tmp_path) in line:
+                next(lines), next(lines), next(lines)
+                total += int(next(lines).split()[1]) * 1024
+        return total
+
+    first = maker.make(0)
+    one_expert = 3 * 512 * 512 * 2
+    again = [maker.make(row) for row in range(4)]
+    assert bytes(again[0].fine) == bytes(first.fine)
+    assert resident() < 2 * one_expert < (tmp_path / "big" / "model.safetensors").stat().st_size
