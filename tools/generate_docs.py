@@ -34,8 +34,9 @@ from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.screens.doctor import DoctorScreen
 from moet_desk.ui.screens.help import HelpPanel
 from moet_desk.ui.screens.models import ModelList, ModelsScreen
-from moet_desk.ui.screens.setup import Offers, SetupScreen
+from moet_desk.ui.screens.setup import SetupScreen
 from moet_desk.ui.widgets.heatmap import Heatmap
+from moet_desk.ui.widgets.offer_list import Offers
 from moet_desk.ui.widgets.problem import ConfirmDialog
 from moet_desk.ui.widgets.prompt import Prompt
 

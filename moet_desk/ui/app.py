@@ -43,12 +43,13 @@ from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.screens.doctor import DoctorScreen
 from moet_desk.ui.screens.help import HelpPanel
 from moet_desk.ui.screens.models import ModelList, ModelsScreen
-from moet_desk.ui.screens.setup import Offers, SetupScreen
+from moet_desk.ui.screens.setup import SetupScreen
 from moet_desk.ui.setup_steps import Setup, Step
 from moet_desk.ui.theme import ASCII, MOET_DARK, THEMES, Glyphs, choose_glyphs
 from moet_desk.ui.widgets.frame import MIN_COLUMNS, MIN_ROWS, TabLine
 from moet_desk.ui.widgets.gauges import History
 from moet_desk.ui.widgets.heatmap import Heatmap
+from moet_desk.ui.widgets.offer_list import Offers
 from moet_desk.ui.widgets.problem import ConfirmDialog
 from moet_desk.ui.widgets.prompt import Prompt
 

@@ -20,7 +20,6 @@ from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Footer, Input, OptionList, Static
-from textual.widgets.option_list import Option
 
 from moet_desk.errors import MoetError
 from moet_desk.ui.background import Background
@@ -43,15 +42,14 @@ from moet_desk.ui.setup_steps import (
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.frame import SmallWindow
 from moet_desk.ui.widgets.job_lines import job_page
+from moet_desk.ui.widgets.offer_list import Offers
 from moet_desk.ui.widgets.problem import ConfirmDialog, problem_content
 from moet_desk.ui.widgets.setup_pages import (
     OFFER_HEAD,
     head_line,
     machine_page,
     offer_notes,
-    offer_row,
     plan_page,
-    pointed,
     rows,
     start_page,
     wrapped,
@@ -60,12 +58,6 @@ from moet_desk.units import show_duration
 
 T = TypeVar("T")
 
-_OTHER = "other"
-"""Id of the line that takes a repository's name or a folder."""
-
-_OTHER_ROW = " From Hugging Face, or from a folder...       its name, link or path"
-
-
 _ON_STEP = {
     Step.MACHINE: {"again"},
     Step.MODEL: set[str](),
@@ -73,14 +65,6 @@ _ON_STEP = {
     Step.GET: {"pause", "stop", "background"},
     Step.START: set[str](),
 }
-
-
-class Offers(OptionList):
-    """The list of models; Enter takes the chosen one."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "select", "Next", id="setup.choose"),
-    ]
 
 
 class SetupScreen(Screen[None]):
@@ -137,7 +121,6 @@ class SetupScreen(Screen[None]):
         self._offers: Background[tuple[Offer, ...]] | None = None
         self._look_up: Background[Offer] | None = None
         self._looked_up: tuple[Offer, ...] = ()
-        self._listed: tuple[Offer, ...] | None = None
         self._jobs: tuple[JobView, ...] = ()
         self._since_s = bridge.clock.monotonic()
         self._again = False  # whether to measure although it was done before
@@ -149,7 +132,7 @@ class SetupScreen(Screen[None]):
         yield Static("", id="steps", markup=False)
         with VerticalScroll(id="body"):
             yield Static("", id="page", markup=False)
-            yield Offers(id="offers")
+            yield Offers(self._glyphs)
             yield Input(placeholder="owner/name or a link, or a folder", compact=True)
             yield Static("", id="about", markup=False)
         yield Footer(show_command_palette=False)
@@ -166,7 +149,9 @@ class SetupScreen(Screen[None]):
 
     def begin(self, setup: Setup) -> None:
         """Start anew or go on with kept answers."""
-        self._offers, self._listed, self._looked_up = None, None, ()
+        self._offers, self._looked_up = None, ()
+        if self._drawn_once:
+            self.query_one(Offers).listed = None
         self._move(setup)
 
     def _move(self, setup: Setup) -> None:
@@ -298,33 +283,24 @@ class SetupScreen(Screen[None]):
         if offers:
             lines.append(Content.styled(OFFER_HEAD, "$dim"))
         self._set("page", rows(lines))
-        if offers != self._listed and (offers or (found is not None and found.ended)):
-            self._fill(offers, width)
-        self._draw_about(width)
-
-    def _fill(self, offers: tuple[Offer, ...], width: int) -> None:
-        self._listed = offers
         options = self.query_one(Offers)
-        options.clear_options()
-        options.add_options(
-            [Option(offer_row(o, self._glyphs, width), id=f"offer-{o.id}") for o in offers]
-        )
-        options.add_option(Option(Content(_OTHER_ROW), id=_OTHER))
-        first_run = self.setup.first is Step.MACHINE
-        wanted = self.setup.offer or recommended(offers, first_run=first_run)
-        ids = [offer.id for offer in offers]
-        options.highlighted = ids.index(wanted) if wanted in ids else 0
+        if offers != options.listed and (offers or (found is not None and found.ended)):
+            first_run = self.setup.first is Step.MACHINE
+            wanted = self.setup.offer or recommended(offers, first_run=first_run)
+            options.show(offers, wanted=wanted, width=width)
+        self._draw_about(width)
 
     def _draw_about(self, width: int) -> None:
         lines: list[Content] = []
-        offer = self._highlighted()
+        options = self.query_one(Offers)
+        offer = options.chosen()
         if self._look_up is not None and self._look_up.error is not None:
             lines.append(problem_content(self._look_up.error, self._glyphs))
         elif self._look_up is not None:
             lines.append(self._waiting("Its config and headers are read"))
         elif offer is not None:
             lines = offer_notes(offer, width, self._glyphs)
-        elif self._listed is not None:
+        elif options.listed is not None:
             lines = wrapped("Only config.json and the headers are read before the plan.", width)
         self._set("about", rows(lines))
 
@@ -375,10 +351,6 @@ class SetupScreen(Screen[None]):
         """The chosen offer."""
         return next((offer for offer in self.offers() if offer.id == self.setup.offer), None)
 
-    def _highlighted(self) -> Offer | None:
-        at, offers = self.query_one(Offers).highlighted, self._listed or ()
-        return offers[at] if at is not None and at < len(offers) else None
-
     def _plan(self, offer: Offer) -> PlanView | None:
         return self._desk.plan(offer, self.setup.wishes)
 
@@ -399,17 +371,8 @@ class SetupScreen(Screen[None]):
 
     def on_option_list_option_highlighted(self) -> None:
         if self.setup.step is Step.MODEL:
-            self._point(self.size.width)
+            self.query_one(Offers).point()
             self._draw_about(self.size.width)
-
-    def _point(self, width: int) -> None:
-        """Put the cursor's mark before the row it is on."""
-        options, glyphs = self.query_one(Offers), self._glyphs
-        drawn = [offer_row(offer, glyphs, width) for offer in self._listed or ()]
-        for at, row in enumerate([*drawn, Content(_OTHER_ROW)]):
-            text = pointed(row, glyphs, here=at == options.highlighted)
-            if at < options.option_count and options.get_option_at_index(at).prompt != text:
-                options.replace_option_prompt_at_index(at, text)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
@@ -426,12 +389,14 @@ class SetupScreen(Screen[None]):
         self.draw()
 
     def on_resize(self) -> None:
-        here = self._highlighted() if self._drawn_once else None
+        if not self._drawn_once:
+            return
+        options = self.query_one(Offers)
+        here = options.chosen()
         if here is not None and self.setup.step is Step.MODEL:
             self.setup = replace(self.setup, offer=here.id)  # the cursor stays
-        self._listed = None  # rows are cut to the width
-        if self._drawn_once:
-            self.call_after_refresh(self.draw)
+        options.listed = None  # rows are cut to the width
+        self.call_after_refresh(self.draw)
 
     # -- actions ---------------------------------------------------------------------------------
 
@@ -455,13 +420,14 @@ class SetupScreen(Screen[None]):
                     self._load_now()
 
     def _choose(self) -> None:
-        offer = self._highlighted()
+        options = self.query_one(Offers)
+        offer = options.chosen()
         if offer is not None and size_is_open(offer):
             self._begin_look_up(offer.id)
         elif offer is not None:
             wishes = self.setup.wishes if offer.id == self.setup.offer else self._fresh_wishes()
             self._move(replace(self.setup, step=Step.PLAN, offer=offer.id, wishes=wishes))
-        elif self._listed is not None:
+        elif options.listed is not None:
             self._look_up = None
             field = self.query_one(Input)
             field.display = True
