@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moet_desk.cli.context import Invocation, output_options
+from moet_desk.cli.context import Invocation, global_options, output_options
 from moet_desk.cli.output import Format, print_document, print_event, print_table
 from moet_desk.units import show_disk, show_duration, show_rate
 
@@ -45,6 +45,7 @@ def ps(invocation: Invocation) -> None:
 
 
 @click.group(subcommand_metavar="COMMAND JOB")
+@global_options
 def jobs() -> None:
     """Pause, resume or cancel a long job; moet-desk ps lists them."""
 

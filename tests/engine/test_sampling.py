@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import timeit
 from collections.abc import Sequence
 from typing import Any
 
@@ -273,14 +272,3 @@ def test_check_sampling__out_of_range__parameter_is_named(name: str, value: obje
 def test_check_sampling__edges_of_the_ranges__accepted() -> None:
     check_sampling(Sampling(temperature=0, top_p=1, top_k=0, min_p=0))
     check_sampling(Sampling(temperature=2, top_p=0.001, top_k=10**6, min_p=0.99))
-
-
-@pytest.mark.slow
-def test_choose__8192_logits__within_the_time_budget() -> None:
-    torch.set_num_threads(1)
-    logits = torch.randn(8192) * 3
-    model = Sampling(temperature=0.6, top_p=1.0, top_k=0, min_p=0.08)
-    for wish, budget_us in ((Sampling(temperature=0), 30), (Sampling(seed=1), 400)):
-        sampler = Sampler(wish, model, prompt_ids=(), vocab=8192)
-        best_s = min(timeit.repeat(lambda s=sampler: s.choose(logits), number=200, repeat=5))
-        assert best_s / 200 * 1e6 < budget_us
