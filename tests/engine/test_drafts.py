@@ -115,7 +115,13 @@ def wanted(demo_pack: Path) -> list[Answer]:
 
 
 @pytest.mark.parametrize(
-    "options", DRAFTS, ids=lambda options: "-".join(map(str, options.values()))
+    "options",
+    [
+        pytest.param(DRAFTS[0], id="mtp", marks=pytest.mark.slow),
+        pytest.param(DRAFTS[1], id="mtp 3", marks=pytest.mark.slow),
+        pytest.param(DRAFTS[2], id="mtp 2, few slots"),
+        pytest.param(DRAFTS[3], id="lookup 4"),
+    ],
 )
 def test_answers__with_drafts__equal_those_without(
     demo_pack: Path, wanted: list[Answer], options: dict[str, Any]
