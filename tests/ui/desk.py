@@ -43,7 +43,7 @@ MACHINE = MachineView(
     free_bytes=412 * GB,
 )
 DEMO = Offer(
-    "demo", "Demo model", total="15M", active="4M", download_bytes=0, pack_bytes=50_000_000,
+    "demo", "Demo model", total="72M", active="19M", download_bytes=0, pack_bytes=50_000_000,
     peak_bytes=50_000_000, fit=Fit.GOOD, forecast="40 tok/s", licence="Apache-2.0",
     about=("A small model that comes with the program. It needs no network.",),
 )  # fmt: skip

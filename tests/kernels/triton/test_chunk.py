@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,14 @@ def test_chunks__small_tiers__same_bits(pack: Path, monkeypatch: pytest.MonkeyPa
         assert counters.bytes_nvme_to_ram > 0
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Scores in the place of the token that they would choose."""
+
+    logits: Tensor
+    token_id: int = -1
+
+
 class PromptOnly:
     """What a prefiller needs of a request."""
 
@@ -117,14 +126,14 @@ class PromptOnly:
     def note_read(self) -> None:
         pass
 
-    def draw(self) -> None:
+    def draw(self, ahead: int = 0) -> None:
         """The host chooses."""
 
-    def choose(self, logits: Tensor) -> Tensor:
-        return logits.clone()
+    def choose(self, logits: Tensor) -> Kept:
+        return Kept(logits.clone())
 
-    def accept(self, chosen: Tensor) -> None:
-        self.logits = chosen
+    def accept(self, chosen: Kept) -> None:
+        self.logits = chosen.logits
 
     def fail(self, error: Exception) -> None:
         self.error = error
