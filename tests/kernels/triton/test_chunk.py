@@ -120,7 +120,7 @@ class PromptOnly:
         self.logits = torch.empty(0)
         self.sampler = self
         self.tau: float | None = None
-        self.rerun_tokens = 0
+        self.rerun_tokens, self.rerun_s, self.reran, self.ended = 0, 0.0, False, False
         self.out_ids: list[int] = []
 
     def note_read(self) -> None:
