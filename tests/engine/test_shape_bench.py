@@ -248,7 +248,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.mark.slow
-def test_measure__tiny_model_interpreted__whole_figures(launched: set[str]) -> None:
+def test_measure__tiny_model_interpreted__whole_figures(
+    launched: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "PROMPTS", 2)
     setup, told = tiny(0), list[str]()
     fixed = dense_bytes(setup.shape.spec) + setup.kv_pages * 64 * setup.kv_token_bytes
     fixed += stage_bytes(setup.layout, 8)
@@ -281,7 +284,7 @@ def test_measure__tiny_model_interpreted__whole_figures(launched: set[str]) -> N
 
 @pytest.mark.slow
 def test_measure__exact_steps__every_fp4_row_from_ram() -> None:
-    setup = replace(tiny(RESERVE_BYTES + 2**27), plane=Plane.FINE, prefill=0)
+    setup = replace(tiny(RESERVE_BYTES + 2**27), plane=Plane.FINE, prefill=0, warm=0)
     bench = measuring.ShapeBench(setup, plain_memory, lambda _: None)
     found = bench.run(1.0)
     assert (found.n_slots, found.n_fine_slots) == (8, 2)

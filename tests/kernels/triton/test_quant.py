@@ -42,8 +42,9 @@ def test_quantize_rows__zeros_weak_blocks_and_edges__bits_of_the_reference(
 
 def test_quantize_rows__every_code_of_15_bits__kept() -> None:
     every = torch.arange(-32512, 32513).float()
-    rows = torch.cat([every, every.new_zeros(-len(every) % 31)]).view(-1, 31)
-    x = torch.cat([torch.full((len(rows), 1), 32512.0), rows], dim=1)  # scale 1
+    blocks = torch.cat([every, every.new_zeros(-len(every) % (31 * 32))]).view(-1, 31)
+    x = torch.cat([torch.full((len(blocks), 1), 32512.0), blocks], dim=1)  # scale 1
+    x = x.view(-1, 1024)  # few long rows: each is a program to interpret
     for codes, scales in (f(x, Activations.INT15) for f in (plain_codes, planar_codes)):
         assert torch.equal(scales, torch.ones_like(scales))
         assert torch.equal(code_values(codes), x)
