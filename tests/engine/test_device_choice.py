@@ -397,11 +397,9 @@ def test_drafts__unsure_behind_a_right_guess__that_row_alone_is_rerun(
     first = sure.out_ids[-1]
     rows = [StepRow(sure.out_ids[0], sure.kv), StepRow(first, sure.kv, 1)]
     bench.model.choose(rows, Plane.BASE, [GREEDY] * 2)
-    confident, doubtful = sorted(bench.model.confidence(2), reverse=True)
-    order = bench.model.confidence(2)[0] == confident
+    confident, doubtful = bench.model.confidence(2)
     bench.kv.release(sure.kv)
-    if not order:
-        pytest.skip("these weights are less sure of the first token")
+    assert confident > doubtful, "the made-up weights are always the same; other ones are needed"
     (answer,) = balanced(bench, [KINDS["greedy"]], [(confident + doubtful) / 2])
     planes.clear()
     decoder = CudaDecoder(bench.model, Oracle([[answer.out_ids[0], first, 0, 0]], 3))
