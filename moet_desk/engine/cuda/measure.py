@@ -300,8 +300,7 @@ class ShapeBench:
         setup, tried = self._setup, dict[float, Steps]()
 
         def rate_at(popularity: float) -> float:
-            self.loader.set_popularity(popularity)
-            self.steps(setup.warm)
+            self._warm_up(popularity)
             found = tried[popularity] = self.steps(setup.steps)
             self._progress(
                 f"Popularity {popularity:.5f}: {found.hit_rate:.2%} hits,"
@@ -320,8 +319,7 @@ class ShapeBench:
             popularity = find_popularity(rate_at, hit_rate, guess=guess, attempts=setup.attempts)
         steps = tried[popularity]
         if popularity != next(reversed(tried)):
-            self.loader.set_popularity(popularity)
-            self.steps(setup.warm)
+            self._warm_up(popularity)
         by_group, prefill_tok_per_s = self._by_group(steps), self._prefill()
         return Figures(
             steps=steps,
@@ -339,8 +337,13 @@ class ShapeBench:
             peak_vram_bytes=self._peak_vram(),
         )
 
+    def _warm_up(self, popularity: float) -> None:
+        self.loader.set_popularity(popularity)
+        if self._setup.warm:
+            self.steps(self._setup.warm)
+
     def steps(self, count: int) -> Steps:
-        """Run some steps and say what they took.
+        """Run at least one step and say what they took.
 
         Raises:
             MoetError: MD-ENG-04, the model gave numbers that are not finite.
