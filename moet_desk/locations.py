@@ -43,6 +43,11 @@ class Locations:
         return self.data_dir / "chats.sqlite3"
 
     @property
+    def prefixes_dir(self) -> Path:
+        """What models computed of prompts, so that a chat is not read again."""
+        return self.data_dir / "prefixes"
+
+    @property
     def logs_dir(self) -> Path:
         """Log files and crash reports."""
         return self.data_dir / "logs"

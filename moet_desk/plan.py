@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.units import MIB, show_memory
+from moet_desk.units import GIB, MIB, show_memory
 
 KV_PAGE_TOKENS = 64
 PREFILL_CHUNK = 256
@@ -43,6 +43,18 @@ VRAM_SHARE = 0.9
 def ram_budget(available: int) -> int:
     """Bytes the tiers may take of RAM, when the user did not say."""
     return int(RAM_SHARE * available)
+
+
+PREFIX_SHARE = 1 / 32
+MOST_PREFIX_BYTES = 4 * GIB
+"""Part of the RAM budget that keeps what was read of prompts, and the most it takes."""
+
+
+def split_ram(budget: int, prefix_bytes: int | None) -> tuple[int, int]:
+    """RAM for the tiers, and for what was read of prompts; None leaves that to us."""
+    if prefix_bytes is None:
+        prefix_bytes = min(int(PREFIX_SHARE * budget), MOST_PREFIX_BYTES)
+    return max(0, budget - prefix_bytes), prefix_bytes
 
 
 def pinned_budget(available: int, total: int, *, is_wsl: bool) -> int:

@@ -135,6 +135,14 @@ class Memory:
         int | None, _About("Experts kept ready at 4 bits.", _R, "slots", **_COUNT)
     ] = None
     arena_rows: Annotated[int | None, _About("Experts kept in RAM.", _R, "rows", least=0)] = None
+    prefixes: Annotated[
+        int | None,
+        _About("RAM that keeps what was read of prompts; 0 for none.", _R, "bytes", least=0),
+    ] = None
+    saved_prefixes: Annotated[
+        int,
+        _About("Disk that keeps it between starts; 0 for none.", _R, "bytes", least=0),
+    ] = 4 * 2**30
     kv_format: Annotated[
         Literal["auto", "nvfp4", "fp8", "bf16", "f32"],
         _About("How the memory of a chat is stored; smaller holds more text.", _R),

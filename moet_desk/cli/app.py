@@ -112,7 +112,7 @@ def _open_pack(
     from moet_desk.engine.handle import start_engine
 
     pack = invocation.library.ready(name)
-    options = engine_options(settings)
+    options = engine_options(settings, invocation.locations)
     if wishes is not None:
         from moet_desk.cli.desk_plans import options_for
         from moet_desk.cli.machine import machine_facts

@@ -106,7 +106,7 @@ def bench(
         return
     _refuse(ctx, made_up, "needs --shape")
     settings = invocation.load_settings(engine__device=device).settings
-    options = replace(engine_options(settings), save_heat=False)
+    options = replace(engine_options(settings), save_heat=False, prefix_bytes=0)
     if pool_slots is not None:
         options = replace(options, pool_slots=pool_slots, fine_slots=pool_slots)
     if arena_rows is not None:

@@ -104,8 +104,13 @@ class Invocation:
         return fail("MD-BUG-01", reason=f"{type(error).__name__}: {error}", log=str(path))
 
 
-def engine_options(settings: Settings) -> EngineOptions:
-    """What computes, and the memory settings as constraints on the engine's plan."""
+def engine_options(settings: Settings, locations: Locations | None = None) -> EngineOptions:
+    """What computes, and the memory settings as constraints on the engine's plan.
+
+    Args:
+        settings: of the user.
+        locations: where prompts that were read outlive the program; None if they do not.
+    """
     from moet_desk.engine.handle import EngineOptions, Quality
 
     memory = settings.memory
@@ -121,6 +126,9 @@ def engine_options(settings: Settings) -> EngineOptions:
         ram_bytes=memory.ram,
         kv_format=memory.kv_format,
         threads=memory.threads,
+        prefix_bytes=memory.prefixes,
+        saved_prefixes=None if locations is None else locations.prefixes_dir,
+        saved_bytes=memory.saved_prefixes,
     )
 
 

@@ -105,6 +105,9 @@ def tier_rows(model: PlannedModel, plan: ModelPlan) -> list[Row]:
         rows.append(("total", "VRAM", show_memory(sizes.compute), used))
     ram = sizes.arena if plan.gpu is not None else sizes.total
     may = f"of {show_memory(plan.budget.ram)} it may take"
+    if plan.prefix_bytes:
+        what = "kept, so that a chat is not read again"
+        rows.append(("read prompts", "RAM", show_memory(plan.prefix_bytes), what))
     rows += [base, fine, ("total", "RAM", show_memory(ram), may)]
     rows.append(("only there", "drive", show_disk(sizes.nvme_only), "read while answering"))
     rows.append(("pack", "drive", show_disk(model.pack_bytes), "all experts and the dense stack"))
@@ -206,6 +209,7 @@ def plan_fields(plan: ModelPlan) -> dict[str, Any]:
         "ram": {
             "budget_bytes": plan.budget.ram,
             "used_bytes": ram,
+            "prefix_bytes": plan.prefix_bytes,
             "base_rows": tiers.arena_base_rows,
             "base_rows_bytes": sizes.arena_base,
             "fine_rows": tiers.arena_fine_rows,

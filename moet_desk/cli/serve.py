@@ -56,7 +56,7 @@ def serve(
     with runtime.instance_lock(invocation.locations), interruptible() as interrupt:
         runtime.start_logging(invocation.locations, settings.log.level)
         pack = invocation.model_path(model)
-        handle = start_engine(pack, engine_options(settings))
+        handle = start_engine(pack, engine_options(settings, invocation.locations))
         # Listening first: a port in use is known before a big model is loaded, and clients that
         # come early are told that it is loading.
         endpoint = Endpoint(handle, endpoint_options(settings.endpoint))

@@ -269,6 +269,9 @@ class EngineOptions:
     activations: str = "integer"  # "float" is the oracle path of the tests
     codebook: Codebook = Codebook.SYMMETRIC  # another one: measurements on a CPU only
     save_heat: bool = True
+    prefix_bytes: int | None = 0  # RAM for prompts that were read; part of `ram_bytes`
+    saved_prefixes: Path | None = None  # folder where they outlive the program
+    saved_bytes: int = 0  # most bytes there
     opportunistic: bool = False  # see `ModelInfo`
     hot_set: bool = True  # promote hot experts into spare 4-bit slots; off for comparisons
 

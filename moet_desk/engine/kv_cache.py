@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moet_desk.engine.spec import Mla
@@ -56,6 +58,11 @@ class KvCache:
         self._free = list(range(n_pages))
 
     @property
+    def n_layers(self) -> int:
+        """Layers that store."""
+        return int(self._pages.shape[0])
+
+    @property
     def free_tokens(self) -> int:
         """Tokens that could still be reserved."""
         return len(self._free) * self.page_tokens
@@ -83,6 +90,25 @@ class KvCache:
     def rewind(self, sequence: KvSequence, length: int) -> None:
         """Forget the tokens from `length` on."""
         sequence.length = min(sequence.length, length)
+
+    def take_out(self, sequence: KvSequence, start: int, count: int) -> NDArray[np.uint8]:
+        """A copy of entries, uint8 [n_layers, count, entry_bytes], in RAM."""
+        pages, places = self._rows_of(sequence, start, count)
+        copy: NDArray[np.uint8] = self._pages[:, pages, places].cpu().numpy()
+        return copy
+
+    def put_in(self, sequence: KvSequence, start: int, entries: NDArray[np.uint8]) -> None:
+        """Store what `take_out` gave, in any shape, at `start`. The length is the caller's."""
+        n_layers, size = self._pages.shape[0], self.entry_bytes
+        rows = torch.from_numpy(entries).view(n_layers, -1, size).to(self._pages.device)
+        pages, places = self._rows_of(sequence, start, rows.shape[1])
+        self._pages[:, pages, places] = rows
+
+    def _rows_of(self, sequence: KvSequence, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Page and place in it of tokens, int64 [count] each."""
+        at, device = torch.arange(start, start + count), self._pages.device
+        pages = torch.tensor(sequence.pages)[at // self.page_tokens]
+        return pages.to(device), (at % self.page_tokens).to(device)
 
     def write(self, layer: int, sequence: KvSequence, latent: Tensor, k_rope: Tensor) -> None:
         """Store entries for the tokens behind `sequence.length`, which the caller moves on later.

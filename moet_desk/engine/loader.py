@@ -51,6 +51,7 @@ from moet_desk.plan import (
     TierPlan,
     plan_tiers,
     ram_budget,
+    split_ram,
     with_context,
 )
 from moet_desk.store.arena import Arena
@@ -72,6 +73,7 @@ class Core:
     residency: Residency
     decoder: Decoder
     prefiller: Prefiller
+    prefix_bytes: int  # of RAM
     device: str = "cpu"
 
     def close(self) -> None:
@@ -96,7 +98,8 @@ def load(
     reader = PackReader.open(pack)
     has_mtp = _has_mtp(reader)
     spec = spec_for(reader.config(), path=str(pack / "config.json"), has_mtp=has_mtp)
-    ram = options.ram_bytes or ram_budget(hardware.probe().ram_available)
+    budget = options.ram_bytes or ram_budget(hardware.probe().ram_available)
+    ram, prefix_bytes = split_ram(budget, options.prefix_bytes)
     form, plan = _plan(reader, spec, options, ram)
     report.end()
 
@@ -127,7 +130,7 @@ def load(
     drafter = _drafter(options, model, weights, kv, one=decode, many=prefill)
     decoder = Decoder(model, kv, residency, decode, drafter=drafter)
     prefiller = Prefiller(model, kv, prefill, decoder=decoder, chunk=plan.prefill_chunk)
-    return Core(reader, spec, plan, model, kv, arena, residency, decoder, prefiller)
+    return Core(reader, spec, plan, model, kv, arena, residency, decoder, prefiller, prefix_bytes)
 
 
 def _expert_math(reader: PackReader, plane: Plane, options: EngineOptions) -> ExpertMath:

@@ -38,6 +38,7 @@ from moet_desk.plan import (
     plan_device_tiers,
     plan_tiers,
     ram_budget,
+    split_ram,
     tier_bytes,
     vram_budget,
     with_context,
@@ -58,6 +59,7 @@ class ModelPlan:
         gpu: the card, None on a CPU; `why` says why this one.
         budget: bytes that the plan may take where it computes, and of RAM.
         requests: how many can run at the same time, each with the whole context.
+        prefix_bytes: of RAM beside the budget, for prompts that were read.
         options: what was fixed, with what the planner chose for a plan that is nearest.
         forecast: with the quality that was asked for.
     """
@@ -73,6 +75,7 @@ class ModelPlan:
     kv_format: KvFormat
     requests: int
     options: EngineOptions
+    prefix_bytes: int
     forecast: Forecast
 
     @property
@@ -198,6 +201,7 @@ def _on_device(
 ) -> ModelPlan:
     memory = machine.memory
     ram = options.ram_bytes or pinned_budget(memory.available, memory.total, is_wsl=machine.is_wsl)
+    ram, prefix_bytes = split_ram(ram, options.prefix_bytes)
     budget = DeviceBudget(options.vram_bytes or vram_budget(gpu.vram_free), ram)
     form = device_kv_format(options.kv_format)
     wishes = with_context(
@@ -214,7 +218,7 @@ def _on_device(
     return ModelPlan(
         model=model.name, device="cuda", gpu=gpu, why=why, budget=budget, shape=shape, tiers=tiers,
         bytes=tier_bytes(shape, tiers, wishes, on_device=True), kv_format=form,
-        requests=_requests(tiers), options=options,
+        requests=_requests(tiers), options=options, prefix_bytes=prefix_bytes,
         forecast=_of_quality(options.quality, forecast(exact=False), forecast(exact=True)),
     )  # fmt: skip
 
@@ -223,6 +227,7 @@ def _on_cpu(
     machine: MachineFacts, model: PlannedModel, options: EngineOptions, why: str
 ) -> ModelPlan:
     ram = options.ram_bytes or ram_budget(machine.memory.available)
+    ram, prefix_bytes = split_ram(ram, options.prefix_bytes)
     token_bytes = model.kv_token_bytes(KvFormat.BF16)
     wishes = with_context(wishes_of(options), model.spec.context, token_bytes, ram)
     form = _cpu_form(model, options, wishes, ram)
@@ -237,7 +242,7 @@ def _on_cpu(
     return ModelPlan(
         model=model.name, device="cpu", gpu=None, why=why, budget=DeviceBudget(0, ram),
         shape=shape, tiers=tiers, bytes=tier_bytes(shape, tiers, wishes, on_device=False),
-        kv_format=form, requests=_requests(tiers), options=options,
+        kv_format=form, requests=_requests(tiers), options=options, prefix_bytes=prefix_bytes,
         forecast=_of_quality(options.quality, forecast(exact=False), forecast(exact=True)),
     )  # fmt: skip
 

@@ -89,6 +89,7 @@ class ActiveRequest:
         self.reran = False  # the token that comes next is made again with FP4 experts
         self.draft_tokens = self.accepted_tokens = 0
         self.kv = KvSequence()
+        self.n_restored = 0  # tokens of the prompt whose KV was there already
         self.draft: DraftState | None = None
         self.out_ids: list[int] = []
         self.steps = 0
@@ -216,6 +217,7 @@ class ActiveRequest:
         return Usage(
             prompt_tokens=len(self.prompt_ids),
             completion_tokens=len(self.out_ids),
+            cached_tokens=self.n_restored,
             queue_s=(timing.admitted or now) - timing.submitted,
             prefill_s=read - timing.admitted if timing.admitted else 0.0,
             decode_s=now - read if self.out_ids else 0.0,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moet_desk import hardware
+from moet_desk import __version__, hardware
 from moet_desk.engine import heat
 from moet_desk.engine.checks import check_gate, check_stops
 from moet_desk.engine.gate_file import gate_in_use
@@ -29,11 +29,13 @@ from moet_desk.engine.handle import (
 from moet_desk.engine.hot_set import HotSet
 from moet_desk.engine.loader import Core, load
 from moet_desk.engine.meter import Meter
+from moet_desk.engine.prefix_cache import Prefix, PrefixCache
 from moet_desk.engine.request import ActiveRequest
 from moet_desk.engine.sampling import Sampler
 from moet_desk.engine.scheduler import Scheduler
 from moet_desk.engine.text import Text
 from moet_desk.errors import MoetError, fail
+from moet_desk.store.saved_prefixes import SavedPrefixes
 from moet_desk.telemetry import EngineSnapshot, EngineState, LoadStep
 
 if TYPE_CHECKING:
@@ -87,6 +89,8 @@ class Serving:
         self._options = options
         self._text = Text.load(pack)
         self.core = _load(pack, options, show)
+        self._saved_prefixes = _saved_prefixes(options)
+        self._prefixes = self._prefix_cache()
         self._scheduler = Scheduler(options.max_running)
         self._meter = Meter()
         self._generation = 0
@@ -210,6 +214,8 @@ class Serving:
         for request in (*self._scheduler.waiting, *self._scheduler.running):
             request.cancel()
         self._save_heat(time.monotonic())
+        if self._saved_prefixes is not None:
+            self._saved_prefixes.close()
         self.core.close()
 
     def _admit(self) -> None:
@@ -218,6 +224,7 @@ class Serving:
             if pages is None:
                 return
             request.kv = pages
+            self._restore(request)
             request.timing.admitted = time.monotonic()
             self._scheduler.admit(request)
 
@@ -225,6 +232,15 @@ class Serving:
         began = time.monotonic()
         n_tokens = self.core.prefiller.step(request)
         self._meter.note_read(n_tokens, time.monotonic() - began)
+        if n_tokens and request.reading:
+            self._prefixes.keep(
+                _prefix(request), request.kv, self.core.kv, n_read=request.kv.length
+            )
+
+    def _restore(self, request: ActiveRequest) -> None:
+        """Take what was read of the same beginning of another prompt."""
+        request.n_restored = self._prefixes.restore(_prefix(request), request.kv, self.core.kv)
+        request.kv.length = request.n_restored
 
     def _write_tokens(self, requests: list[ActiveRequest]) -> None:
         began, waited = time.monotonic(), self.core.residency.wait_s
@@ -323,7 +339,33 @@ class Serving:
             opportunistic=self._options.opportunistic,
         )
 
+    def _prefix_cache(self) -> PrefixCache:
+        """Its identity says all that the bits of KV depend on besides tokens and plane."""
+        core, options = self.core, self._options
+        identity = "/".join(
+            str(part)
+            for part in (
+                core.reader.meta.identity, core.device, core.kv.form.value, core.kv.n_layers,
+                core.prefiller.chunk, core.prefiller.prompts.name, options.activations,
+                options.codebook.name, torch.get_num_threads(), torch.__version__, __version__,
+            )
+        )  # fmt: skip
+        return PrefixCache(
+            identity, chunk=core.prefiller.chunk, n_bytes=core.prefix_bytes,
+            saved=self._saved_prefixes,
+        )  # fmt: skip
+
     def _save_heat(self, now: float) -> None:
         self._saved = now
         if self._options.save_heat:
             heat.write(self._pack, self.core.residency.hottest())
+
+
+def _saved_prefixes(options: EngineOptions) -> SavedPrefixes | None:
+    if options.saved_prefixes is None or not options.saved_bytes:
+        return None
+    return SavedPrefixes(options.saved_prefixes, n_bytes=options.saved_bytes)
+
+
+def _prefix(request: ActiveRequest) -> Prefix:
+    return Prefix(request.prompt_ids, request.plane.value)

@@ -107,3 +107,21 @@ def test_entry_bytes__glm_and_deepseek_shape__352_in_nvfp4() -> None:
     )  # fmt: skip
     kv = KvCache(mixer, n_layers=1, n_pages=1, page_tokens=1, form=KvFormat.NVFP4)
     assert kv.entry_bytes == 352
+
+
+@pytest.mark.parametrize("form", list(KvFormat))
+def test_take_out_then_put_in__other_pages__same_entries(form: KvFormat) -> None:
+    kv = cache(form)
+    first, second = kv.reserve(12), kv.reserve(16)
+    assert first is not None
+    assert second is not None
+    for layer in range(2):
+        kv.write(layer, first, *entries(11, seed=layer))
+    taken = kv.take_out(first, 3, 7)  # neither begins nor ends with a page
+    assert taken.shape == (2, 7, kv.entry_bytes)
+    kv.write(0, first, *entries(11, seed=9))  # what was taken is a copy
+    kv.put_in(second, 5, taken.reshape(-1))
+    for layer in range(2):
+        wanted = mla_read(mla_write(*entries(11, seed=layer), form), form, 32, 16)
+        for got, want in zip(kv.read(layer, second, 12), wanted, strict=True):
+            assert torch.equal(got[5:12], want[3:10])

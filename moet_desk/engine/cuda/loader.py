@@ -57,6 +57,7 @@ from moet_desk.plan import (
     TierPlan,
     pinned_budget,
     plan_device_tiers,
+    split_ram,
     vram_budget,
     with_context,
 )
@@ -85,6 +86,7 @@ class CudaCore:
     pinned: PinnedMemory
     server: MailboxServer | None
     readers: ThreadPoolExecutor
+    prefix_bytes: int  # of RAM
 
     def close(self) -> None:
         """Release files, threads and memory."""
@@ -178,7 +180,7 @@ def _load(
     residency.restore_heat(heat.read(pack))
     return CudaCore(
         reader, spec, plan, _name(device), kv, arena, residency, decoder, prefiller,
-        model, pinned, server, readers,
+        model, pinned, server, readers, opened.prefix_bytes,
     )  # fmt: skip
 
 
@@ -190,6 +192,7 @@ class _Opened:
         form: storage format of KV.
         order: all rows of the layers that run, those that were hot last time first.
         moe_layers: model layer numbers of those layers.
+        prefix_bytes: RAM for prompts that were read.
     """
 
     reader: PackReader
@@ -198,6 +201,7 @@ class _Opened:
     plan: TierPlan
     order: list[int]
     moe_layers: tuple[int, ...]
+    prefix_bytes: int
 
     @property
     def all_in_ram(self) -> bool:
@@ -211,13 +215,13 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     has_mtp = reader.meta.moe_layers[-1] >= int(config["num_hidden_layers"])
     spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
     form = device_kv_format(options.kv_format)
-    plan = _plan(reader, spec, form, options, device)
+    plan, prefix_bytes = _plan(reader, spec, form, options, device)
     layers = running_layers(spec, options.drafts)
     n_rows = len(layers) * reader.meta.n_experts
     _say_reading(plan, n_rows, fast_reading(plan, n_rows))
     if not _all_in_ram(plan, n_rows):
         _pass_page_cache(reader)
-    return _Opened(reader, spec, form, plan, _hot_first(pack, n_rows), layers)
+    return _Opened(reader, spec, form, plan, _hot_first(pack, n_rows), layers, prefix_bytes)
 
 
 def _to_ram(opened: _Opened, allocate: Allocate, report: LoadReport) -> Arena:
@@ -315,16 +319,17 @@ def _name(device: torch.device) -> str:
 
 def _plan(
     reader: PackReader, spec: Spec, form: KvFormat, options: EngineOptions, device: torch.device
-) -> TierPlan:
+) -> tuple[TierPlan, int]:
+    """The tiers, and bytes of RAM for prompts that were read."""
     machine = hardware.probe()
     free = machine.ram_available
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-    budget = DeviceBudget(
-        options.vram_bytes or vram_budget(free),
-        options.ram_bytes
-        or pinned_budget(machine.ram_available, machine.ram_total, is_wsl=machine.is_wsl),
+    ram = options.ram_bytes or pinned_budget(
+        machine.ram_available, machine.ram_total, is_wsl=machine.is_wsl
     )
+    ram, prefix_bytes = split_ram(ram, options.prefix_bytes)
+    budget = DeviceBudget(options.vram_bytes or vram_budget(free), ram)
     wishes = wishes_of(options)
     wishes = with_context(
         wishes, spec.context, kv_token_bytes(spec, form, options.drafts), budget.vram
@@ -332,7 +337,7 @@ def _plan(
     sizes = RowSizes(reader.layout, reader.meta.base_stride, reader.meta.fine_stride)
     dense_bytes = (reader.path / "dense.safetensors").stat().st_size
     shape = device_shape(spec, sizes, form, wishes, dense_bytes=dense_bytes, drafts=options.drafts)
-    return plan_device_tiers(shape, budget, wishes)
+    return plan_device_tiers(shape, budget, wishes), prefix_bytes
 
 
 def _hot_first(pack: Path, n_rows: int) -> list[int]:
