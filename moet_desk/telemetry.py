@@ -209,10 +209,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """Tokens of the prompt read so far. Sent at most once per chunk."""
+    """Tokens of the prompt read so far. Sent at most once per chunk. `restored` of those done were
+    known from an earlier prompt.
+    """
 
     done: int
     total: int
+    restored: int = 0
 
 
 @dataclass(frozen=True, slots=True)

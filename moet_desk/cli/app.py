@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moet_desk.api.server import Endpoint
     from moet_desk.cli.desk import AppDesk
     from moet_desk.engine.handle import EngineHandle, GenerateRequest, ModelInfo, RequestStream
+    from moet_desk.locations import Locations
     from moet_desk.settings import Settings
     from moet_desk.store.jobs import Job
     from moet_desk.store.library import Library
@@ -49,7 +50,7 @@ def open_app(invocation: Invocation) -> int:
     runtime.tune_interpreter()
     with runtime.instance_lock(places):
         runtime.start_logging(places, settings.log.level)
-        chats = ChatStore.open(places.chats_file)
+        chats = ChatStore.open(places.chats_file, on_delete=partial(_forget_prompts, places))
         desk = AppDesk(invocation, settings, partial(_open_pack, invocation, settings))
         desk.forget_done()
         start = plan_start(desk, invocation.library, quality=settings.answers.quality)
@@ -95,6 +96,15 @@ def plan_start(desk: AppDesk, library: Library, *, quality: str) -> Start:
     if setup is None and any(pack.name == DEMO for pack in library.packs()):
         return Start(DEMO, packs_first=library.needs_packing(DEMO))
     return Start(setup=setup or kept or Setup(wishes=PlanWishes(quality=quality)))
+
+
+def _forget_prompts(places: Locations) -> None:
+    """What models computed of prompts could be turned back into their words. All of it goes: a file
+    of it does not say whose it is.
+    """
+    from moet_desk.store.saved_prefixes import clear  # brings in numpy
+
+    clear(places.prefixes_dir)
 
 
 def _pack_job(invocation: Invocation) -> Job:

@@ -125,7 +125,7 @@ class ActiveRequest:
 
     def note_read(self) -> None:
         """Tell the reader how far the prompt is."""
-        self.stream.push(PrefillProgress(self.n_read, len(self.prompt_ids)))
+        self.stream.push(PrefillProgress(self.n_read, len(self.prompt_ids), self.n_restored))
         if self.n_read == len(self.prompt_ids):
             self.timing.read = time.monotonic()
 

@@ -127,9 +127,13 @@ class ChatStore:
     """The chats of one user. Open it with `ChatStore.open`."""
 
     def __init__(
-        self, path: Path, connection: sqlite3.Connection, now: Callable[[], datetime]
+        self,
+        path: Path,
+        connection: sqlite3.Connection,
+        now: Callable[[], datetime],
+        on_delete: Callable[[], None],
     ) -> None:
-        self._path = path
+        self._path, self._on_delete = path, on_delete
         self._connection = connection
         self._now = now
         self._lock = threading.RLock()
@@ -137,9 +141,18 @@ class ChatStore:
 
     @classmethod
     def open(
-        cls, path: Path, *, now: Callable[[], datetime] = lambda: datetime.now(UTC)
+        cls,
+        path: Path,
+        *,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        on_delete: Callable[[], None] = lambda: None,
     ) -> ChatStore:
         """Open the file, making or upgrading it; answers that a crash cut off become stopped.
+
+        Args:
+            path: the file.
+            now: the clock.
+            on_delete: called when a chat was deleted, to remove what else is known of it.
 
         Raises:
             MoetError: MD-CHAT-02 the file is damaged, foreign or newer than this program; it is
@@ -151,7 +164,7 @@ class ChatStore:
             connection = sqlite3.connect(
                 path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
-        store = cls(path, connection, now)
+        store = cls(path, connection, now, on_delete)
         try:
             with _store_errors(path):
                 store._prepare()
@@ -209,9 +222,14 @@ class ChatStore:
         return _chat_of(row, tuple(_message_of(message) for message in messages))
 
     def delete_chat(self, chat_id: int) -> None:
-        """Delete a chat and its messages for good; the text is overwritten in the file."""
+        """Delete a chat and its messages for good; the text is overwritten in the file.
+
+        Raises:
+            MoetError: MD-CHAT-02 and MD-DISK-02, 03, and those of `on_delete`.
+        """
         with self._writing() as connection:
             connection.execute("DELETE FROM chats WHERE id = ?", (chat_id,))
+        self._on_delete()
 
     def rename(self, chat_id: int, title: str) -> None:
         """Give a chat another title. Raises MD-CHAT-03."""

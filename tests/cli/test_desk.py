@@ -39,7 +39,7 @@ from moet_desk.units import GIB
 from tests.cli.conftest import Command
 
 MACHINES = Path(__file__).resolve().parents[1] / "data" / "machines"
-OPTIONS = EngineOptions(device="auto")
+OPTIONS = EngineOptions(device="auto", prefix_bytes=None)
 
 
 def recorded(name: str) -> MachineFacts:

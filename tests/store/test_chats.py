@@ -15,6 +15,7 @@ import pytest
 
 from moet_desk.errors import MoetError
 from moet_desk.store.chats import ChatStore, MessageStatus
+from moet_desk.store.saved_prefixes import clear
 
 
 class Clock:
@@ -36,6 +37,18 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def store(path: Path) -> ChatStore:
     return ChatStore.open(path, now=Clock())
+
+
+def test_delete_chat__saved_prompts__gone_too(path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "prefixes"
+    folder.mkdir()
+    (folder / ("ab" * 32 + ".kv")).write_bytes(b"computed")
+    store = ChatStore.open(path, now=Clock(), on_delete=lambda: clear(folder))
+    first, second = store.create_chat("a"), store.create_chat("b")
+    assert len(list(folder.iterdir())) == 1
+    store.delete_chat(first)
+    assert list(folder.iterdir()) == []
+    assert [chat.id for chat in store.list_chats()] == [second]
 
 
 def test_messages__added_and_updated__come_back_in_order(store: ChatStore) -> None:

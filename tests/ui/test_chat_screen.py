@@ -260,6 +260,7 @@ async def test_prefill__long_prompt__bar_with_tokens_and_time() -> None:
         await stage.play(pilot, 2.0)
         screen = dump(stage.app)
     assert "Reading your message" in screen
+    assert "known from before" not in screen
     assert re.search(r"\d+ of 5\d\d tokens", screen)
     assert "left" in screen
     assert "◐ reading" in screen

@@ -168,7 +168,7 @@ class ChatScreen(Screen[None]):
             return
         if live.n_tokens == 0 and live.prompt is not None:
             elapsed_s = self._bridge.clock.monotonic() - live.started_s
-            answer.show_reading(live.prompt.done, live.prompt.total, elapsed_s=elapsed_s)
+            answer.show_reading(live.prompt, elapsed_s=elapsed_s)
         else:
             answer.set_closing(self._live_closing())
         self._keep_end()

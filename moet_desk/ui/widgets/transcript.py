@@ -20,6 +20,7 @@ from textual.widgets import Static
 
 from moet_desk.errors import MoetError
 from moet_desk.marked_text import MarkedText, Ranges
+from moet_desk.telemetry import PrefillProgress
 from moet_desk.ui.text import SEGMENT_CHARS, clean, shown_length, split_segments
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.gauges import bar, spread
@@ -226,17 +227,19 @@ class AnswerBlock(Vertical):
         self._foot.display = bool(closing)
         self._foot.update(closing)
 
-    def show_reading(self, done: int, total: int, *, elapsed_s: float) -> None:
+    def show_reading(self, prompt: PrefillProgress, *, elapsed_s: float) -> None:
         """While the prompt is read: a bar with its numbers, in place of the closing line."""
-        rate = done / elapsed_s if elapsed_s > 0 else 0.0
+        done, total = prompt.done, prompt.total
+        rate = (done - prompt.restored) / elapsed_s if elapsed_s > 0 else 0.0
         left = f"   about {show_duration((total - done) / rate)} left" if rate > 0 else ""
         drawn = bar(done / total if total else 0.0, 40, self._glyphs)
         share = f"{done / total * 100:.0f} %" if total else "–"
         speed = f"{rate:.0f} tok/s" if rate else ""
+        kept = f"   {prompt.restored:,} known from before" if prompt.restored else ""
         self.set_closing(
             Content("Reading your message\n")
             + Content.styled(drawn, "$status-ok")
-            + Content(f"  {share}   {done:,} of {total:,} tokens\n{speed}{left}")
+            + Content(f"  {share}   {done:,} of {total:,} tokens\n{speed}{left}{kept}")
         )
 
     async def show_problem(
