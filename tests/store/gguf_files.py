@@ -17,7 +17,29 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from tokenizers.pre_tokenizers import ByteLevel
 
+from moet_desk.engine.families import plan_for
+
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+_proj)\.weight")
+
+
+def random_tensors(config: Mapping[str, Any], *, mtp: bool = False) -> dict[str, torch.Tensor]:
+    """Random BF16 weights of a model, by the names of its safetensors files."""
+    layer = config["num_hidden_layers"]
+    names = [f"model.layers.{layer}.enorm"] if mtp else []
+    plan = plan_for(config, path="config.json", names=names)
+    shapes = dict(plan.dense)
+    wide, narrow = (plan.inter, plan.hidden), (plan.hidden, plan.inter)
+    for number in plan.moe_layers:
+        for expert in range(plan.n_experts):
+            for part, shape in ((plan.gate, wide), (plan.up, wide), (plan.down, narrow)):
+                shapes[part.format(layer=number, expert=expert)] = shape
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name if name.endswith("bias") else f"{name}.weight": (
+            torch.randn(shape, generator=generator) * 0.1
+        ).bfloat16()
+        for name, shape in shapes.items()
+    }
 
 
 def write_gguf(
@@ -32,7 +54,7 @@ def write_gguf(
     parts: int = 1,
     tokenizer: Path | None = None,
     pre: str = "smollm",
-    fields: Mapping[str, Any] | None = None,
+    mxfp4: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Write a model.
 
@@ -43,20 +65,24 @@ def write_gguf(
         experts, dense: type of routed experts and of other matrices.
         split_kv: with kv_b_proj in two halves, as newer converters do.
         tokenizer: folder with the tokenizer's files; without, a vocabulary of bytes.
-        fields: whole numbers that are added, by their names in the file.
+        mxfp4: tensors that are blocks already, uint8, by their names in the file.
     """
     stored = dict(_converted(tensors, config, split_kv=split_kv))
     most = -(-len(stored) // parts) if parts > 1 else 0
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=most)
     _add_config(writer, config, split_kv=split_kv)
     _add_tokenizer(writer, tokenizer, pre)
-    for name, value in (fields or {}).items():
-        writer.add_uint32(name, value)
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"] + 2)
+    # the package lists the head that guesses tokens with other architectures only
+    tables = [
+        gguf.get_tensor_name_map(which, config["num_hidden_layers"] + 2)
+        for which in (arch, gguf.MODEL_ARCH.GLM4_MOE)
+    ]
     for name, values in stored.items():
-        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert mapped is not None, name
+        found = [table.get_name(name, try_suffixes=(".weight", ".bias")) for table in tables]
+        mapped = next(new for new in found if new is not None)
         add(writer, mapped, values, kind_of(mapped, values, experts=experts, dense=dense))
+    for name, blocks in (mxfp4 or {}).items():
+        writer.add_tensor(name, blocks, raw_dtype=Kind.MXFP4)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -64,10 +90,12 @@ def write_gguf(
 
 
 def kind_of(name: str, values: np.ndarray, *, experts: str, dense: str) -> str:
-    """What converters store: norms, biases and routers stay float32."""
-    if values.ndim == 1 or "ffn_gate_inp" in name or "bias" in name:
+    """What converters store: norms and routers stay float32, rows of no whole blocks are halves."""
+    if values.ndim == 1 or "ffn_gate_inp" in name:
         return "F32"
-    return experts if "_exps" in name else dense
+    kind = experts if "_exps" in name else dense
+    is_whole = values.shape[-1] % gguf.GGML_QUANT_SIZES[Kind[kind]][0] == 0
+    return kind if is_whole else "F16"
 
 
 def add(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
@@ -161,7 +189,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path | None, pre: str) -> No
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     if folder is None:
-        writer.add_token_list(sorted(ByteLevel.alphabet()))
+        writer.add_token_list([*sorted(ByteLevel.alphabet())[:255], "ab"])
         writer.add_token_merges(["a b"])
         return
     spec = json.loads((folder / "tokenizer.json").read_text())

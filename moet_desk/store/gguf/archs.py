@@ -198,10 +198,30 @@ _DEEPSEEK_NAMES = {
     "attn_k_b": "self_attn.kv_b_proj", "attn_v_b": "self_attn.kv_b_proj",
 }  # fmt: skip
 
+
+def _llama(fields: Fields) -> Config:
+    """Mixtral; a dense llama does not come here."""
+    return {
+        "num_key_value_heads": fields.count("attention.head_count_kv"),
+        "intermediate_size": fields.count("feed_forward_length"),
+        "num_local_experts": fields.count("expert_count"),
+    }
+
+
+_W1, _W3, _W2 = (f"block_sparse_moe.experts.{{expert}}.w{n}" for n in (1, 3, 2))
+_MIXTRAL_NAMES = {
+    **_NORMS, **_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": _W1,
+    "ffn_up_exps": _W3, "ffn_down_exps": _W2, "ffn_gate_up_exps": f"{_W1}|{_W3}",
+}  # fmt: skip
+
 ARCHS: Mapping[str, Arch] = {
     "deepseek2": Arch(
         "deepseek_v3", _deepseek2, _DEEPSEEK_NAMES, _TOP,
         {"attn_k_b": Change.KEY_UP, "attn_v_b": Change.VALUE_UP},
+    ),
+    "llama": Arch(
+        "mixtral", _llama, _MIXTRAL_NAMES, _TOP,
+        {"attn_q": Change.QUERY_ROWS, "attn_k": Change.KEY_ROWS},
     ),
 }  # fmt: skip
 """general.architecture -> what it is called here."""

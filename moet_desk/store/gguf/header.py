@@ -168,7 +168,7 @@ class _Reader:
         if dtype not in BLOCK_SIZES:
             raise fail("MD-SRC-05", tensor=name, format=f"GGUF type {dtype}")
         n_weights = math.prod(shape)
-        if n_weights >= _MAX_SIZE or offset >= _MAX_SIZE:
+        if not 0 < n_weights < _MAX_SIZE or offset >= _MAX_SIZE:
             raise damaged(self._file, f"tensor {name} has a size out of range")
         per_block, block_bytes = BLOCK_SIZES[dtype]
         if (shape[-1] if shape else 1) % per_block:

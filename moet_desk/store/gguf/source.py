@@ -16,7 +16,7 @@ from moet_desk.store.gguf.archs import arch_of, config_of
 from moet_desk.store.gguf.fields import Fields
 from moet_desk.store.gguf.files import model_files
 from moet_desk.store.gguf.header import GgufHeader, parse_gguf
-from moet_desk.store.gguf.tensors import Heads, logical_tensors, raw_tensor
+from moet_desk.store.gguf.tensors import Sizes, logical_tensors, raw_tensor
 from moet_desk.store.gguf.tokenizer import tokenizer_files
 from moet_desk.store.headers import damaged
 from moet_desk.store.sources import RawTensor, TensorIndex, TensorInfo, WeightFile
@@ -48,16 +48,17 @@ def open_gguf(path: Path, *, needs_tokenizer: bool = True) -> GgufModel:
     files = model_files(path)
     fields, raws = _read(files)
     arch = arch_of(fields)
-    heads = Heads(
-        fields.count("attention.head_count"),
-        fields.count("attention.head_count_kv", fields.count("attention.head_count")),
+    _check_counts(fields, raws)
+    heads = fields.count("attention.head_count")
+    sizes = Sizes(
+        heads, fields.count("attention.head_count_kv", heads), fields.count("expert_count")
     )
-    tensors = logical_tensors(raws, arch, heads)
-    vocab, tied_head = _rows(tensors, "model.embed_tokens", fields), "lm_head" not in tensors
+    tensors = logical_tensors(raws, arch, sizes)
+    vocab, tied_head = _vocabulary_rows(tensors, fields), "lm_head" not in tensors
     config = config_of(fields, arch, vocab=vocab, tied_head=tied_head)
     small = {"config.json": as_json(config)}
     if needs_tokenizer:
-        small |= tokenizer_files(fields)
+        small |= tokenizer_files(fields, vocab)
     return GgufModel(tuple(files), TensorIndex.of(tensors, files), small)
 
 
@@ -104,7 +105,17 @@ def _read(files: Sequence[Path]) -> tuple[Fields, list[RawTensor]]:
     return Fields(first or {}, file=files[0].name), list(raws.values())
 
 
-def _rows(tensors: Mapping[str, TensorInfo], name: str, fields: Fields) -> int:
-    if name not in tensors or not tensors[name].shape:
+def _check_counts(fields: Fields, raws: Sequence[RawTensor]) -> None:
+    """Refuse counts that the tensors do not bear out: lists of that length are made from them."""
+    if fields.count("block_count") > len(raws):
+        raise fields.wrong(f"it claims more layers than its {len(raws)} tensors can be")
+    most = max((raw.shape[0] for raw in raws if len(raw.shape) == 3), default=0)
+    if fields.count("expert_count") > most:
+        raise fields.wrong(f"it claims more experts than the {most} that its tensors hold")
+
+
+def _vocabulary_rows(tensors: Mapping[str, TensorInfo], fields: Fields) -> int:
+    embedding = tensors.get("model.embed_tokens")
+    if embedding is None or not embedding.shape:
         raise fields.wrong("it has no token embedding")
-    return tensors[name].shape[0]
+    return embedding.shape[0]

@@ -64,19 +64,33 @@ class MadeTensor(RawTensor):
             parent.forget()
 
 
-def logical_tensors(raws: Sequence[RawTensor], arch: Arch, heads: Heads) -> dict[str, TensorInfo]:
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the fields say and tensors are compared with.
+
+    Attributes:
+        queries, keys: heads that the rows of these projections are.
+        experts: matrices in a stack.
+    """
+
+    queries: int
+    keys: int
+    experts: int
+
+
+def logical_tensors(raws: Sequence[RawTensor], arch: Arch, sizes: Sizes) -> dict[str, TensorInfo]:
     """The model's tensors by the names of its family.
 
     Args:
         raws: the stored tensors of all files.
         arch: which name means what.
-        heads: head counts for undoing permutations.
+        sizes: of stacks and heads.
 
     Raises:
         MoetError: MD-SRC-02 two tensors would have one name, or one has an impossible shape.
     """
     tensors: dict[str, TensorInfo] = {}
-    for info in _named(raws, arch, heads):
+    for info in _named(raws, arch, sizes):
         if info.name in tensors:
             reason = f"two of its tensors would both be {info.name}"
             raise damaged(info.weight.file.name, reason)
@@ -96,7 +110,7 @@ def raw_tensor(
 # -- names -------------------------------------------------------------------------------------
 
 
-def _named(raws: Sequence[RawTensor], arch: Arch, heads: Heads) -> Iterator[TensorInfo]:
+def _named(raws: Sequence[RawTensor], arch: Arch, sizes: Sizes) -> Iterator[TensorInfo]:
     split: dict[str, dict[str, RawTensor]] = {}
     for raw in raws:
         found = _target(raw.name, arch)
@@ -105,11 +119,11 @@ def _named(raws: Sequence[RawTensor], arch: Arch, heads: Heads) -> Iterator[Tens
             continue
         target, change = found
         if "{expert}" in target:
-            yield from _experts(raw, target)
+            yield from _experts(raw, target, sizes.experts)
         elif change in (Change.KEY_UP, Change.VALUE_UP):
             split.setdefault(target, {})[change.value] = raw
         else:
-            yield _dense(target, raw, change, heads)
+            yield _dense(target, raw, change, sizes)
     for target, parts in split.items():
         yield _joined_up(target, parts)
 
@@ -125,7 +139,8 @@ def _target(name: str, arch: Arch) -> tuple[str, Change] | None:
     if key not in table or (key == base and suffix not in ("weight", "bias")):
         return None
     prefix = f"model.layers.{match.group(1)}." if match else ""
-    return f"{prefix}{table[key]}{ending}", arch.changes.get(key, Change.NONE)
+    target = "|".join(f"{prefix}{name}{ending}" for name in table[key].split("|"))
+    return target, arch.changes.get(key, Change.NONE)
 
 
 def _stored(name: str, raw: RawTensor) -> TensorInfo:
@@ -136,12 +151,13 @@ def _stored(name: str, raw: RawTensor) -> TensorInfo:
     return TensorInfo(name, raw.shape, _PLAIN_FORMATS.get(raw.dtype, Format.GGUF), raw)
 
 
-def _experts(raw: RawTensor, targets: str) -> Iterator[TensorInfo]:
+def _experts(raw: RawTensor, targets: str, n_experts: int) -> Iterator[TensorInfo]:
     """The matrices of merged experts; a target "a|b" cuts each into halves of rows."""
     names = targets.split("|")
-    if len(raw.shape) != 3 or raw.shape[1] % len(names):
-        raise damaged(raw.file.name, f"{raw.name} is {list(raw.shape)}, no stack of matrices")
-    n_experts, n_rows, width = raw.shape
+    if len(raw.shape) != 3 or raw.shape[0] != n_experts or raw.shape[1] % len(names):
+        words = f"{raw.name} is {list(raw.shape)}, not the matrices of {n_experts} experts"
+        raise damaged(raw.file.name, words)
+    _, n_rows, width = raw.shape
     shape = (n_rows // len(names), width)
     at = raw.start
     for expert in range(n_experts):
@@ -155,20 +171,12 @@ def _experts(raw: RawTensor, targets: str) -> Iterator[TensorInfo]:
 # -- dense tensors -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """How many query and key heads the rows of a projection are."""
-
-    queries: int
-    keys: int
-
-
-def _dense(target: str, raw: RawTensor, change: Change, heads: Heads) -> TensorInfo:
+def _dense(target: str, raw: RawTensor, change: Change, sizes: Sizes) -> TensorInfo:
     name = target if target.endswith("bias") else f"{target}.weight"
     if raw.dtype in INTEGERS or not raw.shape:
         return _stored(target, raw)
     if change in (Change.QUERY_ROWS, Change.KEY_ROWS):
-        n_heads = heads.queries if change is Change.QUERY_ROWS else heads.keys
+        n_heads = sizes.queries if change is Change.QUERY_ROWS else sizes.keys
         order = _halves_order(raw, n_heads)
         return _made(target, name, raw.shape, (raw,), lambda rows: float_rows(raw, order[rows]))
     if raw.dtype in _PLAIN_FORMATS:

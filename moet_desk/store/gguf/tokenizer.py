@@ -100,14 +100,21 @@ SPLITS: Mapping[str, _Splits] = {
 """tokenizer.ggml.pre -> how that tokenizer cuts text."""
 
 
-def tokenizer_files(fields: Fields) -> dict[str, bytes]:
+def tokenizer_files(fields: Fields, n_rows: int) -> dict[str, bytes]:
     """The small files of the text side, by name.
+
+    Args:
+        fields: the file's.
+        n_rows: tokens that the model's embedding has.
 
     Raises:
         MoetError: MD-GGUF-04 this kind of tokenizer cannot be converted, MD-GGUF-05 its fields do
             not fit together.
     """
     vocabulary = _vocabulary(fields)
+    if len(vocabulary.tokens) > n_rows:
+        words = f"it lists {len(vocabulary.tokens)} tokens, its embedding has {n_rows}"
+        raise fields.wrong(words)
     kind = fields.text("tokenizer.ggml.model", "none")
     if kind == "gpt2":
         spec = _byte_level(fields, vocabulary)
@@ -187,7 +194,7 @@ def _byte_level(fields: Fields, vocabulary: _Vocabulary) -> dict[str, Any]:
     parts = [*cuts, {**byte_level, "use_regex": False}]
     return _spec(
         vocabulary,
-        merges=_texts(fields, "tokenizer.ggml.merges"),
+        merges=_listed_merges(fields, vocabulary),
         normalizer={"type": "NFC"} if splits.nfc else None,
         pre_tokenizer={"type": "Sequence", "pretokenizers": parts},
         decoder={**byte_level, "use_regex": True},
@@ -195,10 +202,22 @@ def _byte_level(fields: Fields, vocabulary: _Vocabulary) -> dict[str, Any]:
     )
 
 
+def _listed_merges(fields: Fields, vocabulary: _Vocabulary) -> list[list[str]]:
+    """Pairs of tokens; the tokenizers library refuses others, but only when a model is loaded."""
+    known = {token for _, token, _ in vocabulary.used()}
+    merges = [merge.split(" ") for merge in _texts(fields, "tokenizer.ggml.merges")]
+    for merge in merges:
+        if len(merge) != 2 or not known.issuperset((*merge, "".join(merge))):
+            raise fields.wrong(f"its merge {' '.join(merge)!r} is no pair of its tokens")
+    return merges
+
+
 def _sentencepiece(fields: Fields, vocabulary: _Vocabulary) -> dict[str, Any]:
     scores = fields.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
         raise fields.wrong("it has not one tokenizer.ggml.scores for each token")
+    if not isinstance(scores[0], float):
+        raise fields.wrong("its tokenizer.ggml.scores are no numbers")
     steps = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     prefixed = fields.get("tokenizer.ggml.add_space_prefix") is not False
     start = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
@@ -237,7 +256,7 @@ def _merges_of(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[list[st
 def _spec(
     vocabulary: _Vocabulary,
     *,
-    merges: Sequence[str] | Sequence[list[str]],
+    merges: Sequence[list[str]],
     normalizer: object,
     pre_tokenizer: object,
     decoder: object,
@@ -285,7 +304,9 @@ def _token_id(fields: Fields, vocabulary: _Vocabulary, name: str) -> int | None:
 
 def _settings(fields: Fields, vocabulary: _Vocabulary, kind: str) -> dict[str, Any]:
     add_bos = fields.get("tokenizer.ggml.add_bos_token")
-    settings: dict[str, Any] = {"add_bos_token": kind == "llama" if add_bos is None else add_bos}
+    if not isinstance(add_bos, bool):
+        add_bos = kind == "llama"  # what programs take for granted where a file does not say
+    settings: dict[str, Any] = {"add_bos_token": add_bos}
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     for name, short in names.items():
         token_id = _token_id(fields, vocabulary, name)
