@@ -7,7 +7,7 @@ without "model.layers.N." on the right. Pure, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -16,9 +16,20 @@ from moet_desk.errors import fail
 from moet_desk.store.gguf.fields import Fields
 
 Config = dict[str, Any]
+Names = Container[str]
+"""Of the stored tensors: some files say only by them what a model has."""
+
+HARMLESS = frozenset(
+    "vocab_size rope.scaling.finetuned attention.key_length attention.value_length"
+    " attention.head_count_kv expert_feed_forward_length".split()
+)
+"""Fields of an architecture that say nothing or what others say too."""
 
 _SOFTMAX, _SIGMOID = 1, 2
 _SCORES = {_SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
+
+
+_NO_TEXT = ("clip",)  # the picture side of a model
 
 
 class Change(Enum):
@@ -36,7 +47,7 @@ class Arch:
     """One architecture.
 
     Attributes:
-        config: fields to config.json without what all have in common.
+        config: fields and tensor names to config.json, without what all have in common.
         layer: names of a layer's tensors; a name with `{expert}` is a stack of experts, "a|b" one
             whose matrices are two halves of rows.
         top: names outside of layers.
@@ -44,7 +55,7 @@ class Arch:
     """
 
     model_type: str
-    config: Callable[[Fields], Config]
+    config: Callable[[Fields, Names], Config]
     layer: Mapping[str, str]
     top: Mapping[str, str]
     changes: Mapping[str, Change] = field(default_factory=dict)
@@ -57,27 +68,28 @@ def arch_of(fields: Fields) -> Arch:
         MoetError: MD-GGUF-02 it is no mixture of experts, MD-GGUF-03 nobody wrote it down here,
             MD-GGUF-05 a field is wrong.
     """
-    if fields.arch == "clip":
-        raise fail("MD-GGUF-03", arch=fields.arch, file=fields.file, supported=", ".join(ARCHS))
-    if fields.count("expert_count", 0) == 0:
-        raise fail("MD-GGUF-02", arch=fields.arch, file=fields.file)
     found = ARCHS.get(fields.arch)
+    if fields.arch not in _NO_TEXT and fields.count("expert_count", 0) == 0:
+        raise fail("MD-GGUF-02", arch=fields.arch, file=fields.file)
     if found is None:
         raise fail("MD-GGUF-03", arch=fields.arch, file=fields.file, supported=", ".join(ARCHS))
     return found
 
 
-def config_of(fields: Fields, arch: Arch, *, vocab: int, tied_head: bool) -> Config:
+def config_of(
+    fields: Fields, arch: Arch, *, names: Container[str], vocab: int, tied_head: bool
+) -> Config:
     """The keys of config.json.
 
     Args:
         fields: the file's.
         arch: its architecture.
+        names: of the stored tensors.
         vocab: rows of its embedding.
         tied_head: whether it has no output matrix of its own.
 
     Raises:
-        MoetError: MD-GGUF-05 a field is missing or wrong.
+        MoetError: MD-GGUF-05 a field is missing or wrong, or may change the maths and is not known.
     """
     n_mtp = fields.count("nextn_predict_layers", 0)
     n_layers = fields.count("block_count") - n_mtp
@@ -93,7 +105,9 @@ def config_of(fields: Fields, arch: Arch, *, vocab: int, tied_head: bool) -> Con
         "tie_word_embeddings": tied_head,
         "hidden_act": "silu",
     }
-    return common | _rope(fields) | arch.config(fields)
+    config = common | _rope(fields) | arch.config(fields, names)
+    fields.refuse_unread(HARMLESS)
+    return config
 
 
 def _rope(fields: Fields) -> Config:
@@ -155,7 +169,7 @@ _MTP = {
 # -- one architecture each ---------------------------------------------------------------------
 
 
-def _deepseek2(fields: Fields) -> Config:
+def _deepseek2(fields: Fields, names: Names) -> Config:
     """DeepSeek-V3, R1, Kimi-K2 text; older files hold the head widths of expanded attention."""
     rope_dim = fields.count("rope.dimension_count")
     suffix = "_mla" if fields.has("attention.key_length_mla") else ""
@@ -171,13 +185,18 @@ def _deepseek2(fields: Fields) -> Config:
         "first_k_dense_replace": fields.count("leading_dense_block_count", 0),
         "n_routed_experts": fields.count("expert_count"),
         "num_nextn_predict_layers": fields.count("nextn_predict_layers", 0),
-        **_sigmoid_router(fields),
+        # files of before this field are DeepSeek-V2's, whose router is another one
+        "scoring_func": _score_name(fields.count("expert_gating_func", _SOFTMAX)),
+        **_routed(fields),
     }
 
 
-def _sigmoid_router(fields: Fields) -> Config:
-    # files of before this field are DeepSeek-V2's, whose router is another one
-    score = fields.count("expert_gating_func", _SOFTMAX)
+def _score_name(score: int) -> str:
+    return _SCORES.get(score, f"number {score} of llama.cpp")
+
+
+def _routed(fields: Fields) -> Config:
+    """Experts as DeepSeek-V3 and those after it have them. No groups said: one."""
     return {
         "moe_intermediate_size": fields.count("expert_feed_forward_length"),
         "n_shared_experts": fields.count("expert_shared_count", 0),
@@ -185,7 +204,6 @@ def _sigmoid_router(fields: Fields) -> Config:
         "topk_group": fields.count("expert_group_used_count", 1) or 1,
         "norm_topk_prob": fields.flag("expert_weights_norm", default=False),
         "routed_scaling_factor": fields.number("expert_weights_scale", 1.0) or 1.0,
-        "scoring_func": _SCORES.get(score, f"number {score} of llama.cpp"),
     }
 
 
@@ -199,15 +217,85 @@ _DEEPSEEK_NAMES = {
 }  # fmt: skip
 
 
-def _llama(fields: Fields) -> Config:
+def _glm4moe(fields: Fields, names: Names) -> Config:
+    """GLM-4.5, 4.5-Air, 4.6, 4.7. Biases and norms of heads show in the tensors alone."""
+    score = fields.count("expert_gating_func", _SIGMOID)
+    if score != _SIGMOID:
+        raise fields.wrong(f"its router is {_score_name(score)}, sigmoid was expected")
+    return {
+        **_grouped_heads(fields),
+        "partial_rotary_factor": fields.count("rope.dimension_count") / _head_dim(fields),
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
+        "intermediate_size": fields.count("feed_forward_length"),
+        "first_k_dense_replace": fields.count("leading_dense_block_count", 0),
+        "n_routed_experts": fields.count("expert_count"),
+        "num_nextn_predict_layers": fields.count("nextn_predict_layers", 0),
+        **_routed(fields),
+    }
+
+
+def _qwen3moe(fields: Fields, names: Names) -> Config:
+    """Qwen3 with experts; the files do not say that the weights of chosen experts add up to one."""
+    return {
+        **_whole_rope(fields),
+        "intermediate_size": fields.count("feed_forward_length"),
+        "moe_intermediate_size": fields.count("expert_feed_forward_length"),
+        "num_experts": fields.count("expert_count"),
+        "norm_topk_prob": fields.flag("expert_weights_norm", default=True),
+    }
+
+
+def _olmoe(fields: Fields, names: Names) -> Config:
+    """OLMoE; its feed-forward width is that of an expert."""
+    clip = fields.number("attention.clamp_kqv", 0.0)
+    return {
+        **_whole_rope(fields),
+        "intermediate_size": fields.count("feed_forward_length"),
+        "num_experts": fields.count("expert_count"),
+        "norm_topk_prob": fields.flag("expert_weights_norm", default=False),
+        **({"clip_qkv": clip} if clip else {}),
+    }
+
+
+def _llama(fields: Fields, names: Names) -> Config:
     """Mixtral; a dense llama does not come here."""
     return {
-        "num_key_value_heads": fields.count("attention.head_count_kv"),
+        **_whole_rope(fields),
         "intermediate_size": fields.count("feed_forward_length"),
         "num_local_experts": fields.count("expert_count"),
     }
 
 
+def _whole_rope(fields: Fields) -> Config:
+    """Grouped heads whose rope turns all of each."""
+    heads = _grouped_heads(fields)
+    if fields.count("rope.dimension_count", heads["head_dim"]) != heads["head_dim"]:
+        raise fields.wrong("its rope turns a part of each head, all was expected")
+    return heads
+
+
+def _grouped_heads(fields: Fields) -> Config:
+    heads = fields.count("attention.head_count")
+    return {
+        "num_key_value_heads": fields.count("attention.head_count_kv", heads),
+        "head_dim": _head_dim(fields),
+    }
+
+
+def _head_dim(fields: Fields) -> int:
+    heads = fields.count("attention.head_count")
+    width = fields.count("attention.key_length", fields.count("embedding_length") // max(heads, 1))
+    if not width or width != fields.count("attention.value_length", width):
+        raise fields.wrong("its keys and values differ in width, or have none")
+    return width
+
+
+_QWEN_NAMES = {**_NORMS, **_ATTENTION, **_EXPERTS}
+_GLM_NAMES = {
+    **_NORMS, **_ATTENTION, **_DENSE_FFN, **_EXPERTS, **_SHARED, **_MTP,
+    "post_attention_norm": "post_attention_layernorm",
+}  # fmt: skip
 _W1, _W3, _W2 = (f"block_sparse_moe.experts.{{expert}}.w{n}" for n in (1, 3, 2))
 _MIXTRAL_NAMES = {
     **_NORMS, **_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": _W1,
@@ -219,6 +307,9 @@ ARCHS: Mapping[str, Arch] = {
         "deepseek_v3", _deepseek2, _DEEPSEEK_NAMES, _TOP,
         {"attn_k_b": Change.KEY_UP, "attn_v_b": Change.VALUE_UP},
     ),
+    "glm4moe": Arch("glm4_moe", _glm4moe, _GLM_NAMES, _TOP),
+    "qwen3moe": Arch("qwen3_moe", _qwen3moe, _QWEN_NAMES, _TOP),
+    "olmoe": Arch("olmoe", _olmoe, _QWEN_NAMES, _TOP),
     "llama": Arch(
         "mixtral", _llama, _MIXTRAL_NAMES, _TOP,
         {"attn_q": Change.QUERY_ROWS, "attn_k": Change.KEY_ROWS},

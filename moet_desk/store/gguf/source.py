@@ -55,7 +55,8 @@ def open_gguf(path: Path, *, needs_tokenizer: bool = True) -> GgufModel:
     )
     tensors = logical_tensors(raws, arch, sizes)
     vocab, tied_head = _vocabulary_rows(tensors, fields), "lm_head" not in tensors
-    config = config_of(fields, arch, vocab=vocab, tied_head=tied_head)
+    names = {raw.name for raw in raws}
+    config = config_of(fields, arch, names=names, vocab=vocab, tied_head=tied_head)
     small = {"config.json": as_json(config)}
     if needs_tokenizer:
         small |= tokenizer_files(fields, vocab)
