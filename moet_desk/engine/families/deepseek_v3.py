@@ -53,8 +53,6 @@ def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
     keys.want("moe_layer_freq", 1)
     n_layers = keys.count("num_hidden_layers")
     n_dense = keys.count("first_k_dense_replace", default=0, least=0)
-    if n_dense >= n_layers:
-        raise keys.wrong(f"first_k_dense_replace is {n_dense}, which leaves no layer with experts")
     mixer = _mixer(keys)
     dense = DenseFfn(keys.count("intermediate_size"))
     moe = _moe(keys)
@@ -103,11 +101,8 @@ def _yarn(keys: Keys) -> RopeScaling | None:
         return None
     if kind != "yarn":
         raise keys.wrong(f'rope type "{kind}" is not supported (default, yarn)')
-    factor = keys.rope_number("factor")
-    if factor <= 0:
-        raise keys.wrong(f"the rope's factor is {factor}, a positive number was expected")
     return RopeScaling(
-        factor=factor,
+        factor=keys.rope_number("factor"),
         original_context=int(keys.rope_number("original_max_position_embeddings")),
         beta_fast=keys.rope_number("beta_fast", default=32.0),
         beta_slow=keys.rope_number("beta_slow", default=1.0),
