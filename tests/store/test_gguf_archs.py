@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -11,6 +13,8 @@ import pytest
 from moet_desk.errors import MoetError
 from moet_desk.store.gguf.archs import ARCHS, arch_of, config_of
 from moet_desk.store.gguf.fields import Fields
+from moet_desk.store.model_source import ModelSource
+from moet_desk.store.quant_formats import decode
 
 A = gguf.MODEL_ARCH
 ARCH_OF = {gguf.MODEL_ARCH_NAMES[arch]: arch for arch in A}
@@ -216,3 +220,120 @@ def test_names__merged_experts__are_gate_up_and_down(arch: str) -> None:
         prefix = "block_sparse_moe" if mixtral else "mlp"
         want = f"{prefix}.experts.{{expert}}.{short if mixtral else part}"
         assert known.layer[stored.removeprefix("blk.3.")] == want
+
+
+# -- whole files -------------------------------------------------------------------------------
+
+TINY = {
+    "context_length": 64, "embedding_length": 64, "feed_forward_length": 96,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "rope.freq_base": 10000.0,
+    "attention.layer_norm_rms_epsilon": f32(1e-6), "expert_used_count": 2, "expert_count": 4,
+    "attention.key_length": 16, "attention.value_length": 16,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "glm4moe": {
+        "block_count": 3, "nextn_predict_layers": 1, "rope.dimension_count": 8,
+        "expert_feed_forward_length": 32, "expert_shared_count": 1, "expert_gating_func": 2,
+        "leading_dense_block_count": 1,
+    },
+    "qwen3moe": {"block_count": 2, "expert_feed_forward_length": 32},
+    "olmoe": {"block_count": 2},
+    "llama": {"block_count": 2, "rope.dimension_count": 16},
+}  # fmt: skip
+BIASES = tuple(f"self_attn.{part}.bias" for part in ("q_proj", "k_proj", "v_proj"))
+
+
+def published(arch: str) -> dict[str, np.ndarray]:
+    """Random tensors of a tiny model by the names of its safetensors files."""
+    rng = np.random.default_rng(3)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (256, 64), "lm_head": (256, 64)}
+    shapes["model.norm"] = (64,)
+    for layer in range(OWN[arch]["block_count"]):
+        own = layer_shapes(arch, is_dense=arch == "glm4moe" and layer == 0, is_head=layer == 2)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def layer_shapes(arch: str, *, is_dense: bool, is_head: bool) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (64,), "post_attention_layernorm": (64,),
+        "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
+        "self_attn.o_proj": (64, 64),
+    }  # fmt: skip
+    if arch != "llama":
+        shapes |= {"self_attn.q_norm": (16,), "self_attn.k_norm": (16,)}
+    if arch == "glm4moe":
+        shapes |= dict(zip(BIASES, ((64,), (32,), (32,)), strict=True))
+    if is_head:
+        shapes |= {"eh_proj": (64, 128), "enorm": (64,), "hnorm": (64,)}
+        shapes |= {"shared_head.norm": (64,)}
+    moe = "block_sparse_moe" if arch == "llama" else "mlp"
+    wide, parts = ((32, 64), (32, 64), (64, 32)), ("w1", "w3", "w2") if arch == "llama" else MLP
+    if is_dense:
+        return shapes | dict(zip((f"mlp.{p}" for p in MLP), wide, strict=True))
+    shapes[f"{moe}.gate"] = (4, 64)
+    for expert in range(4):
+        names = (f"{moe}.experts.{expert}.{part}" for part in parts)
+        shapes |= dict(zip(names, wide, strict=True))
+    if arch == "glm4moe":
+        shapes["mlp.gate.e_score_correction_bias"] = (4,)
+        shapes |= dict(zip((f"mlp.shared_experts.{p}" for p in MLP), wide, strict=True))
+    return shapes
+
+
+def write(path: Path, arch: str, tensors: dict[str, np.ndarray]) -> None:
+    """What converters make of them."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in (TINY | OWN[arch]).items():
+        put = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        put(f"{arch}.{key}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_token_merges(["a b"])
+    table = gguf.get_tensor_name_map(ARCH_OF[arch], 8)
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, values in tensors.items():
+        match = re.fullmatch(r"(.*)\.experts\.\d+\.(\w+)", name)
+        if match:
+            merged = f"{match[1]}.experts.{match[2]}"
+            merged = re.sub(r"model\.(.*)block_sparse_moe", r"\1feed_forward", merged)
+            stacks.setdefault(merged, []).append(values)
+        elif arch == "llama" and name.endswith((".q_proj", ".k_proj")):
+            heads = values.reshape(len(values) // 16, 2, 8, 64).swapaxes(1, 2)
+            put_tensor(writer, table, name, heads.reshape(values.shape))
+        else:
+            put_tensor(writer, table, name, values)
+    for name, parts in stacks.items():
+        put_tensor(writer, table, name, np.stack(parts))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def put_tensor(
+    writer: gguf.GGUFWriter, table: gguf.TensorNameMap, name: str, values: np.ndarray
+) -> None:
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    suffixes = (".weight", ".bias")
+    full = name if name.endswith(".bias") else f"{name}.weight"
+    stored = table.get_name(full, try_suffixes=suffixes)
+    assert stored is not None, name
+    writer.add_tensor(stored, np.ascontiguousarray(values))
+
+
+@pytest.mark.parametrize("arch", OWN)
+def test_open__each_architecture__has_the_published_tensors_and_a_config(
+    arch: str, tmp_path: Path
+) -> None:
+    tensors = published(arch)
+    write(tmp_path / "m.gguf", arch, tensors)
+    source = ModelSource.open(tmp_path / "m.gguf")
+    assert set(source.index.names()) == set(tensors)
+    for name, values in tensors.items():
+        assert np.array_equal(decode(source.index, name).numpy(), values), name
+    assert source.config["num_hidden_layers"] == 2
+    assert source.config["head_dim"] == 16
+    if arch == "glm4moe":
+        assert (source.config["attention_bias"], source.config["use_qk_norm"]) == (True, True)
