@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from moet_desk.cli import context
+from moet_desk.cli.context import Invocation
 from moet_desk.cli.desk import AppDesk
 from moet_desk.errors import ExitCode, MoetError
 from moet_desk.settings import Settings
@@ -83,7 +83,9 @@ def test_pack__dense_model__says_what_this_program_is_for(moet: Command, tmp_pat
 
 
 def test_look_up__gguf_file__an_offer_that_a_job_packs(file: Path, data_dir: Path) -> None:
-    desk = AppDesk(context.Invocation(), Settings(), lambda _: None)
+    invocation = Invocation()
+    invocation.data_dir = data_dir
+    desk = AppDesk(invocation, Settings(), lambda name, wishes: None)
     offer = desk.look_up(str(file))
     assert (offer.title, offer.download_bytes) == ("Tiny-Q8_0", 0)
     assert "deepseek_v3, 1 MoE layers x 8 experts, q8_0" in offer.about[0]
