@@ -275,7 +275,7 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "MD-SRC-01",
         "No model in this folder",
         "{path} has no {missing}.",
-        "Give the folder that holds config.json and the .safetensors files.",
+        "Give the folder that holds config.json and the .safetensors files, or a .gguf file.",
         exit=ExitCode.NOT_FOUND,
     ),
     ErrorSpec(
@@ -306,7 +306,7 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "MD-SRC-05",
         "Unknown quantisation",
         "{tensor} is stored as {format}, which cannot be read.",
-        "Use the BF16, FP8 (block 128) or MXFP4 files of this model.",
+        "Use the BF16, FP8 (block 128), MXFP4 or GGUF files of this model.",
         exit=ExitCode.UNFIT,
     ),
     ErrorSpec(
@@ -330,6 +330,52 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "{n_unknown} tensors are not known to the family {family}, first: {first}.",
         "Use the model's own files, unchanged; this may be another variant of it.",
         exit=ExitCode.UNFIT,
+    ),
+    # GGUF files ------------------------------------------------------------------------------
+    ErrorSpec(
+        "MD-GGUF-01",
+        "Parts of the model are missing",
+        "{n_missing} of {n_parts} files of this model are not there, first: {first}.",
+        "Put all parts in one folder, under the names they were published with.",
+        reaction=_DAMAGED,
+        exit=ExitCode.DAMAGED,
+    ),
+    ErrorSpec(
+        "MD-GGUF-02",
+        "A dense model",
+        "{file} holds a {arch} model without experts. This program keeps experts that are not"
+        " needed out of fast memory, and a dense model needs all of itself for every token.",
+        "Run it with llama.cpp or a program like it. Mixture-of-experts models:"
+        " moet-desk ls --available",
+        exit=ExitCode.UNFIT,
+    ),
+    ErrorSpec(
+        "MD-GGUF-03",
+        "Unknown architecture",
+        '{file} has the architecture "{arch}". GGUF files can be read of: {supported}.',
+        "Use the .safetensors files of this model, if docs/models.md says that it runs.",
+        exit=ExitCode.UNFIT,
+    ),
+    ErrorSpec(
+        "MD-GGUF-04",
+        "The tokenizer cannot be converted",
+        "{file}: {reason}.",
+        "Put the file and the model's own tokenizer.json in a folder, and give that folder.",
+        exit=ExitCode.UNFIT,
+    ),
+    ErrorSpec(
+        "MD-GGUF-05",
+        "The fields of the file cannot be used",
+        "{file}: {reason}.",
+        "Use another GGUF file of this model, made by a newer converter.",
+        exit=ExitCode.UNFIT,
+    ),
+    ErrorSpec(
+        "MD-GGUF-06",
+        "Several models in this folder",
+        "{path} holds {n_models} GGUF models: {first}.",
+        "Give the file of the one that you want.",
+        exit=ExitCode.USAGE,
     ),
     # packs -----------------------------------------------------------------------------------
     ErrorSpec(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -33,13 +32,9 @@ def demo_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pack_source(source: Path, dest: Path) -> Path:
-    """Pack a source folder the way the command does."""
-    from moet_desk.engine.families import plan_for
+    """Pack a source the way the command does."""
+    from moet_desk.cli.packing import read_plan
     from moet_desk.store.pack_writer import write_pack
-    from moet_desk.store.sources import TensorIndex
 
-    config = json.loads((source / "config.json").read_text())
-    index = TensorIndex.open(source)
-    plan = plan_for(config, path=str(source / "config.json"), names=index.names())
-    write_pack(source, plan, dest, progress=lambda _: None, stop=lambda: False)
+    write_pack(source, read_plan(source), dest, progress=lambda _: None, stop=lambda: False)
     return dest

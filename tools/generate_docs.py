@@ -74,6 +74,7 @@ _AREAS: Mapping[str, str] = {
     "NVME": "Reading the disk",
     "DISK": "Disk space and permissions",
     "SRC": "Model files (sources)",
+    "GGUF": "GGUF files",
     "PACK": "Packs",
     "LIB": "Models on this computer",
     "CAT": "Known models",

@@ -198,10 +198,10 @@ class AppDesk:
         return {pack.name for pack in packs if pack.state is PackState.READY}
 
     def _demo(self) -> Known:
-        from moet_desk.cli.desk_sources import known_folder
+        from moet_desk.cli.desk_sources import known_local
 
         words = "A small model that comes with the program. It needs no network."
-        return known_folder(
+        return known_local(
             embedded_source(),
             DEMO,
             id=DEMO,
@@ -218,11 +218,13 @@ class AppDesk:
         from moet_desk.catalogue import find_entry
         from moet_desk.cli import desk_sources
         from moet_desk.store.hub import is_repo
+        from moet_desk.store.source_paths import is_local, source_name
 
-        if desk_sources.is_folder(text):
-            folder = Path(text).expanduser().resolve()
-            self._library.path_for(folder.name)  # says what is wrong with a name
-            known = desk_sources.known_folder(folder, folder.name)
+        if is_local(text):
+            path = Path(text).expanduser().absolute()
+            name = source_name(path)
+            self._library.path_for(name)  # says what is wrong with a name
+            known = desk_sources.known_local(path, name)
         else:
             repo = desk_sources.repository_in(text)
             entry = find_entry(repo)

@@ -6,9 +6,9 @@ long and use the network; called in threads.
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,18 +44,29 @@ def repository_in(text: str) -> str:
     return found.group(1) if found else text.strip()
 
 
-def known_folder(folder: Path, name: str, **words: Any) -> Known:
-    """A folder with a model's files; `words` are fields of its offer.
+def planned_local(path: Path, name: str) -> tuple[RowMaker, PlannedModel]:
+    """A folder with a model's files or a GGUF file, as the packer and the planner see it.
 
     Raises:
-        MoetError: MD-SRC-.., MD-PACK-01 it cannot be packed.
+        MoetError: MD-SRC-.., MD-GGUF-.., MD-PACK-01 it cannot be packed.
     """
-    from moet_desk.cli.packing import read_plan
+    from moet_desk.engine.families import plan_for
+    from moet_desk.store.model_source import ModelSource
     from moet_desk.store.pack_rows import RowMaker
-    from moet_desk.store.sources import TensorIndex
 
-    maker = RowMaker(TensorIndex.open(folder), read_plan(folder))
-    model = planned(name, folder / "config.json", maker)
+    source = ModelSource.open(path)
+    names = source.index.names()
+    maker = RowMaker(source.index, plan_for(source.config, path=source.config_path, names=names))
+    return maker, planned(name, source.config, source.config_path, maker)
+
+
+def known_local(folder: Path, name: str, **words: Any) -> Known:
+    """A folder with a model's files or a GGUF file; `words` are fields of its offer.
+
+    Raises:
+        MoetError: as `planned_local`.
+    """
+    maker, model = planned_local(folder, name)
     plan = maker.plan
     shape = f"{len(plan.moe_layers)} MoE layers x {plan.n_experts} experts"
     fields: dict[str, Any] = {
@@ -107,6 +118,7 @@ def _look_at(
     from moet_desk.cli.packing import plan_of_names
     from moet_desk.store.fetch import Line
     from moet_desk.store.hub import Hub
+    from moet_desk.store.model_source import parse_config
     from moet_desk.store.pull_prepare import Asked, prepare
     from moet_desk.store.pull_state import read_state
 
@@ -117,7 +129,9 @@ def _look_at(
         prepared = prepare(asked, Line(Hub()), plan_of_names)
         if prepared is None:  # it is here already
             raise fail("MD-PACK-08", path=str(dest))
-        return prepared, planned(name, work / "config.json", prepared.maker)
+        path = work / "config.json"
+        config = parse_config(path.read_bytes(), str(path))
+        return prepared, planned(name, config, str(path), prepared.maker)
 
 
 def pull_arguments(repo: str, name: str, *, reclaim: bool) -> tuple[str, ...]:
@@ -126,11 +140,13 @@ def pull_arguments(repo: str, name: str, *, reclaim: bool) -> tuple[str, ...]:
     return (*asked, "--reclaim") if reclaim else asked
 
 
-def planned(name: str, config_file: Path, maker: RowMaker) -> PlannedModel:
+def planned(
+    name: str, config: Mapping[str, Any], config_path: str, maker: RowMaker
+) -> PlannedModel:
     """A model as the planner sees it, before it is packed.
 
     Raises:
-        MoetError: MD-SRC-07 its config cannot be read, MD-PACK-01 its family does not run.
+        MoetError: MD-SRC-07 its config cannot be used, MD-PACK-01 its family does not run.
     """
     from moet_desk.engine.families import spec_for
     from moet_desk.engine.model_shape import RowSizes
@@ -139,27 +155,18 @@ def planned(name: str, config_file: Path, maker: RowMaker) -> PlannedModel:
     from moet_desk.store.pack_format import DENSE_FILE
 
     try:
-        config = json.loads(config_file.read_bytes())
         n_layers = int(config["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise fail("MD-SRC-07", path=str(config_file), reason=str(error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise fail("MD-SRC-07", path=config_path, reason=str(error)) from error
     has_mtp = maker.plan.moe_layers[-1] >= n_layers
     sizes = pack_sizes(maker)
     return PlannedModel(
         name=name,
-        spec=spec_for(config, path=str(config_file), has_mtp=has_mtp),
+        spec=spec_for(config, path=config_path, has_mtp=has_mtp),
         sizes=RowSizes.of(maker.layout),
         dense_bytes=sizes[DENSE_FILE],
         pack_bytes=sum(sizes.values()),
     )
-
-
-def is_folder(text: str) -> bool:
-    """Whether a text names a folder rather than a repository."""
-    try:
-        return Path(text).expanduser().is_dir()
-    except (OSError, ValueError, RuntimeError):
-        return False
 
 
 def nothing_there(text: str) -> MoetError:

@@ -41,7 +41,7 @@ def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) 
 
 @click.command()
 @click.argument("source", type=click.Path(path_type=Path))
-@click.option("--name", help="Name of the model here; the folder's name by default.")
+@click.option("--name", help="Name of the model here; that of the folder or file by default.")
 @click.option(
     "--memory-budget", type=Size(), default="2GiB", show_default=True, help="RAM for packing."
 )
@@ -51,10 +51,10 @@ def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) 
 def pack(
     invocation: Invocation, source: Path, name: str | None, memory_budget: int, *, wait: bool
 ) -> int:
-    """Make a pack from the folder SOURCE of a model's files.
+    """Make a pack from SOURCE, a folder with a model's files or a .gguf file.
 
-    Started again after an interruption it goes on where it stopped. "demo" stands for the model
-    that comes with the program.
+    Of a split GGUF file any part will do. Started again after an interruption it goes on where it
+    stopped. "demo" stands for the model that comes with the program.
     """
     return pack_folder(invocation, source, name, memory_budget=memory_budget, wait=wait)
 
@@ -62,7 +62,7 @@ def pack(
 def pack_folder(
     invocation: Invocation, source: Path, name: str | None, *, memory_budget: int, wait: bool
 ) -> int:
-    """Pack a folder, with reports in the wanted format; returns the exit code.
+    """Pack a folder or GGUF file, with reports in the wanted format; returns the exit code.
 
     Raises:
         MoetError: as `packing.pack_source`, unless it was interrupted.
@@ -70,10 +70,11 @@ def pack_folder(
     from moet_desk.cli import packing
     from moet_desk.cli.signals import interruptible
     from moet_desk.store.library import DEMO, embedded_source, look_at
+    from moet_desk.store.source_paths import source_name
 
     if str(source) == DEMO and not source.exists():
         source, name = embedded_source(), DEMO if name is None else name
-    dest = invocation.library.path_for(_name_of(source) if name is None else name)
+    dest = invocation.library.path_for(source_name(source) if name is None else name)
     row_bytes = packing.row_bytes(packing.read_plan(source))
     report = packing.PackReport(invocation.format, row_bytes=row_bytes, quiet=invocation.quiet)
     with interruptible() as interrupt:
@@ -98,15 +99,6 @@ def pack_folder(
     return ExitCode.OK
 
 
-def _name_of(source: Path) -> str:
-    """The name of a model by its folder; one in the hub library's cache is named in a parent."""
-    snapshot = source.resolve()
-    repo = snapshot.parent.parent.name
-    if snapshot.parent.name == "snapshots" and repo.startswith("models--"):
-        return repo.rpartition("--")[2]
-    return snapshot.name
-
-
 def print_made(invocation: Invocation, event: str, made: InstalledPack) -> None:
     """Say that a pack is there; `event` is "packed" or "pulled"."""
     fields = {"model": made.name, **_summary(made)}
@@ -124,7 +116,7 @@ def print_made(invocation: Invocation, event: str, made: InstalledPack) -> None:
 @click.command()
 @click.argument("model", default="demo", shell_complete=complete_model)
 @click.option("--repair", is_flag=True, help="Make damaged rows again from the source.")
-@click.option("--source", type=click.Path(path_type=Path), help="Folder the pack was made from.")
+@click.option("--source", type=click.Path(path_type=Path), help="Folder or file it was made from.")
 @output_options
 @click.pass_obj
 def verify(invocation: Invocation, model: str, source: Path | None, *, repair: bool) -> int:
@@ -138,7 +130,7 @@ def verify(invocation: Invocation, model: str, source: Path | None, *, repair: b
         fetched = invocation.locations.sources_dir / model
         source = embedded_source() if model == DEMO else fetched
         if not (source / "config.json").is_file():
-            raise click.UsageError("--repair needs --source, the folder the pack was made from")
+            raise click.UsageError("--repair needs --source, what the pack was made from")
     report = packing.PackReport(invocation.format, row_bytes=0, quiet=invocation.quiet)
     try:
         found = verify_pack(folder, progress=report)

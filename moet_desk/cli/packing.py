@@ -6,7 +6,6 @@ that comes with the program. Runs in the main thread, because signals do. Import
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -17,12 +16,12 @@ from typing import Any
 from moet_desk.cli.output import Format, Meter, print_event
 from moet_desk.cli.signals import Interrupt, interruptible
 from moet_desk.engine.families import plan_for
-from moet_desk.errors import MoetError, fail
+from moet_desk.errors import MoetError
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.store.library import Library, look_at
+from moet_desk.store.model_source import ModelSource
 from moet_desk.store.pack_format import PackMeta, PackPlan, PackProgress, Phase
 from moet_desk.store.pack_writer import write_pack
-from moet_desk.store.sources import TensorIndex
 from moet_desk.units import GIB, show_disk, show_rate
 
 DEFAULT_BUDGET_BYTES = 2 * GIB
@@ -35,18 +34,11 @@ def read_plan(source: Path) -> PackPlan:
     """What the family of a source says is in it.
 
     Raises:
-        MoetError: MD-SRC-01 no model there, MD-SRC-02, 03, 07 unreadable files, MD-PACK-01 family.
+        MoetError: MD-SRC-01 no model there, MD-SRC-02, 03, 07 unreadable files, MD-PACK-01 family,
+            MD-GGUF-01..06.
     """
-    path = source / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise fail("MD-SRC-01", path=str(source), missing="config.json") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise fail("MD-SRC-07", path=str(path), reason=str(error)) from error
-    if not isinstance(config, dict):
-        raise fail("MD-SRC-07", path=str(path), reason="it is not a JSON object")
-    return plan_for(config, path=str(path), names=TensorIndex.open(source).names())
+    opened = ModelSource.open(source)
+    return plan_for(opened.config, path=opened.config_path, names=opened.index.names())
 
 
 def plan_of_names(config: Mapping[str, Any], path: str, names: Collection[str]) -> PackPlan:
@@ -70,7 +62,7 @@ def pack_source(
     """Pack a source, or go on where an earlier run stopped.
 
     Args:
-        source: folder of the model's files.
+        source: folder of the model's files, or a GGUF file.
         dest: the pack's folder.
         memory_budget: bytes that rows in the making may take.
         wait: if somebody packs it already, wait for that and then go on.

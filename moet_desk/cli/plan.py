@@ -66,7 +66,8 @@ def plan(
 ) -> int:
     """Show what every tier of MODEL takes, and a forecast of its speed.
 
-    MODEL is installed, or one of `moet-desk ls --available`. Exits with 0 only if it fits and runs.
+    MODEL is installed, or one of `moet-desk ls --available`, or a folder or .gguf file that is not
+    packed yet. Exits with 0 only if it fits and runs.
     """
     from moet_desk.cli.machine import machine_facts
     from moet_desk.cli.plan_words import as_fields, as_text
@@ -98,18 +99,28 @@ def plan(
 
 
 def find_model(invocation: Invocation, name: str) -> PlannedModel:
-    """An installed model (the demo model is packed if need be), else one of the catalogue.
+    """An installed model (the demo model is packed if need be), else one of the catalogue, else
+    files on this computer.
 
     Raises:
-        MoetError: MD-LIB-01 it is neither; MD-PACK-.. it is installed and cannot be used.
+        MoetError: MD-LIB-01 it is none of them; MD-PACK-.. it is installed and cannot be used;
+            MD-SRC-.., MD-GGUF-.. the files cannot be packed.
     """
     from moet_desk.catalogue import find_entry
     from moet_desk.engine.planned_model import from_catalogue, from_pack
+    from moet_desk.store.source_paths import is_local, source_name
 
     try:
         return from_pack(invocation.model_path(name))
     except MoetError as error:
-        entry = find_entry(name)
-        if error.code != "MD-LIB-01" or entry is None:
+        if error.code != "MD-LIB-01":
             raise
-        return from_catalogue(entry)
+        entry = find_entry(name)
+        if entry is not None:
+            return from_catalogue(entry)
+        if not is_local(name):
+            raise
+        from moet_desk.cli.desk_sources import planned_local
+
+        path = Path(name).expanduser()
+        return planned_local(path, source_name(path))[1]

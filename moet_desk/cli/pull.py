@@ -57,14 +57,16 @@ YES_COVERS_BYTES = 10 * GB
 def pull(invocation: Invocation, /, model: str, **options: Any) -> int:
     """Fetch MODEL from the hub and pack it while it arrives.
 
-    MODEL is a repository like deepseek-ai/DeepSeek-V3, or a folder with a model's files, which is
-    packed where it is. The hub is huggingface.co, or the one of HF_ENDPOINT; who is signed in there
-    with "hf auth login" is signed in here. Interrupted at any moment, the same command goes on.
+    MODEL is a repository like deepseek-ai/DeepSeek-V3, or a folder with a model's files or a .gguf
+    file, which are packed where they are. The hub is huggingface.co, or the one of HF_ENDPOINT; who
+    is signed in there with "hf auth login" is signed in here. Interrupted at any moment, the same
+    command goes on.
     """
     from moet_desk.store.library import DEMO
+    from moet_desk.store.source_paths import is_local
 
-    if Path(model).is_dir() or model == DEMO:
-        return _pack_folder(invocation, Path(model), options)
+    if is_local(model) or model == DEMO:
+        return _pack_local(invocation, Path(model).expanduser(), options)
     from moet_desk.cli.signals import interruptible
 
     with interruptible() as interrupt:
@@ -77,15 +79,52 @@ def pull(invocation: Invocation, /, model: str, **options: Any) -> int:
             return interrupt.exit_code
 
 
-def _pack_folder(invocation: Invocation, folder: Path, options: dict[str, Any]) -> int:
-    for name in ("reclaim", "revision", "limit_rate", "background", "dry_run"):
+def _pack_local(invocation: Invocation, path: Path, options: dict[str, Any]) -> int:
+    for name in ("reclaim", "revision", "limit_rate", "background"):
         if options[name]:
             flag = name.replace("_", "-")
-            raise click.UsageError(f"--{flag} is for downloads, and {folder} is a folder")
+            raise click.UsageError(f"--{flag} is for downloads, and {path} is here already")
+    if options["dry_run"]:
+        return _look_at_local(invocation, path, options["name"])
     from moet_desk.cli.models import pack_folder
 
     budget = options["memory_budget"]
-    return pack_folder(invocation, folder, options["name"], memory_budget=budget, wait=False)
+    return pack_folder(invocation, path, options["name"], memory_budget=budget, wait=False)
+
+
+def _look_at_local(invocation: Invocation, path: Path, name: str | None) -> int:
+    """Say what packing files of this computer takes."""
+    from moet_desk.cli.desk_sources import planned_local
+    from moet_desk.store.durable import free_bytes
+    from moet_desk.store.library import DEMO, embedded_source
+    from moet_desk.store.source_paths import source_name
+
+    if str(path) == DEMO and not path.exists():
+        path, name = embedded_source(), name or DEMO
+    dest = invocation.library.path_for(name or source_name(path))
+    maker, model = planned_local(path, dest.name)
+    free = free_bytes(dest)
+    fields = {
+        "model": dest.name,
+        "path": str(path),
+        "family": maker.plan.model_type,
+        "source_format": maker.source_format,
+        "experts": maker.plan.n_rows,
+        "files": len(maker.index.files),
+        "download_bytes": 0,
+        "pack_bytes": model.pack_bytes,
+        "free_bytes": free,
+        "fits": model.pack_bytes <= free,
+    }
+    if invocation.format is Format.NDJSON:
+        print_event("plan", **fields)
+    elif invocation.format is Format.JSON:
+        print_document(fields)
+    invocation.say(
+        f"{path}: {maker.plan.model_type}, {maker.plan.n_rows} experts in {maker.source_format}."
+        f" The pack takes {show_disk(model.pack_bytes)}; {show_disk(free)} are free."
+    )
+    return ExitCode.OK
 
 
 def _pull(invocation: Invocation, model: str, options: dict[str, Any], interrupt: Interrupt) -> int:

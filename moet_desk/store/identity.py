@@ -7,7 +7,7 @@ packing thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,26 +38,23 @@ class Identity:
 
 
 def identify(
-    folder: Path, weights: Sequence[Path], on_bytes: Callable[[int, int], None]
+    weights: Sequence[Path], small: Mapping[str, bytes], on_bytes: Callable[[int, int], None]
 ) -> Identity:
     """Hash the weights and small files of a source.
 
     Args:
-        folder: the source.
-        weights: its safetensors files.
+        weights: its weight files.
+        small: its small files by name; those that change no answer are left out.
         on_bytes: called with (bytes read, bytes in all) after each chunk; may raise to stop.
 
     Raises:
-        MoetError: MD-SRC-01 no config.json, MD-SRC-02 a file cannot be read.
+        MoetError: MD-SRC-02 a file cannot be read.
     """
-    if not (folder / "config.json").is_file():
-        raise fail("MD-SRC-01", path=str(folder), missing="config.json")
-    small = [folder / name for name in IDENTITY_FILES if (folder / name).is_file()]
-    paths = sorted({*weights, *small}, key=lambda path: path.name)
-    total = sum(path.stat().st_size for path in paths)
-    done = 0
-    files = []
-    for path in paths:
+    counted = {name: data for name, data in small.items() if name in IDENTITY_FILES}
+    total = sum(path.stat().st_size for path in weights) + sum(map(len, counted.values()))
+    files = [hash_bytes(name, data) for name, data in counted.items()]
+    done = sum(file.bytes for file in files)
+    for path in weights:
         file = hash_file(path, partial(_add, on_bytes, done, total))
         done += file.bytes
         files.append(file)
@@ -75,6 +72,11 @@ def identity_of(files: Iterable[SourceFile]) -> Identity:
 
 def _add(on_bytes: Callable[[int, int], None], start: int, total: int, done: int) -> None:
     on_bytes(start + done, total)
+
+
+def hash_bytes(name: str, data: bytes) -> SourceFile:
+    """The record of a small file."""
+    return SourceFile(name, len(data), blake3.blake3(data).hexdigest())
 
 
 def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> SourceFile:

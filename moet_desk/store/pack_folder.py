@@ -9,7 +9,7 @@ is kept. The packer of a whole folder (`pack_writer`) and the one that packs sha
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import blake3
@@ -23,7 +23,7 @@ from moet_desk.store.durable import (
     sync_folder,
     write_at,
 )
-from moet_desk.store.identity import Identity, hash_file
+from moet_desk.store.identity import Identity, hash_bytes
 from moet_desk.store.journal import Digests, Journal, JournalKey, JournalState, read_journal
 from moet_desk.store.pack_format import (
     BASE_FILE,
@@ -190,11 +190,11 @@ class PackFolder:
         self.journal.add_rows(rows)
         self._digests.update(rows)
 
-    def finish(self, source: Path, identity: Identity) -> PackMeta:
+    def finish(self, small: Mapping[str, bytes], identity: Identity) -> PackMeta:
         """Write what is left once all rows and the dense file are there: the pack is complete.
 
         Args:
-            source: folder with the small files to take over.
+            small: the small files to take over, by name.
             identity: of the whole source.
 
         Raises:
@@ -204,22 +204,24 @@ class PackFolder:
         ordered = [self._digests[row] for row in range(self._maker.plan.n_rows)]
         digests = b"".join(base for base, _ in ordered) + b"".join(fine for _, fine in ordered)
         replace_file(self.dest / DIGEST_FILE, [digests])
-        copied = self._copy_small_files(source, identity)
+        copied = self._write_small_files(small, identity)
         meta = build_meta(self._maker, identity, dense=self.dense, digests=digests, copied=copied)
         replace_file(self.dest / PACK_JSON, [encode_meta(meta)])
         self.tidy()
         return meta
 
-    def _copy_small_files(self, source: Path, identity: Identity) -> list[SourceFile]:
+    def _write_small_files(
+        self, small: Mapping[str, bytes], identity: Identity
+    ) -> list[SourceFile]:
         hashed = {file.name: file for file in identity.files}
         copied = []
         for name in COPIED_FILES:
-            if not (source / name).is_file():
+            if name not in small:
                 continue
-            replace_file(self.dest / name, [(source / name).read_bytes()])
-            file = hash_file(self.dest / name)
+            file = hash_bytes(name, small[name])
             if hashed.get(name, file) != file:
                 raise fail("MD-SRC-02", file=name, reason="it changed while it was being packed")
+            replace_file(self.dest / name, [small[name]])
             copied.append(file)
         return copied
 
@@ -254,13 +256,13 @@ def missing_bytes(dest: Path, sizes: Mapping[str, int]) -> int:
     )
 
 
-def check_pack_space(maker: RowMaker, small: Iterable[Path], dest: Path) -> None:
+def check_pack_space(maker: RowMaker, small: Mapping[str, bytes], dest: Path) -> None:
     """Whether the disk has room for what of a pack is not there yet.
 
     Raises:
         MoetError: MD-DISK-01.
     """
-    sizes = pack_sizes(maker) | {path.name: path.stat().st_size for path in small}
+    sizes = pack_sizes(maker) | {name: len(data) for name, data in small.items()}
     check_space(dest, missing_bytes(dest, sizes), what=f"The pack {dest.name}")
 
 

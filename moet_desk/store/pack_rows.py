@@ -84,17 +84,17 @@ class RowMaker:
             reason = f"experts of {plan.hidden} x {plan.inter}, not whole blocks of {GROUP}"
             raise fail("MD-SRC-05", tensor=plan.gate, format=reason)
         self.layout = ExpertLayout(plan.hidden, plan.inter)
-        self.formats = _check_plan(index, plan)
+        self.kinds = _check_plan(index, plan)
 
     @property
     def source_format(self) -> str:
         """How the experts are stored, e.g. "mxfp4"; several are joined with "+"."""
-        return "+".join(sorted(kind.value for kind in self.formats))
+        return "+".join(sorted(self.kinds))
 
     @property
     def is_lossless(self) -> bool:
         """Whether the fine rows reproduce the source exactly."""
-        return self.formats == {Format.MXFP4}
+        return self.kinds == {Format.MXFP4.value}
 
     @property
     def row_bytes(self) -> int:
@@ -140,8 +140,8 @@ def _buffer(row: Tensor) -> memoryview:
     return memoryview(row.numpy())  # type: ignore[arg-type]  # numpy's stubs know no Buffer
 
 
-def _check_plan(index: TensorIndex, plan: PackPlan) -> set[Format]:
-    """Compare plan and source; return the formats of the experts."""
+def _check_plan(index: TensorIndex, plan: PackPlan) -> set[str]:
+    """Compare plan and source; return how the experts are stored."""
     experts = dict(_expert_shapes(plan))
     wanted = {**plan.dense, **experts}
     missing = [name for name in wanted if name not in index]
@@ -159,11 +159,11 @@ def _check_plan(index: TensorIndex, plan: PackPlan) -> set[Format]:
     if unknown:
         family = plan.model_type
         raise fail("MD-SRC-08", n_unknown=len(unknown), first=unknown[0], family=family)
-    formats = {index.info(name).format for name in experts}
-    if Format.INTEGER in formats:
+    kinds = {index.info(name).kind for name in experts}
+    if Format.INTEGER.value in kinds:
         name = next(name for name in experts if index.info(name).format is Format.INTEGER)
         raise fail("MD-SRC-05", tensor=name, format=index.info(name).stored_as)
-    return formats
+    return kinds
 
 
 def _expert_shapes(plan: PackPlan) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -235,7 +235,5 @@ def dense_chunks(index: TensorIndex, plan: PackPlan) -> Iterator[memoryview]:
         if name not in checked:
             checked.add(name)
             check_finite(index, name)
-        data = raw.data()
-        for at in range(0, raw.n_bytes, _CHUNK_BYTES):
-            yield data[at : at + _CHUNK_BYTES]
+        yield from raw.chunks(_CHUNK_BYTES)
         raw.forget()

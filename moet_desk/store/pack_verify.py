@@ -19,6 +19,7 @@ import blake3
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.durable import disk_errors, pack_lock, replace_file, write_at
 from moet_desk.store.identity import hash_file, identify
+from moet_desk.store.model_source import ModelSource
 from moet_desk.store.pack_format import (
     DENSE_FILE,
     DIGEST_BYTES,
@@ -32,7 +33,6 @@ from moet_desk.store.pack_format import (
 )
 from moet_desk.store.pack_meta import DigestTable, damaged_rows, read_digests, read_meta, unreadable
 from moet_desk.store.pack_rows import RowMaker, dense_chunks, one_torch_thread, row_digest
-from moet_desk.store.sources import TensorIndex
 
 _ROWS_PER_STEP = 16
 
@@ -171,7 +171,7 @@ def repair_rows(
 
     Args:
         path: the pack's folder.
-        source: the folder the pack was made from.
+        source: the folder or file the pack was made from.
         plan: the family's plan for that source.
         report: what `verify_pack` found.
         progress: told about each row.
@@ -183,20 +183,21 @@ def repair_rows(
         MoetError: MD-PACK-10 another source, MD-PACK-09 the pack is being written, MD-SRC-..
             the source, MD-DISK-02 or 03 the disk.
     """
-    maker = RowMaker(TensorIndex.open(source), plan)
+    opened = ModelSource.open(source)
+    maker = RowMaker(opened.index, plan)
     with pack_lock(path):
         meta = read_meta(path)
 
         def on_bytes(done: int, total: int) -> None:
             progress(PackProgress(Phase.READ_SOURCE, done, total, "bytes"))
 
-        identity = identify(source, maker.index.files, on_bytes)
+        identity = identify(opened.index.files, opened.small, on_bytes)
         if identity.hash != meta.identity:
             got, want = identity.short, meta.identity[:12]
             raise fail("MD-PACK-10", path=str(source), got=got, want=want)
         with disk_errors(path), one_torch_thread():
             written = _repair_experts(path, maker, report, progress)
-            written += _repair_files(path, source, maker, report)
+            written += _repair_files(path, opened, maker, report)
     return written
 
 
@@ -245,15 +246,15 @@ def _repair_digests(
     return 1
 
 
-def _repair_files(path: Path, source: Path, maker: RowMaker, report: VerifyReport) -> int:
+def _repair_files(path: Path, source: ModelSource, maker: RowMaker, report: VerifyReport) -> int:
     if not report.dense_ok:
         index, plan = maker.index, maker.plan
         _want_hash(path / DENSE_FILE, dense_chunks(index, plan), report.meta.dense_blake3)
         replace_file(path / DENSE_FILE, dense_chunks(index, plan))
     want = {file.name: file.blake3 for file in report.meta.copied}
     for name in report.files:
-        data = (source / name).read_bytes()
-        _want_hash(source / name, [data], want[name])
+        data = source.small.get(name, b"")
+        _want_hash(source.path / name, [data], want[name])
         replace_file(path / name, [data])
     return (not report.dense_ok) + len(report.files)
 

@@ -24,9 +24,9 @@ import torch
 from moet_desk.errors import fail
 from moet_desk.store.durable import Buffer, disk_errors, pack_lock, replace_file
 from moet_desk.store.identity import Identity, identify
+from moet_desk.store.model_source import ModelSource
 from moet_desk.store.pack_folder import PackFolder, check_pack_space
 from moet_desk.store.pack_format import (
-    COPIED_FILES,
     DENSE_FILE,
     PackMeta,
     PackPlan,
@@ -40,7 +40,6 @@ from moet_desk.store.pack_rows import (
     dense_chunks,
     one_torch_thread,
 )
-from moet_desk.store.sources import TensorIndex
 from moet_desk.units import GIB, MIB, show_memory
 
 BATCH_ROWS = 64
@@ -70,7 +69,7 @@ def write_pack(
     """Make a pack of a source, or go on where an earlier run stopped.
 
     Args:
-        source: folder with config.json, safetensors files, tokenizer and template.
+        source: folder with config.json, safetensors files, tokenizer and template, or GGUF files.
         plan: what the model's family says is in it.
         dest: the pack's folder; made if needed. It is a pack once pack.json is in it.
         memory_budget: bytes that rows in the making may take.
@@ -83,16 +82,16 @@ def write_pack(
             MD-PACK-09 somebody else packs it; MD-DISK-01..03 the disk; MD-RAM-01 the budget is too
             small for one row; MD-PACK-06 stopped.
     """
-    maker = RowMaker(TensorIndex.open(source), plan)
+    opened = ModelSource.open(source)
+    maker = RowMaker(opened.index, plan)
     effort = effort_of(maker, memory_budget, threads)
-    if dest.resolve() == source.resolve():
+    if dest.resolve() == opened.folder.resolve():
         raise fail("MD-DISK-03", path=str(dest), reason="it is the folder of the source")
-    small = [source / name for name in COPIED_FILES if (source / name).is_file()]
-    check_pack_space(maker, small, dest)
+    check_pack_space(maker, opened.small, dest)
     with disk_errors(dest):
         dest.mkdir(parents=True, exist_ok=True)
     with pack_lock(dest):
-        return _Packing(source, maker, dest, effort, progress, stop).run()
+        return _Packing(opened, maker, dest, effort, progress, stop).run()
 
 
 def effort_of(maker: RowMaker, budget: int, threads: int) -> Effort:
@@ -136,7 +135,7 @@ class _Packing:
 
     def __init__(
         self,
-        source: Path,
+        source: ModelSource,
         maker: RowMaker,
         dest: Path,
         effort: Effort,
@@ -148,7 +147,8 @@ class _Packing:
         self._folder = PackFolder(dest, maker)
 
     def run(self) -> PackMeta:
-        identity = identify(self._source, self._maker.index.files, self._on_source_bytes)
+        weights, small = self._source.index.files, self._source.small
+        identity = identify(weights, small, self._on_source_bytes)
         finished = self._finished(identity)
         if finished is not None:
             return finished
@@ -162,7 +162,7 @@ class _Packing:
                 self._write_dense()
             self._write_rows()
             self._progress(PackProgress(Phase.FINISH, 0, 1, "bytes"))
-            meta = self._folder.finish(self._source, identity)
+            meta = self._folder.finish(small, identity)
             self._progress(PackProgress(Phase.FINISH, 1, 1, "bytes"))
             return meta
 

@@ -22,7 +22,8 @@ from moet_desk.errors import MoetError, fail
 from moet_desk.store.durable import disk_errors, pack_lock
 from moet_desk.store.fetch import PART, Line, Stopped, check_file, fetch_file
 from moet_desk.store.hub import RemoteFile
-from moet_desk.store.identity import hash_file, identity_of
+from moet_desk.store.identity import hash_bytes, identity_of
+from moet_desk.store.model_source import read_small
 from moet_desk.store.pack_folder import PackFolder
 from moet_desk.store.pack_format import (
     IDENTITY_FILES,
@@ -277,11 +278,12 @@ class _Pull:
             SourceFile(name, file.size, self._state.landed[name])
             for name, file in self._files.items()
         ]
-        small = [hash_file(work / name) for name in IDENTITY_FILES if (work / name).is_file()]
+        small = read_small(work)
+        counted = [hash_bytes(name, small[name]) for name in IDENTITY_FILES if name in small]
         write_origin(
             dest, Origin(STATE_VERSION, self._state.repo, self._state.commit, self._records())
         )
-        meta = self._folder.finish(work, identity_of([*weights, *small]))
+        meta = self._folder.finish(small, identity_of([*weights, *counted]))
         if self._asked.reclaim:
             remove_download(work)
         self._report(PackProgress(Phase.FINISH, 1, 1, "bytes"))

@@ -6,7 +6,8 @@ packer's threads call them.
 
 Formats (models.md §3): FP8 is q * scale with one scale per 128 x 128 block, edge blocks partial.
 MXFP4 is e2m1 with one E8M0 byte u = 2**(u - 127) per 32 columns; byte j holds element 2j in its low
-nibble and 2j + 1 in its high one, in all three layouts.
+nibble and 2j + 1 in its high one, in all three layouts of safetensors files. GGUF blocks are
+`gguf.blocks`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from moet_desk.kernels.reference.quant import (
     fp4_values,
     quantize_fp4,
 )
+from moet_desk.store.gguf.blocks import dequantized, mxfp4_parts
 from moet_desk.store.sources import (
     FP8_BLOCK,
     MXFP4_BLOCK,
@@ -72,8 +74,8 @@ def fp4_of(
     """
     info = index.info(name)
     if info.format is Format.MXFP4:
-        codes, scales = _mxfp4(info, rows, expert)
-        return _nibbles(codes), scales.clone()
+        nibbles, scales = _mxfp4(info, rows, expert)
+        return nibbles, scales.clone()
     n_rows, width = _matrix_shape(info, rows, expert)
     chosen = range(info.shape[-2])[rows or slice(None)]
     step = max(1, TILE_WEIGHTS // width)
@@ -109,12 +111,13 @@ def check_finite(index: TensorIndex, name: str) -> None:
 
 def _decode(info: TensorInfo, rows: slice | None, expert: int | None) -> Tensor:
     if info.format in _FLOATS:
-        return _select(info.weight.tensor(), rows, expert).to(torch.float32, copy=True)
+        return info.weight.part(rows, expert).to(torch.float32, copy=True)
     if info.format is Format.FP8 and expert is None:
         return _fp8(info, rows)
     if info.format is Format.MXFP4:
-        codes, scales = _mxfp4(info, rows, expert)
-        return fp4_values(_nibbles(codes), scales)
+        return fp4_values(*_mxfp4(info, rows, expert))
+    if info.format is Format.GGUF:
+        return dequantized(_block_rows(info, rows, expert), info.weight.dtype)
     raise fail("MD-SRC-05", tensor=info.name, format=info.stored_as)
 
 
@@ -138,12 +141,22 @@ def _finite_scales(info: TensorInfo) -> Tensor:
 
 
 def _mxfp4(info: TensorInfo, rows: slice | None, expert: int | None) -> tuple[Tensor, Tensor]:
-    """Packed codes uint8 [..., K/2] and scale bytes uint8 [..., K/32], views of the file."""
+    """Nibbles uint8 [..., K] and scale bytes uint8 [..., K/32]."""
+    if info.scale is None:  # GGUF blocks hold their scales
+        nibbles, scales = mxfp4_parts(_block_rows(info, rows, expert))
+        return nibbles, _checked_e8m0(info.name, scales)
     half = (*info.shape[:-1], info.shape[-1] // 2)
     codes = info.weight.bytes().view(half)  # the three layouts differ in shape and dtype only
-    scales = _scale(info).bytes().view(*info.shape[:-1], info.shape[-1] // MXFP4_BLOCK)
-    chosen = _select(scales, rows, expert)
-    return _select(codes, rows, expert), _checked_e8m0(info.name, chosen)
+    stored = info.scale.bytes().view(*info.shape[:-1], info.shape[-1] // MXFP4_BLOCK)
+    scales = _checked_e8m0(info.name, _select(stored, rows, expert))
+    return _nibbles(_select(codes, rows, expert)), scales
+
+
+def _block_rows(info: TensorInfo, rows: slice | None, expert: int | None) -> Tensor:
+    """GGUF blocks of rows of a matrix, uint8 [N, bytes of a row], a view of the file."""
+    if expert is not None or len(info.shape) != 2:
+        raise fail("MD-SRC-05", tensor=info.name, format=info.stored_as)
+    return _select(info.weight.bytes().view(info.shape[0], -1), rows, None)
 
 
 def _nibbles(codes: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ class Format(Enum):
     BF16 = "bf16"
     FP8 = "fp8"  # e4m3, one scale per 128 x 128 block
     MXFP4 = "mxfp4"  # e2m1, one E8M0 scale per 32 columns
+    GGUF = "gguf"  # blocks of a GGUF type, which the stored tensor's dtype names
     INTEGER = "integer"  # tables of numbers; copied, never decoded
     UNKNOWN = "unknown"
 
@@ -86,7 +87,7 @@ _INTEGERS = ("BOOL", "U16", "I16", "U32", "I32", "U64", "I64", "U8", "I8")
 
 
 class WeightFile:
-    """The bytes of one safetensors file, mapped read only while the file is there.
+    """The bytes of one weight file, mapped read only while the file is there.
 
     A streaming packer makes its index from headers, attaches each file when it has landed and
     detaches it before it is deleted: a mapping would keep its disk space.
@@ -116,11 +117,23 @@ class WeightFile:
                 size = os.fstat(file.fileno()).st_size
                 n_bytes = header_length(file.read(LENGTH_BYTES), size, self.path.name)
                 header = file.read(n_bytes)
-                self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self._mapped = _view(self._pages)
         except OSError as error:
             raise damaged(self.path.name, error.strerror or str(error)) from error
+        self.map()
         return header
+
+    def map(self) -> None:
+        """Map the file, whatever is in it.
+
+        Raises:
+            MoetError: MD-SRC-02 it cannot be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._mapped = _view(self._pages)
+        except (OSError, ValueError) as error:  # an empty file cannot be mapped
+            raise damaged(self.path.name, getattr(error, "strerror", None) or str(error)) from error
 
     def detach(self) -> None:
         """Let the mapping go as soon as no view of it is left."""
@@ -177,6 +190,17 @@ class RawTensor:
             data = data.clone()
         return data.view(dtype).reshape(self.shape)
 
+    def part(self, rows: slice | None, expert: int | None) -> torch.Tensor:
+        """Some rows of `tensor`, or of one matrix of a stack of them; a view if it can be."""
+        chosen = self.tensor() if expert is None else self.tensor()[expert]
+        return chosen if rows is None else chosen[rows]
+
+    def chunks(self, n_bytes: int) -> Iterator[memoryview]:
+        """The stored bytes in pieces of at most `n_bytes`."""
+        data = self.data()
+        for at in range(0, self.n_bytes, n_bytes):
+            yield data[at : at + n_bytes]
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -202,6 +226,11 @@ class TensorInfo:
     def bytes(self) -> int:
         """Stored bytes, scales included."""
         return sum(raw.n_bytes for raw in self.raws)
+
+    @property
+    def kind(self) -> str:
+        """How it is stored in a word: "bf16", "mxfp4", "q4_k"."""
+        return self.weight.dtype.lower() if self.format is Format.GGUF else self.format.value
 
     @property
     def stored_as(self) -> str:
@@ -240,6 +269,13 @@ class TensorIndex:
             missing = INDEX_FILE if found else ".safetensors file"
             raise fail("MD-SRC-01", path=str(folder), missing=missing)
         return cls.open_file(found[0])
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorInfo], files: Sequence[Path]) -> TensorIndex:
+        """An index over tensors that are known by their logical names already."""
+        index = cls({}, files)
+        index._tensors = dict(tensors)
+        return index
 
     @classmethod
     def open_file(cls, path: Path) -> TensorIndex:

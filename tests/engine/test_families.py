@@ -65,6 +65,8 @@ def test_spec__yarn__softmax_scale_has_mscale_squared(config: dict[str, Any]) ->
         ({"rope_scaling": {"type": "longrope"}}, "longrope"),
         ({"rope_scaling": [1]}, "rope_scaling"),
         ({"rope_scaling": {"type": "yarn"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.0}}, "factor of the rope is 0.0"),
+        ({"first_k_dense_replace": 9}, "no layer with routed experts"),
         ({"index_topk": 2048, "index_n_heads": 64}, "index_n_heads, index_topk"),
     ],
 )

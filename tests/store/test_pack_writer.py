@@ -449,7 +449,7 @@ def test_check_space__counts_what_is_already_written(
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([*real[:4], 0, *real[5:]]))
     for dest in (tmp_path / "p", tmp_path / "none"):
         with pytest.raises(MoetError) as caught:
-            check_pack_space(maker, [], dest)
+            check_pack_space(maker, {}, dest)
         needs.append(caught.value.facts["need_bytes"])
     assert needs[1] - needs[0] >= done * maker.row_bytes
 

@@ -59,7 +59,7 @@ def spec_for(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
     Raises:
         MoetError: MD-PACK-01 unknown family, MD-SRC-07 a key that is missing, wrong or unknown.
     """
-    return _family(config, path).spec(config, path=path, has_mtp=has_mtp)
+    return _with_experts(_family(config, path).spec(config, path=path, has_mtp=has_mtp), path)
 
 
 def plan_for(config: Mapping[str, Any], *, path: str, names: Collection[str]) -> PackPlan:
@@ -67,4 +67,10 @@ def plan_for(config: Mapping[str, Any], *, path: str, names: Collection[str]) ->
     family = _family(config, path)
     prefix = family.mtp_prefix(config)
     has_mtp = prefix is not None and any(name.startswith(prefix) for name in names)
-    return family.plan(family.spec(config, path=path, has_mtp=has_mtp))
+    return family.plan(_with_experts(family.spec(config, path=path, has_mtp=has_mtp), path))
+
+
+def _with_experts(spec: Spec, path: str) -> Spec:
+    if not spec.main_moe_layers:
+        raise fail("MD-SRC-07", path=path, reason="it leaves no layer with routed experts")
+    return spec

@@ -100,7 +100,10 @@ class Keys:
         return str(kind)
 
     def rope_number(self, key: str, *, default: float | None = None) -> float:
-        return self._number(key, self._rope.get(key), default)
+        value = self._number(key, self._rope.get(key), default)
+        if value <= 0:
+            raise self.wrong(f"{key} of the rope is {value}, a positive number was expected")
+        return value
 
     def rope_optional(self, key: str) -> float | None:
         value = self._rope.get(key)

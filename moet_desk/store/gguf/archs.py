@@ -1,0 +1,318 @@
+"""What GGUF architectures are called elsewhere: config.json keys and tensor names.
+
+A new one is a row of `ARCHS`: its model_type, a function from fields to config keys, and tables of
+names. Names are those of GGUF without "blk.N." and ".weight" on the left, those of the family
+without "model.layers.N." on the right. Pure, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from moet_desk.errors import fail
+from moet_desk.store.gguf.fields import Fields
+
+Config = dict[str, Any]
+Names = Container[str]
+"""Of the stored tensors: some files say only by them what a model has."""
+
+HARMLESS = frozenset(
+    "vocab_size rope.scaling.finetuned attention.key_length attention.value_length"
+    " attention.head_count_kv expert_feed_forward_length".split()
+)
+"""Fields of an architecture that say nothing or what others say too."""
+
+_SOFTMAX, _SIGMOID = 1, 2
+_SCORES = {_SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
+
+
+_NO_TEXT = ("clip",)  # the picture side of a model
+
+
+class Change(Enum):
+    """What the converter did to a tensor and is undone here."""
+
+    NONE = "none"
+    KEY_UP = "key_up"  # the key half of kv_b_proj, transposed per head
+    VALUE_UP = "value_up"  # the value half
+    QUERY_ROWS = "query_rows"  # rows of each head interleaved for another kind of rope
+    KEY_ROWS = "key_rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """One architecture.
+
+    Attributes:
+        config: fields and tensor names to config.json, without what all have in common.
+        layer: names of a layer's tensors; a name with `{expert}` is a stack of experts, "a|b" one
+            whose matrices are two halves of rows.
+        top: names outside of layers.
+        changes: what is undone, by GGUF name.
+    """
+
+    model_type: str
+    config: Callable[[Fields, Names], Config]
+    layer: Mapping[str, str]
+    top: Mapping[str, str]
+    changes: Mapping[str, Change] = field(default_factory=dict)
+
+
+def arch_of(fields: Fields) -> Arch:
+    """The architecture of a file.
+
+    Raises:
+        MoetError: MD-GGUF-02 it is no mixture of experts, MD-GGUF-03 nobody wrote it down here,
+            MD-GGUF-05 a field is wrong.
+    """
+    found = ARCHS.get(fields.arch)
+    if fields.arch not in _NO_TEXT and fields.count("expert_count", 0) == 0:
+        raise fail("MD-GGUF-02", arch=fields.arch, file=fields.file)
+    if found is None:
+        raise fail("MD-GGUF-03", arch=fields.arch, file=fields.file, supported=", ".join(ARCHS))
+    return found
+
+
+def config_of(
+    fields: Fields, arch: Arch, *, names: Container[str], vocab: int, tied_head: bool
+) -> Config:
+    """The keys of config.json.
+
+    Args:
+        fields: the file's.
+        arch: its architecture.
+        names: of the stored tensors.
+        vocab: rows of its embedding.
+        tied_head: whether it has no output matrix of its own.
+
+    Raises:
+        MoetError: MD-GGUF-05 a field is missing or wrong, or may change the maths and is not known.
+    """
+    n_mtp = fields.count("nextn_predict_layers", 0)
+    n_layers = fields.count("block_count") - n_mtp
+    common: Config = {
+        "model_type": arch.model_type,
+        "vocab_size": vocab,
+        "hidden_size": fields.count("embedding_length"),
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": fields.count("attention.head_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": fields.count("context_length"),
+        "tie_word_embeddings": tied_head,
+        "hidden_act": "silu",
+    }
+    config = common | _rope(fields) | arch.config(fields, names)
+    fields.refuse_unread(HARMLESS)
+    return config
+
+
+def _rope(fields: Fields) -> Config:
+    rope: Config = {"rope_theta": fields.number("rope.freq_base", 10000.0)}
+    kind = fields.text(f"{fields.arch}.rope.scaling.type", "none")
+    if kind == "none":
+        return rope
+    rope["rope_scaling"] = {
+        "rope_type": kind,
+        "factor": fields.number("rope.scaling.factor"),
+        "original_max_position_embeddings": fields.count(
+            "rope.scaling.original_context_length", fields.count("context_length")
+        ),
+        **_yarn(fields),
+    }
+    return rope
+
+
+def _yarn(fields: Fields) -> Config:
+    named = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
+    found: Config = {name: fields.number(key) for name, key in named.items() if fields.has(key)}
+    if fields.has("rope.scaling.yarn_log_multiplier"):
+        # stored as 0.1 * mscale_all_dim; programs that read it take both scales as equal
+        scale = round(10 * fields.number("rope.scaling.yarn_log_multiplier"), 6)
+        found |= {"mscale": scale, "mscale_all_dim": scale}
+    return found
+
+
+# -- names that many share ---------------------------------------------------------------------
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}  # fmt: skip
+_DENSE_FFN = {
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_EXPERT = "mlp.experts.{expert}."
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": _EXPERT + "gate_proj",
+    "ffn_up_exps": _EXPERT + "up_proj", "ffn_down_exps": _EXPERT + "down_proj",
+    "ffn_gate_up_exps": f"{_EXPERT}gate_proj|{_EXPERT}up_proj",
+}  # fmt: skip
+_SHARED = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}  # fmt: skip
+_MTP = {
+    "nextn.eh_proj": "eh_proj", "nextn.enorm": "enorm", "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm", "nextn.embed_tokens": "embed_tokens",
+    "nextn.shared_head_head": "shared_head.head",
+}  # fmt: skip
+
+
+# -- one architecture each ---------------------------------------------------------------------
+
+
+def _deepseek2(fields: Fields, names: Names) -> Config:
+    """DeepSeek-V3, R1, Kimi-K2 text; older files hold the head widths of expanded attention."""
+    rope_dim = fields.count("rope.dimension_count")
+    suffix = "_mla" if fields.has("attention.key_length_mla") else ""
+    key_dim = fields.count(f"attention.key_length{suffix}")
+    return {
+        "num_key_value_heads": fields.count("attention.head_count"),
+        "q_lora_rank": fields.count("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": fields.count("attention.kv_lora_rank"),
+        "qk_nope_head_dim": max(0, key_dim - rope_dim),
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": fields.count(f"attention.value_length{suffix}"),
+        "intermediate_size": fields.count("feed_forward_length"),
+        "first_k_dense_replace": fields.count("leading_dense_block_count", 0),
+        "n_routed_experts": fields.count("expert_count"),
+        "num_nextn_predict_layers": fields.count("nextn_predict_layers", 0),
+        # files of before this field are DeepSeek-V2's, whose router is another one
+        "scoring_func": _score_name(fields.count("expert_gating_func", _SOFTMAX)),
+        **_routed(fields),
+    }
+
+
+def _score_name(score: int) -> str:
+    return _SCORES.get(score, f"number {score} of llama.cpp")
+
+
+def _routed(fields: Fields) -> Config:
+    """Experts as DeepSeek-V3 and those after it have them. No groups said: one."""
+    return {
+        "moe_intermediate_size": fields.count("expert_feed_forward_length"),
+        "n_shared_experts": fields.count("expert_shared_count", 0),
+        "n_group": fields.count("expert_group_count", 1) or 1,
+        "topk_group": fields.count("expert_group_used_count", 1) or 1,
+        "norm_topk_prob": fields.flag("expert_weights_norm", default=False),
+        "routed_scaling_factor": fields.number("expert_weights_scale", 1.0) or 1.0,
+    }
+
+
+_DEEPSEEK_NAMES = {
+    **_NORMS, **_DENSE_FFN, **_EXPERTS, **_SHARED, **_MTP,
+    "attn_q": "self_attn.q_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.kv_b_proj", "attn_v_b": "self_attn.kv_b_proj",
+}  # fmt: skip
+
+
+def _glm4moe(fields: Fields, names: Names) -> Config:
+    """GLM-4.5, 4.5-Air, 4.6, 4.7. Biases and norms of heads show in the tensors alone."""
+    score = fields.count("expert_gating_func", _SIGMOID)
+    if score != _SIGMOID:
+        raise fields.wrong(f"its router is {_score_name(score)}, sigmoid was expected")
+    return {
+        **_grouped_heads(fields),
+        "partial_rotary_factor": fields.count("rope.dimension_count") / _head_dim(fields),
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
+        "intermediate_size": fields.count("feed_forward_length"),
+        "first_k_dense_replace": fields.count("leading_dense_block_count", 0),
+        "n_routed_experts": fields.count("expert_count"),
+        "num_nextn_predict_layers": fields.count("nextn_predict_layers", 0),
+        **_routed(fields),
+    }
+
+
+def _qwen3moe(fields: Fields, names: Names) -> Config:
+    """Qwen3 with experts; the files do not say that the weights of chosen experts add up to one."""
+    return {
+        **_whole_rope(fields),
+        "intermediate_size": fields.count("feed_forward_length"),
+        "moe_intermediate_size": fields.count("expert_feed_forward_length"),
+        "num_experts": fields.count("expert_count"),
+        "norm_topk_prob": fields.flag("expert_weights_norm", default=True),
+    }
+
+
+def _olmoe(fields: Fields, names: Names) -> Config:
+    """OLMoE; its feed-forward width is that of an expert."""
+    clip = fields.number("attention.clamp_kqv", 0.0)
+    return {
+        **_whole_rope(fields),
+        "intermediate_size": fields.count("feed_forward_length"),
+        "num_experts": fields.count("expert_count"),
+        "norm_topk_prob": fields.flag("expert_weights_norm", default=False),
+        **({"clip_qkv": clip} if clip else {}),
+    }
+
+
+def _llama(fields: Fields, names: Names) -> Config:
+    """Mixtral; a dense llama does not come here."""
+    return {
+        **_whole_rope(fields),
+        "intermediate_size": fields.count("feed_forward_length"),
+        "num_local_experts": fields.count("expert_count"),
+    }
+
+
+def _whole_rope(fields: Fields) -> Config:
+    """Grouped heads whose rope turns all of each."""
+    heads = _grouped_heads(fields)
+    if fields.count("rope.dimension_count", heads["head_dim"]) != heads["head_dim"]:
+        raise fields.wrong("its rope turns a part of each head, all was expected")
+    return heads
+
+
+def _grouped_heads(fields: Fields) -> Config:
+    heads = fields.count("attention.head_count")
+    return {
+        "num_key_value_heads": fields.count("attention.head_count_kv", heads),
+        "head_dim": _head_dim(fields),
+    }
+
+
+def _head_dim(fields: Fields) -> int:
+    heads = fields.count("attention.head_count")
+    width = fields.count("attention.key_length", fields.count("embedding_length") // max(heads, 1))
+    if not width or width != fields.count("attention.value_length", width):
+        raise fields.wrong("its keys and values differ in width, or have none")
+    return width
+
+
+_QWEN_NAMES = {**_NORMS, **_ATTENTION, **_EXPERTS}
+_GLM_NAMES = {
+    **_NORMS, **_ATTENTION, **_DENSE_FFN, **_EXPERTS, **_SHARED, **_MTP,
+    "post_attention_norm": "post_attention_layernorm",
+}  # fmt: skip
+_W1, _W3, _W2 = (f"block_sparse_moe.experts.{{expert}}.w{n}" for n in (1, 3, 2))
+_MIXTRAL_NAMES = {
+    **_NORMS, **_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": _W1,
+    "ffn_up_exps": _W3, "ffn_down_exps": _W2, "ffn_gate_up_exps": f"{_W1}|{_W3}",
+}  # fmt: skip
+
+ARCHS: Mapping[str, Arch] = {
+    "deepseek2": Arch(
+        "deepseek_v3", _deepseek2, _DEEPSEEK_NAMES, _TOP,
+        {"attn_k_b": Change.KEY_UP, "attn_v_b": Change.VALUE_UP},
+    ),
+    "glm4moe": Arch("glm4_moe", _glm4moe, _GLM_NAMES, _TOP),
+    "qwen3moe": Arch("qwen3_moe", _qwen3moe, _QWEN_NAMES, _TOP),
+    "olmoe": Arch("olmoe", _olmoe, _QWEN_NAMES, _TOP),
+    "llama": Arch(
+        "mixtral", _llama, _MIXTRAL_NAMES, _TOP,
+        {"attn_q": Change.QUERY_ROWS, "attn_k": Change.KEY_ROWS},
+    ),
+}  # fmt: skip
+"""general.architecture -> what it is called here."""

@@ -1,0 +1,252 @@
+"""From the tensors of a GGUF file to the logical tensors that a family names.
+
+Owns renaming, slicing of merged experts, and undoing what converters change. An expert is a slice
+of the file in its own block format; a tensor that is no routed expert is its bytes in the file if
+they are plain numbers, else it is made from them, tile by tile, whenever it is asked for. Not bound
+to a thread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from moet_desk.store.gguf.archs import Arch, Change
+from moet_desk.store.gguf.blocks import BLOCK_SIZES, INTEGERS, MXFP4, dequantized
+from moet_desk.store.headers import damaged
+from moet_desk.store.sources import DTYPES, Format, RawTensor, TensorInfo, WeightFile
+
+_TILE_WEIGHTS = 1 << 22
+_BLOCK_TENSOR = re.compile(r"blk\.(\d{1,6})\.(.+)")
+_PLAIN_FORMATS = {"F64": Format.F64, "F32": Format.F32, "F16": Format.F16, "BF16": Format.BF16}
+_MADE_DTYPE = "BF16"  # of dense tensors that were quantised: what models are published in
+
+RowsOf = Callable[[range], Tensor]
+"""Rows of a matrix (items of a vector), in order, to float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTensor(RawTensor):
+    """A tensor that its file holds in another form. `start` means nothing.
+
+    Attributes:
+        parents: what it is made from.
+        rows_of: its values.
+    """
+
+    parents: tuple[RawTensor, ...]
+    rows_of: RowsOf
+
+    def tensor(self) -> Tensor:
+        return self.part(None, None)
+
+    def part(self, rows: slice | None, expert: int | None) -> Tensor:
+        assert expert is None, "experts are slices"  # noqa: S101
+        chosen = range(self.shape[0])[rows or slice(None)]
+        return self.rows_of(chosen).to(DTYPES[self.dtype])
+
+    def bytes(self) -> Tensor:
+        return self.tensor().contiguous().view(-1).view(torch.uint8)
+
+    def chunks(self, n_bytes: int) -> Iterator[memoryview]:
+        step = max(1, n_bytes * self.shape[0] // max(1, self.n_bytes))
+        for first in range(0, self.shape[0], step):
+            part = self.part(slice(first, first + step), None).contiguous()
+            yield memoryview(part.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+    def forget(self) -> None:
+        for parent in self.parents:
+            parent.forget()
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the fields say and tensors are compared with.
+
+    Attributes:
+        queries, keys: heads that the rows of these projections are.
+        experts: matrices in a stack.
+    """
+
+    queries: int
+    keys: int
+    experts: int
+
+
+def logical_tensors(raws: Sequence[RawTensor], arch: Arch, sizes: Sizes) -> dict[str, TensorInfo]:
+    """The model's tensors by the names of its family.
+
+    Args:
+        raws: the stored tensors of all files.
+        arch: which name means what.
+        sizes: of stacks and heads.
+
+    Raises:
+        MoetError: MD-SRC-02 two tensors would have one name, or one has an impossible shape.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for info in _named(raws, arch, sizes):
+        if info.name in tensors:
+            reason = f"two of its tensors would both be {info.name}"
+            raise damaged(info.weight.file.name, reason)
+        tensors[info.name] = info
+    return tensors
+
+
+def raw_tensor(
+    home: WeightFile, name: str, dtype: str, shape: tuple[int, ...], at: int
+) -> RawTensor:
+    """A tensor at byte `at` of a mapped file."""
+    per_block, block_bytes = BLOCK_SIZES[dtype]
+    n_bytes = prod(shape) // per_block * block_bytes
+    return RawTensor(name, dtype, shape, home.path, at, n_bytes, home)
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+def _named(raws: Sequence[RawTensor], arch: Arch, sizes: Sizes) -> Iterator[TensorInfo]:
+    split: dict[str, dict[str, RawTensor]] = {}
+    for raw in raws:
+        found = _target(raw.name, arch)
+        if found is None:
+            yield _stored(raw.name, raw)  # the plan check refuses it by this name
+            continue
+        target, change = found
+        if "{expert}" in target:
+            yield from _experts(raw, target, sizes.experts)
+        elif change in (Change.KEY_UP, Change.VALUE_UP):
+            split.setdefault(target, {})[change.value] = raw
+        else:
+            yield _dense(target, raw, change, sizes)
+    for target, parts in split.items():
+        yield _joined_up(target, parts)
+
+
+def _target(name: str, arch: Arch) -> tuple[str, Change] | None:
+    """The logical name of a stored one, `{expert}` in it for merged experts."""
+    match = _BLOCK_TENSOR.fullmatch(name)
+    table, rest = (arch.layer, match.group(2)) if match else (arch.top, name)
+    base, _, suffix = rest.rpartition(".")
+    key, ending = (
+        (rest, "") if rest in table else (base, "" if suffix == "weight" else f".{suffix}")
+    )
+    if key not in table or (key == base and suffix not in ("weight", "bias")):
+        return None
+    prefix = f"model.layers.{match.group(1)}." if match else ""
+    target = "|".join(f"{prefix}{name}{ending}" for name in table[key].split("|"))
+    return target, arch.changes.get(key, Change.NONE)
+
+
+def _stored(name: str, raw: RawTensor) -> TensorInfo:
+    if raw.dtype in INTEGERS:
+        return TensorInfo(name, raw.shape, Format.INTEGER, raw)
+    if raw.dtype == MXFP4:
+        return TensorInfo(name, raw.shape, Format.MXFP4, raw)
+    return TensorInfo(name, raw.shape, _PLAIN_FORMATS.get(raw.dtype, Format.GGUF), raw)
+
+
+def _experts(raw: RawTensor, targets: str, n_experts: int) -> Iterator[TensorInfo]:
+    """The matrices of merged experts; a target "a|b" cuts each into halves of rows."""
+    names = targets.split("|")
+    if len(raw.shape) != 3 or raw.shape[0] != n_experts or raw.shape[1] % len(names):
+        words = f"{raw.name} is {list(raw.shape)}, not the matrices of {n_experts} experts"
+        raise damaged(raw.file.name, words)
+    _, n_rows, width = raw.shape
+    shape = (n_rows // len(names), width)
+    at = raw.start
+    for expert in range(n_experts):
+        for name in names:
+            logical = name.format(expert=expert)
+            part = raw_tensor(raw.home, f"{logical}.weight", raw.dtype, shape, at)
+            at += part.n_bytes
+            yield _stored(logical, part)
+
+
+# -- dense tensors -----------------------------------------------------------------------------
+
+
+def _dense(target: str, raw: RawTensor, change: Change, sizes: Sizes) -> TensorInfo:
+    name = target if target.endswith("bias") else f"{target}.weight"
+    if raw.dtype in INTEGERS or not raw.shape:
+        return _stored(target, raw)
+    if change in (Change.QUERY_ROWS, Change.KEY_ROWS):
+        n_heads = sizes.queries if change is Change.QUERY_ROWS else sizes.keys
+        order = _halves_order(raw, n_heads)
+        return _made(target, name, raw.shape, (raw,), lambda rows: float_rows(raw, order[rows]))
+    if raw.dtype in _PLAIN_FORMATS:
+        kept = RawTensor(name, raw.dtype, raw.shape, raw.file, raw.start, raw.n_bytes, raw.home)
+        return _stored(target, kept)
+    return _made(target, name, raw.shape, (raw,), lambda rows: float_rows(raw, _slice(rows)))
+
+
+def _halves_order(raw: RawTensor, n_heads: int) -> Tensor:
+    """Which stored row each row is: converters put rows i and i + d/2 of a head side by side."""
+    n_rows = raw.shape[0]
+    if n_heads < 1 or n_rows % (2 * n_heads):
+        raise damaged(raw.file.name, f"{raw.name} is {list(raw.shape)}, not {n_heads} heads")
+    return torch.arange(n_rows).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+
+def _joined_up(target: str, parts: Mapping[str, RawTensor]) -> TensorInfo:
+    """kv_b_proj from its halves: keys [n, r, d], transposed by the converter, values [n, v, r]."""
+    keys, values = parts.get(Change.KEY_UP.value), parts.get(Change.VALUE_UP.value)
+    if keys is None or values is None:
+        (raw,) = parts.values()
+        raise damaged(raw.file.name, f"{raw.name} is there without its other half")
+    shapes = (keys.shape, values.shape)
+    if any(len(shape) != 3 for shape in shapes) or keys.shape[:2] != values.shape[::2]:
+        words = f"{keys.name} {list(keys.shape)} and {values.name} {list(values.shape)}"
+        raise damaged(keys.file.name, f"{words} do not fit together")
+    n_heads, rank, key_dim = keys.shape
+    head_rows = key_dim + values.shape[1]
+
+    def rows_of(rows: range) -> Tensor:
+        first, last = rows.start // head_rows, -(-rows.stop // head_rows)
+        both = []
+        for head in range(first, max(first + 1, last)):
+            both.append(float_rows(keys, slice(head * rank, (head + 1) * rank)).T)
+            dim = values.shape[1]
+            both.append(float_rows(values, slice(head * dim, (head + 1) * dim)))
+        skipped = first * head_rows
+        return torch.cat(both)[rows.start - skipped : rows.stop - skipped : rows.step]
+
+    shape = (n_heads * head_rows, rank)
+    return _made(target, f"{target}.weight", shape, (keys, values), rows_of)
+
+
+def _made(
+    target: str, name: str, shape: tuple[int, ...], parents: tuple[RawTensor, ...], rows_of: RowsOf
+) -> TensorInfo:
+    dtypes = {parent.dtype for parent in parents}
+    is_plain = len(dtypes) == 1 and dtypes <= set(_PLAIN_FORMATS)
+    dtype = dtypes.pop() if is_plain else _MADE_DTYPE
+    first = parents[0]
+    n_bytes = prod(shape) * DTYPES[dtype].itemsize
+    raw = MadeTensor(
+        name, dtype, shape, first.file, first.start, n_bytes, first.home, parents, rows_of
+    )
+    return TensorInfo(target, shape, _PLAIN_FORMATS[dtype], raw)
+
+
+def float_rows(raw: RawTensor, rows: slice | Tensor) -> Tensor:
+    """Rows of a stored tensor as float32, all dimensions but the last taken as rows.
+
+    A vector has one row per item when its numbers are plain.
+    """
+    if raw.dtype in DTYPES:
+        values = raw.tensor()
+        return (values.flatten(0, -2) if values.dim() > 1 else values)[rows].to(torch.float32)
+    blocks = raw.bytes().view(prod(raw.shape[:-1]), -1)
+    if len(raw.shape) == 1:
+        return dequantized(blocks, raw.dtype)[0][rows]
+    return dequantized(blocks[rows], raw.dtype)
+
+
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop, rows.step)

@@ -1,0 +1,336 @@
+"""The tokenizer in a GGUF file as the small files of a pack.
+
+Owns what `tokenizer.ggml.*` means: a byte-level BPE ("gpt2") whose text is cut by a pattern with a
+name, or a sentencepiece BPE with scores ("llama"). Makes tokenizer.json, tokenizer_config.json,
+generation_config.json and chat_template.jinja. The patterns are those of the models' own published
+tokenizers. Pure, no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moet_desk.errors import MoetError, fail
+from moet_desk.store.gguf.fields import Fields, decimal
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_SPACE = "▁"
+_END_FIELDS = ("eos", "eot", "eom")
+"""Which ids end an answer; files name a turn's and a message's end beside the text's."""
+
+_SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+"""generation_config.json -> what the maker of a file recommends in it."""
+
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_SHORT}|{_WORD}|\p{{N}}{{1,3}}|{_TAIL}"
+_QWEN2 = rf"{_SHORT}|{_WORD}|\p{{N}}|{_TAIL}"
+_QWEN35 = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+def _cased(upper: str, lower: str, short: str) -> str:
+    """A word of the o200k kind: capitals, then small letters, perhaps "'ll" behind it."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return f"{start}[{upper}]*[{lower}]+{short}|{start}[{upper}]+[{lower}]*{short}"
+
+
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_NO_HAN = r"&&[^\p{Han}]"
+_O200K_TAIL = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_O200K = f"{_cased(_UPPER, _LOWER, _SHORT + '?')}|{_O200K_TAIL}"
+_TEKKEN = f"{_cased(_UPPER, _LOWER, '')}|{_O200K_TAIL.replace('{1,3}', '')}"
+_KIMI = (
+    rf"[\p{{Han}}]+|{_cased(_UPPER + _NO_HAN, _LOWER + _NO_HAN, _SHORT + '?')}"
+    rf"|\p{{N}}{{1,3}}|{_TAIL}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Splits:
+    """How text is cut into words before merging: by each pattern in turn."""
+
+    patterns: tuple[str, ...]
+    nfc: bool = False
+    ignore_merges: bool = False  # a word that is a token is taken as it is
+
+
+_LLAMA3_SPLITS = _Splits((_LLAMA3,), ignore_merges=True)
+_DIGITS_SPLITS = _Splits((r"\p{N}", _GPT2))
+
+SPLITS: Mapping[str, _Splits] = {
+    "gpt-2": _Splits((_GPT2,)),
+    "olmo": _Splits((_GPT2,), nfc=True),
+    "llama3": _LLAMA3_SPLITS,
+    "llama-bpe": _LLAMA3_SPLITS,
+    "llama-v3": _LLAMA3_SPLITS,
+    "dbrx": _Splits((_LLAMA3,)),
+    "smaug-bpe": _Splits((_LLAMA3,)),
+    "glm4": _Splits((_LLAMA3,)),
+    "chatglm-bpe": _Splits((_LLAMA3,)),
+    "qwen2": _Splits((_QWEN2,), nfc=True),
+    "deepseek-r1-qwen": _Splits((_QWEN2,), nfc=True),
+    "qwen35": _Splits((_QWEN35,), nfc=True),
+    "deepseek-v3": _Splits(_DEEPSEEK),
+    "hunyuan-dense": _Splits(_DEEPSEEK),
+    "joyai-llm": _Splits(_DEEPSEEK),
+    "gpt-4o": _Splits((_O200K,)),
+    "llama4": _Splits((_O200K,)),
+    "minimax-m2": _Splits((_O200K,)),
+    "tekken": _Splits((_TEKKEN,), ignore_merges=True),
+    "kimi-k2": _Splits((_KIMI,)),
+    "smollm": _DIGITS_SPLITS,
+    "starcoder": _DIGITS_SPLITS,
+    "refact": _DIGITS_SPLITS,
+    "command-r": _DIGITS_SPLITS,
+}
+"""tokenizer.ggml.pre -> how that tokenizer cuts text."""
+
+
+def tokenizer_files(fields: Fields, n_rows: int) -> dict[str, bytes]:
+    """The small files of the text side, by name.
+
+    Args:
+        fields: the file's.
+        n_rows: tokens that the model's embedding has.
+
+    Raises:
+        MoetError: MD-GGUF-04 this kind of tokenizer cannot be converted, MD-GGUF-05 its fields do
+            not fit together.
+    """
+    vocabulary = _vocabulary(fields)
+    if len(vocabulary.tokens) > n_rows:
+        words = f"it lists {len(vocabulary.tokens)} tokens, its embedding has {n_rows}"
+        raise fields.wrong(words)
+    kind = fields.text("tokenizer.ggml.model", "none")
+    if kind == "gpt2":
+        spec = _byte_level(fields, vocabulary)
+    elif kind == "llama":
+        spec = _sentencepiece(fields, vocabulary)
+    else:
+        raise _unconverted(fields, f'its kind is "{kind}"')
+    files = {
+        "tokenizer.json": spec,
+        "tokenizer_config.json": _settings(fields, vocabulary, kind),
+        "generation_config.json": _ends(fields, vocabulary),
+    }
+    made = {name: _as_json(value) for name, value in files.items()}
+    template = fields.get("tokenizer.chat_template")
+    if isinstance(template, str) and template:
+        made["chat_template.jinja"] = template.encode()
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    tokens: Sequence[str]
+    kinds: Sequence[int]
+
+    def used(self) -> Iterator[tuple[int, str, int]]:
+        """Id, text and kind of every token that means something."""
+        for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)):
+            if kind != _UNUSED:
+                yield i, token, kind
+
+    def added(self) -> list[dict[str, Any]]:
+        """Tokens that are found in a text before it is cut, as tokenizer.json lists them."""
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        return [
+            {"id": i, "content": token, **flags, "special": kind != _USER}
+            for i, token, kind in self.used()
+            if kind in (_UNKNOWN, _CONTROL, _USER) and token
+        ]
+
+
+def _vocabulary(fields: Fields) -> _Vocabulary:
+    tokens = _texts(fields, "tokenizer.ggml.tokens")
+    kinds = fields.get("tokenizer.ggml.token_type")
+    if kinds is None:
+        kinds = [_NORMAL] * len(tokens)
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise fields.wrong("it has not one tokenizer.ggml.token_type for each token")
+    vocabulary = _Vocabulary(tokens, kinds)
+    seen: set[str] = set()
+    for i, token, _ in vocabulary.used():
+        if token in seen:
+            raise fields.wrong(f"its token {i} ({token!r}) is there twice")
+        seen.add(token)
+    return vocabulary
+
+
+def _texts(fields: Fields, name: str) -> list[str]:
+    value = fields.get(name)
+    if not isinstance(value, list) or not value or not isinstance(value[0], str):
+        raise fields.wrong(f"it has no list of texts {name}")
+    return value
+
+
+# -- tokenizer.json ----------------------------------------------------------------------------
+
+
+def _byte_level(fields: Fields, vocabulary: _Vocabulary) -> dict[str, Any]:
+    name = fields.text("tokenizer.ggml.pre", "none")
+    splits = SPLITS.get(name)
+    if splits is None:
+        raise _unconverted(fields, f'its way to cut text is "{name}"')
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    cuts = [
+        {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False}
+        for p in splits.patterns
+    ]
+    parts = [*cuts, {**byte_level, "use_regex": False}]
+    return _spec(
+        vocabulary,
+        merges=_listed_merges(fields, vocabulary),
+        normalizer={"type": "NFC"} if splits.nfc else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": parts},
+        decoder={**byte_level, "use_regex": True},
+        ignore_merges=splits.ignore_merges,
+    )
+
+
+def _listed_merges(fields: Fields, vocabulary: _Vocabulary) -> list[list[str]]:
+    """Pairs of tokens; the tokenizers library refuses others, but only when a model is loaded."""
+    known = {token for _, token, _ in vocabulary.used()}
+    merges = [merge.split(" ") for merge in _texts(fields, "tokenizer.ggml.merges")]
+    for merge in merges:
+        if len(merge) != 2 or not known.issuperset((*merge, "".join(merge))):
+            raise fields.wrong(f"its merge {' '.join(merge)!r} is no pair of its tokens")
+    return merges
+
+
+def _sentencepiece(fields: Fields, vocabulary: _Vocabulary) -> dict[str, Any]:
+    scores = fields.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
+        raise fields.wrong("it has not one tokenizer.ggml.scores for each token")
+    if not isinstance(scores[0], float):
+        raise fields.wrong("its tokenizer.ggml.scores are no numbers")
+    steps = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    prefixed = fields.get("tokenizer.ggml.add_space_prefix") is not False
+    start = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
+    decoders = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        *strip,
+    ]
+    unknown = [token for _, token, kind in vocabulary.used() if kind == _UNKNOWN]
+    return _spec(
+        vocabulary,
+        merges=_merges_of(vocabulary, scores),
+        normalizer={"type": "Sequence", "normalizers": [*start, *steps]},
+        pre_tokenizer=None,
+        decoder={"type": "Sequence", "decoders": decoders},
+        unk_token=unknown[0] if unknown else None,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+
+
+def _merges_of(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[list[str]]:
+    """The merges that sentencepiece makes: any two tokens that are one, the best score first."""
+    ids = {token: i for i, token, kind in vocabulary.used() if kind == _NORMAL}
+    found = [
+        (-scores[i], ids[token[:cut]], ids[token[cut:]], token[:cut], token[cut:])
+        for token, i in ids.items()
+        for cut in range(1, len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    return [[left, right] for *_, left, right in sorted(found)]
+
+
+def _spec(
+    vocabulary: _Vocabulary,
+    *,
+    merges: Sequence[list[str]],
+    normalizer: object,
+    pre_tokenizer: object,
+    decoder: object,
+    **model: object,
+) -> dict[str, Any]:
+    """tokenizer.json; the tokens that are added are in the vocabulary too, so they keep ids."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": vocabulary.added(),
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            **model,
+            "vocab": {token: i for i, token, _ in vocabulary.used()},
+            "merges": merges,
+        },
+    }
+
+
+# -- the other files ---------------------------------------------------------------------------
+
+
+def _token_id(fields: Fields, vocabulary: _Vocabulary, name: str) -> int | None:
+    value = fields.get(f"tokenizer.ggml.{name}_token_id")
+    if value is None or value == 0xFFFFFFFF:  # written for "none"
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise fields.wrong(f"tokenizer.ggml.{name}_token_id is no number")
+    if not 0 <= value < len(vocabulary.tokens):
+        raise fields.wrong(f"tokenizer.ggml.{name}_token_id is {value}, beyond its vocabulary")
+    return value
+
+
+def _settings(fields: Fields, vocabulary: _Vocabulary, kind: str) -> dict[str, Any]:
+    add_bos = fields.get("tokenizer.ggml.add_bos_token")
+    if not isinstance(add_bos, bool):
+        add_bos = kind == "llama"  # what programs take for granted where a file does not say
+    settings: dict[str, Any] = {"add_bos_token": add_bos}
+    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    for name, short in names.items():
+        token_id = _token_id(fields, vocabulary, name)
+        if token_id is not None:
+            settings[f"{short}_token"] = vocabulary.tokens[token_id]
+    return settings
+
+
+def _ends(fields: Fields, vocabulary: _Vocabulary) -> dict[str, Any]:
+    ends = [_token_id(fields, vocabulary, name) for name in _END_FIELDS]
+    found: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(i for i in ends if i is not None))}
+    bos = _token_id(fields, vocabulary, "bos")
+    if bos is not None:
+        found["bos_token_id"] = bos
+    for name, key in _SAMPLING.items():
+        value = fields.get(f"general.sampling.{key}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = decimal(value) if isinstance(value, float) else value
+    return found
+
+
+def _unconverted(fields: Fields, reason: str) -> MoetError:
+    return fail("MD-GGUF-04", file=fields.file, reason=reason)
+
+
+def _as_json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,107 @@
+"""A model's files as one source, whatever they are: a folder of safetensors files, or GGUF.
+
+Owns the choice between the two, and the small files beside the weights as bytes. The packer, the
+verifier and the commands open sources through here. Not bound to a thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moet_desk.errors import fail
+from moet_desk.store.gguf.files import is_gguf
+from moet_desk.store.gguf.source import open_gguf
+from moet_desk.store.headers import damaged
+from moet_desk.store.pack_format import COPIED_FILES
+from moet_desk.store.sources import TensorIndex
+
+_CONFIG = "config.json"
+_TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What a model is made of.
+
+    Attributes:
+        path: as it was given, a folder or a file.
+        config: config.json.
+        index: its tensors.
+        small: the files of `COPIED_FILES` that it has, by name.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    index: TensorIndex
+    small: Mapping[str, bytes]
+
+    @classmethod
+    def open(cls, path: Path) -> ModelSource:
+        """Map the weights of a source and check every header.
+
+        Raises:
+            MoetError: MD-SRC-01, 02, 03, 05 as `TensorIndex.open`; MD-SRC-07 the config cannot be
+                used; MD-GGUF-01..06.
+        """
+        if not is_gguf(path):
+            small = read_small(path)
+            config = _config(small, path)
+            return cls(path, config, TensorIndex.open(path), small)
+        # a folder may hold what the file lacks; the config must be what names and shapes follow
+        beside = read_small(path) if path.is_dir() else {}
+        kept = {name: data for name, data in beside.items() if name != _CONFIG}
+        model = open_gguf(path, needs_tokenizer=_TOKENIZER not in kept)
+        small = {**model.small, **kept}
+        return cls(path, _config(small, path), model.index, small)
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
+    def config_path(self) -> str:
+        """Where the config is, for messages."""
+        return str(self.path / _CONFIG) if self.path.is_dir() else str(self.path)
+
+
+def read_small(folder: Path) -> dict[str, bytes]:
+    """The small files of a folder.
+
+    Raises:
+        MoetError: MD-SRC-02 one cannot be read.
+    """
+    found = {}
+    for name in COPIED_FILES:
+        path = folder / name
+        try:
+            if path.is_file():
+                found[name] = path.read_bytes()
+        except OSError as error:
+            raise damaged(name, error.strerror or str(error)) from error
+    return found
+
+
+def _config(small: Mapping[str, bytes], path: Path) -> dict[str, Any]:
+    if _CONFIG not in small:
+        raise fail("MD-SRC-01", path=str(path), missing=_CONFIG)
+    return parse_config(small[_CONFIG], str(path / _CONFIG))
+
+
+def parse_config(data: bytes, path: str) -> dict[str, Any]:
+    """A config.json as an object.
+
+    Raises:
+        MoetError: MD-SRC-07 it is none.
+    """
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise fail("MD-SRC-07", path=path, reason=str(error)) from error
+    if not isinstance(config, dict):
+        raise fail("MD-SRC-07", path=path, reason="it is not a JSON object")
+    return config

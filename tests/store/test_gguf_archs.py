@@ -1,0 +1,339 @@
+"""Architectures: config.json from the fields that converters write, names against the package's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from moet_desk.errors import MoetError
+from moet_desk.store.gguf.archs import ARCHS, arch_of, config_of
+from moet_desk.store.gguf.fields import Fields
+from moet_desk.store.model_source import ModelSource
+from moet_desk.store.quant_formats import decode
+
+A = gguf.MODEL_ARCH
+ARCH_OF = {gguf.MODEL_ARCH_NAMES[arch]: arch for arch in A}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def f32(value: float) -> float:
+    return float(np.float32(value))
+
+
+AIR = {
+    "block_count": 47, "context_length": 131072, "embedding_length": 4096,
+    "feed_forward_length": 10944, "attention.head_count": 96, "attention.head_count_kv": 8,
+    "rope.freq_base": f32(1e6), "attention.layer_norm_rms_epsilon": f32(1e-5),
+    "expert_used_count": 8, "attention.key_length": 128, "attention.value_length": 128,
+    "rope.dimension_count": 64, "expert_count": 128, "expert_feed_forward_length": 1408,
+    "expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2,
+    "expert_weights_scale": 1.0, "expert_weights_norm": True, "nextn_predict_layers": 1,
+}  # fmt: skip
+QWEN = {
+    "block_count": 48, "context_length": 40960, "embedding_length": 2048,
+    "feed_forward_length": 6144, "attention.head_count": 32, "attention.head_count_kv": 4,
+    "rope.freq_base": f32(1e6), "attention.layer_norm_rms_epsilon": f32(1e-6),
+    "expert_used_count": 8, "attention.key_length": 128, "attention.value_length": 128,
+    "expert_count": 128, "expert_feed_forward_length": 768,
+}  # fmt: skip
+OLMOE = {
+    "block_count": 16, "context_length": 4096, "embedding_length": 2048,
+    "feed_forward_length": 1024, "attention.head_count": 16, "attention.head_count_kv": 16,
+    "rope.freq_base": 10000.0, "attention.layer_norm_rms_epsilon": f32(1e-5),
+    "expert_used_count": 8, "expert_count": 64,
+}  # fmt: skip
+MIXTRAL = {
+    "block_count": 32, "context_length": 32768, "embedding_length": 4096,
+    "feed_forward_length": 14336, "attention.head_count": 32, "attention.head_count_kv": 8,
+    "rope.freq_base": f32(1e6), "attention.layer_norm_rms_epsilon": f32(1e-5),
+    "expert_used_count": 2, "expert_count": 8, "rope.dimension_count": 128, "vocab_size": 32000,
+}  # fmt: skip
+V3 = {
+    "block_count": 61, "context_length": 163840, "embedding_length": 7168,
+    "feed_forward_length": 18432, "attention.head_count": 128, "attention.head_count_kv": 1,
+    "rope.freq_base": 10000.0, "attention.layer_norm_rms_epsilon": f32(1e-6),
+    "expert_used_count": 8, "expert_group_count": 8, "expert_group_used_count": 4,
+    "expert_gating_func": 2, "leading_dense_block_count": 3, "vocab_size": 129280,
+    "attention.q_lora_rank": 1536, "attention.kv_lora_rank": 512, "attention.key_length": 576,
+    "attention.value_length": 512, "attention.key_length_mla": 192,
+    "attention.value_length_mla": 128, "expert_feed_forward_length": 2048, "expert_count": 256,
+    "expert_shared_count": 1, "expert_weights_scale": 2.5, "expert_weights_norm": True,
+    "rope.dimension_count": 64, "rope.scaling.type": "yarn", "rope.scaling.factor": 40.0,
+    "rope.scaling.original_context_length": 4096,
+    "rope.scaling.yarn_log_multiplier": f32(0.1),
+}  # fmt: skip
+
+REAL: dict[str, tuple[str, dict[str, Any], set[str], dict[str, Any]]] = {
+    "GLM-4.5-Air": (
+        "glm4moe", AIR, {"blk.0.attn_q.bias"},
+        {
+            "model_type": "glm4_moe", "num_hidden_layers": 46, "num_nextn_predict_layers": 1,
+            "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+            "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+            "partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": False,
+            "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    "GLM-4.6": (
+        "glm4moe", AIR | {"expert_weights_scale": 2.5},
+        {"blk.0.attn_q.bias", "blk.0.attn_q_norm.weight"},
+        {"use_qk_norm": True, "routed_scaling_factor": 2.5},
+    ),
+    "Qwen3-30B-A3B": (
+        "qwen3moe", QWEN, set(),
+        {
+            "model_type": "qwen3_moe", "num_hidden_layers": 48, "num_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+            "head_dim": 128, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        },
+    ),
+    "OLMoE-1B-7B": (
+        "olmoe", OLMOE, set(),
+        {
+            "model_type": "olmoe", "num_experts": 64, "intermediate_size": 1024,
+            "norm_topk_prob": False, "num_key_value_heads": 16, "head_dim": 128,
+        },
+    ),
+    "Mixtral-8x7B": (
+        "llama", MIXTRAL, set(),
+        {
+            "model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 14336,
+            "num_experts_per_tok": 2, "head_dim": 128, "num_key_value_heads": 8,
+        },
+    ),
+    "DeepSeek-V3": (
+        "deepseek2", V3, set(),
+        {
+            "model_type": "deepseek_v3", "num_hidden_layers": 61, "num_key_value_heads": 128,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "kv_lora_rank": 512, "q_lora_rank": 1536, "n_routed_experts": 256, "n_group": 8,
+            "topk_group": 4, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096,
+                "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+}  # fmt: skip
+
+
+def fields_of(arch: str, own: dict[str, Any]) -> Fields:
+    named = {f"{arch}.{key}": value for key, value in own.items()}
+    return Fields({"general.architecture": arch, **named}, file="m.gguf")
+
+
+def config(arch: str, own: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    fields = fields_of(arch, own)
+    return config_of(fields, arch_of(fields), names=names, vocab=1000, tied_head=False)
+
+
+@pytest.mark.parametrize("model", REAL)
+def test_config_of__published_model__is_its_config_json(model: str) -> None:
+    arch, own, names, want = REAL[model]
+    got = config(arch, own, names)
+    assert {key: got.get(key) for key in want} == want
+    assert got["vocab_size"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("arch", "own", "words"),
+    [
+        ("deepseek2", V3 | {"attention.scale": 0.5}, "not known here: attention.scale"),
+        ("qwen3moe", QWEN | {"rope.dimension_count": 64}, "a part of each head"),
+        ("llama", MIXTRAL | {"attention.value_length": 64}, "differ in width"),
+        ("glm4moe", AIR | {"expert_gating_func": 1}, "router is softmax"),
+        ("qwen3moe", QWEN | {"block_count": True}, "a count was expected"),
+        ("qwen3moe", QWEN | {"attention.head_count": [32, 16]}, "a count was expected"),
+        ("qwen3moe", QWEN | {"rope.freq_base": "x"}, "a number was expected"),
+        ("deepseek2", V3 | {"expert_weights_norm": 1}, "true or false was expected"),
+        ("deepseek2", V3 | {"rope.scaling.type": 5}, "a text was expected"),
+        ("olmoe", {"expert_count": 4}, "block_count is missing"),
+    ],
+)
+def test_config_of__field_that_cannot_be__is_named(
+    arch: str, own: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(MoetError) as caught:
+        config(arch, own, set())
+    assert caught.value.code == "MD-GGUF-05"
+    assert words in caught.value.cause
+
+
+def test_config_of__one_value_per_layer_all_equal__is_that_value() -> None:
+    own = QWEN | {"attention.head_count_kv": [4] * 48}
+    assert config("qwen3moe", own, set())["num_key_value_heads"] == 4
+
+
+def released_names(arch: str) -> list[str]:
+    """A layer's tensors as published, those that converters take one by one."""
+    layer, moe = "model.layers.3.", "model.layers.3.mlp."
+    top = ["model.embed_tokens", "model.norm", "lm_head"]
+    norms = [layer + "input_layernorm", layer + "post_attention_layernorm"]
+    attention = [f"{layer}self_attn.{part}" for part in ATTENTION]
+    if arch == "llama":
+        return [*top, *norms, *attention[:4], layer + "block_sparse_moe.gate"]
+    found = [*top, *norms, moe + "gate"]
+    if arch == "deepseek2":
+        parts = "q_proj q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm o_proj"
+        found += [f"{layer}self_attn.{part}" for part in (*parts.split(), "kv_b_proj")]
+    else:
+        found += attention
+    if arch in ("deepseek2", "glm4moe"):
+        found += [moe + part for part in MLP] + [f"{moe}shared_experts.{part}" for part in MLP]
+    if arch == "glm4moe":
+        head = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", "embed_tokens")
+        found += [layer + part for part in head]
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_names__those_of_the_package_and_back__are_the_released_ones(arch: str) -> None:
+    table = gguf.get_tensor_name_map(ARCH_OF[arch], 8)
+    known = ARCHS[arch]
+    for name in released_names(arch):
+        stored = table.get_name(name)
+        assert stored is not None, name
+        inside = stored.startswith("blk.3.")
+        found = (known.layer if inside else known.top)[stored.removeprefix("blk.3.")]
+        assert (f"model.layers.3.{found}" if inside else found) == name
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_names__merged_experts__are_gate_up_and_down(arch: str) -> None:
+    table = gguf.get_tensor_name_map(ARCH_OF[arch], 8)
+    known = ARCHS[arch]
+    parts = dict(zip(("w1", "w3", "w2"), MLP, strict=True))
+    for short, part in parts.items():
+        mixtral = arch == "llama"
+        merged = f"layers.3.feed_forward.experts.{short}" if mixtral else None
+        stored = table.get_name(merged or f"model.layers.3.mlp.experts.{part}")
+        assert stored is not None
+        prefix = "block_sparse_moe" if mixtral else "mlp"
+        want = f"{prefix}.experts.{{expert}}.{short if mixtral else part}"
+        assert known.layer[stored.removeprefix("blk.3.")] == want
+
+
+# -- whole files -------------------------------------------------------------------------------
+
+TINY = {
+    "context_length": 64, "embedding_length": 64, "feed_forward_length": 96,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "rope.freq_base": 10000.0,
+    "attention.layer_norm_rms_epsilon": f32(1e-6), "expert_used_count": 2, "expert_count": 4,
+    "attention.key_length": 16, "attention.value_length": 16,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "glm4moe": {
+        "block_count": 3, "nextn_predict_layers": 1, "rope.dimension_count": 8,
+        "expert_feed_forward_length": 32, "expert_shared_count": 1, "expert_gating_func": 2,
+        "leading_dense_block_count": 1,
+    },
+    "qwen3moe": {"block_count": 2, "expert_feed_forward_length": 32},
+    "olmoe": {"block_count": 2},
+    "llama": {"block_count": 2, "rope.dimension_count": 16},
+}  # fmt: skip
+BIASES = tuple(f"self_attn.{part}.bias" for part in ("q_proj", "k_proj", "v_proj"))
+
+
+def published(arch: str) -> dict[str, np.ndarray]:
+    """Random tensors of a tiny model by the names of its safetensors files."""
+    rng = np.random.default_rng(3)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (256, 64), "lm_head": (256, 64)}
+    shapes["model.norm"] = (64,)
+    for layer in range(OWN[arch]["block_count"]):
+        own = layer_shapes(arch, is_dense=arch == "glm4moe" and layer == 0, is_head=layer == 2)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def layer_shapes(arch: str, *, is_dense: bool, is_head: bool) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (64,), "post_attention_layernorm": (64,),
+        "self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64),
+        "self_attn.o_proj": (64, 64),
+    }  # fmt: skip
+    if arch != "llama":
+        shapes |= {"self_attn.q_norm": (16,), "self_attn.k_norm": (16,)}
+    if arch == "glm4moe":
+        shapes |= dict(zip(BIASES, ((64,), (32,), (32,)), strict=True))
+    if is_head:
+        shapes |= {"eh_proj": (64, 128), "enorm": (64,), "hnorm": (64,)}
+        shapes |= {"shared_head.norm": (64,)}
+    moe = "block_sparse_moe" if arch == "llama" else "mlp"
+    wide, parts = ((32, 64), (32, 64), (64, 32)), ("w1", "w3", "w2") if arch == "llama" else MLP
+    if is_dense:
+        return shapes | dict(zip((f"mlp.{p}" for p in MLP), wide, strict=True))
+    shapes[f"{moe}.gate"] = (4, 64)
+    for expert in range(4):
+        names = (f"{moe}.experts.{expert}.{part}" for part in parts)
+        shapes |= dict(zip(names, wide, strict=True))
+    if arch == "glm4moe":
+        shapes["mlp.gate.e_score_correction_bias"] = (4,)
+        shapes |= dict(zip((f"mlp.shared_experts.{p}" for p in MLP), wide, strict=True))
+    return shapes
+
+
+def write(path: Path, arch: str, tensors: dict[str, np.ndarray]) -> None:
+    """What converters make of them."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in (TINY | OWN[arch]).items():
+        put = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        put(f"{arch}.{key}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_token_merges(["a b"])
+    table = gguf.get_tensor_name_map(ARCH_OF[arch], 8)
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, values in tensors.items():
+        match = re.fullmatch(r"(.*)\.experts\.\d+\.(\w+)", name)
+        if match:
+            merged = f"{match[1]}.experts.{match[2]}"
+            merged = re.sub(r"model\.(.*)block_sparse_moe", r"\1feed_forward", merged)
+            stacks.setdefault(merged, []).append(values)
+        elif arch == "llama" and name.endswith((".q_proj", ".k_proj")):
+            heads = values.reshape(len(values) // 16, 2, 8, 64).swapaxes(1, 2)
+            put_tensor(writer, table, name, heads.reshape(values.shape))
+        else:
+            put_tensor(writer, table, name, values)
+    for name, parts in stacks.items():
+        put_tensor(writer, table, name, np.stack(parts))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def put_tensor(
+    writer: gguf.GGUFWriter, table: gguf.TensorNameMap, name: str, values: np.ndarray
+) -> None:
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    suffixes = (".weight", ".bias")
+    full = name if name.endswith(".bias") else f"{name}.weight"
+    stored = table.get_name(full, try_suffixes=suffixes)
+    assert stored is not None, name
+    writer.add_tensor(stored, np.ascontiguousarray(values))
+
+
+@pytest.mark.parametrize("arch", OWN)
+def test_open__each_architecture__has_the_published_tensors_and_a_config(
+    arch: str, tmp_path: Path
+) -> None:
+    tensors = published(arch)
+    write(tmp_path / "m.gguf", arch, tensors)
+    source = ModelSource.open(tmp_path / "m.gguf")
+    assert set(source.index.names()) == set(tensors)
+    for name, values in tensors.items():
+        assert np.array_equal(decode(source.index, name).numpy(), values), name
+    assert source.config["num_hidden_layers"] == 2
+    assert source.config["head_dim"] == 16
+    if arch == "glm4moe":
+        assert (source.config["attention_bias"], source.config["use_qk_norm"]) == (True, True)
