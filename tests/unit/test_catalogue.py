@@ -6,7 +6,7 @@ import pytest
 
 from moet_desk.catalogue import CatalogueEntry, MlaFacts, find_entry, load_catalogue, parse
 from moet_desk.engine.families import MODULE_OF_TYPE, runs
-from moet_desk.engine.families.deepseek_v3 import dense_shapes
+from moet_desk.engine.families.tensors import dense_shapes
 from moet_desk.engine.planned_model import spec_of
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import mla_entry_bytes

@@ -17,6 +17,10 @@ from moet_desk.store.pack_format import PackPlan
 MODULE_OF_TYPE = {
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
+    "glm4_moe": "glm4_moe",
+    "qwen3_moe": "qwen3_moe",
+    "olmoe": "olmoe",
+    "mixtral": "mixtral",
 }
 """model_type -> module. Kimi-K2's text model is DeepSeek-V3's with other sizes."""
 
