@@ -101,13 +101,15 @@ class DenseFfn:
 class MoeFfn:
     """Routed experts, plus one shared expert of width `shared_inter` (0: none).
 
-    `name` is what its tensors are called below the layer.
+    `name` is what its tensors are called below the layer, `bias_name` the selection bias below
+    that.
     """
 
     router: Router
     inter: int
     shared_inter: int
     name: str = "mlp."
+    bias_name: str = "gate.e_score_correction_bias"
 
 
 @dataclass(frozen=True, slots=True)

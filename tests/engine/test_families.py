@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moet_desk.engine.families import plan_for, spec_for
-from moet_desk.engine.spec import DenseFfn, Gqa, QkNorm
+from moet_desk.engine.spec import DenseFfn, Gqa, Mla, QkNorm
 from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import Score
 
@@ -139,7 +139,33 @@ MIXTRAL: dict[str, Any] = {
     "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
     "tie_word_embeddings": False, "vocab_size": 32000,
 }  # fmt: skip
-PUBLISHED = {"glm": GLM_4_5_AIR, "qwen": QWEN3_30B, "olmoe": OLMOE, "mixtral": MIXTRAL}
+GLM_4_7_FLASH: dict[str, Any] = {
+    "model_type": "glm4_moe_lite", "attention_bias": False, "eos_token_id": [154820, 154827],
+    "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 10240, "kv_lora_rank": 512, "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 20, "num_experts_per_tok": 4,
+    "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8, "tie_word_embeddings": False, "topk_group": 1,
+    "topk_method": "noaux_tc", "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
+MINIMAX_M2: dict[str, Any] = {
+    "model_type": "minimax_m2", "attn_type_list": [1] * 62, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536,
+    "max_position_embeddings": 196608, "mtp_transformer_layers": 1, "num_attention_heads": 48,
+    "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8,
+    "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
+    "quantization_config": {"quant_method": "fp8"}, "rms_norm_eps": 1e-06, "rope_theta": 5000000,
+    "rotary_dim": 64, "router_jitter_noise": 0.0, "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_mtp": True,
+    "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
+}  # fmt: skip
+PUBLISHED = {
+    "glm": GLM_4_5_AIR, "qwen": QWEN3_30B, "olmoe": OLMOE, "mixtral": MIXTRAL,
+    "flash": GLM_4_7_FLASH, "minimax": MINIMAX_M2,
+}  # fmt: skip
 
 
 def test_spec__glm_4_5_air__as_published() -> None:
@@ -185,6 +211,29 @@ def test_spec__olmoe_and_mixtral__as_published() -> None:
     assert plan.dense["model.layers.0.block_sparse_moe.gate"] == (8, 4096)
 
 
+def test_spec__glm_4_7_flash__deepseek_parts_with_the_first_layer_dense() -> None:
+    spec = spec_for(GLM_4_7_FLASH, path="config.json", has_mtp=True)
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, Mla)
+    assert (mixer.q_rank, mixer.kv_rank, mixer.nope_dim, mixer.v_dim) == (768, 512, 192, 256)
+    assert (mixer.rope.interleaved, mixer.rope.base, mixer.latent_eps) == (True, 1e6, 1e-5)
+    assert spec.main_moe_layers == tuple(range(1, 47))
+    listed = {**GLM_4_7_FLASH, "mlp_layer_types": ["dense", *["sparse"] * 46]}
+    assert spec_for(listed, path="config.json", has_mtp=True) == spec
+
+
+def test_spec__minimax_m2__as_published() -> None:
+    spec = spec_for(MINIMAX_M2, path="config.json", has_mtp=False)
+    mixer, router = spec.layers[0].mixer, spec.moe_ffn.router
+    assert isinstance(mixer, Gqa)
+    assert (mixer.n_keys, mixer.qk_norm, mixer.rope.dim) == (8, QkNorm.FULL, 64)
+    assert (router.score, router.selection_bias, router.renormalize) == (Score.SIGMOID, True, True)
+    plan = plan_for(MINIMAX_M2, path="config.json", names=[])
+    assert plan.dense["model.layers.0.block_sparse_moe.e_score_correction_bias"] == (256,)
+    assert plan.dense["model.layers.0.self_attn.k_norm"] == (1024,)
+    assert plan.up == "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3"
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
@@ -209,6 +258,12 @@ def test_spec__olmoe_and_mixtral__as_published() -> None:
         ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096"),
         ("mixtral", {"intermediate_size": 100}, "multiple of 32"),
         ("mixtral", {"attention_bias": False}, "attention_bias"),
+        ("flash", {"mlp_layer_types": ["sparse"] * 47}, "mlp_layer_types"),
+        ("flash", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("minimax", {"attn_type_list": [0] + [1] * 61}, "attn_type_list"),
+        ("minimax", {"shared_intermediate_size": 1536}, "shared_intermediate_size"),
+        ("minimax", {"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta"),
+        ("minimax", {"use_routing_bias": False}, "use_routing_bias"),
     ],
 )
 def test_spec__grouped_query_families__what_changes_the_maths_is_refused(

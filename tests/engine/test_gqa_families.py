@@ -114,6 +114,11 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
     "qwen3_dense_yarn": {**EVERYWHERE, **WITH_NORM, "no yarn": rope(yarn=None)},
     "olmoe": {**EVERYWHERE, **WITH_NORM},
     "mixtral": EVERYWHERE,
+    "minimax": {
+        **EVERYWHERE, **WITH_NORM,
+        "no selection bias": router(selection_bias=False),
+        "rope on whole heads": rope(dim=lambda dim: 2 * dim),
+    },
 }  # fmt: skip
 
 
@@ -153,7 +158,7 @@ def test_mutated_spec__any_part__parity_is_lost(
     assert unnoticed == []
 
 
-@pytest.mark.parametrize("name", ["glm", "qwen3", "olmoe", "mixtral"])
+@pytest.mark.parametrize("name", ["glm", "qwen3", "olmoe", "mixtral", "minimax"])
 def test_mutated_epsilon__small_weights__parity_is_lost(name: str, tmp_path: Path) -> None:
     """Only small weights show it: activations are near to epsilon there."""
     model = random_model(GQA_CONFIGS[name], 0.02)

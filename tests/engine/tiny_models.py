@@ -42,8 +42,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **TINY, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "norm_topk_prob": False, "n_shared_experts": 2,
     },
+    "glm_lite": {
+        **{key: value for key, value in TINY.items() if key != "first_k_dense_replace"},
+        "model_type": "glm4_moe_lite", "n_routed_experts": 8, "n_group": 1, "topk_group": 1,
+        "num_experts_per_tok": 2, "routed_scaling_factor": 1.8,
+        "rms_norm_eps": 1e-6,  # transformers' latent norms have it whatever the config says
+    },
 }  # fmt: skip
-"""DeepSeek-V3's family, by what is special."""
+"""Families with latent attention, by what is special."""
 
 TINY_GQA: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -79,6 +85,10 @@ GQA_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {
         **TINY_GQA, "model_type": "mixtral", "intermediate_size": 32, "num_local_experts": 8,
+    },
+    "minimax": {
+        **TINY_GQA, "model_type": "minimax_m2", "head_dim": 32, "rotary_dim": 16,
+        "intermediate_size": 32, "num_local_experts": 8, "bos_token_id": 1, "eos_token_id": 2,
     },
 }  # fmt: skip
 """Families with grouped-query attention."""

@@ -189,7 +189,7 @@ class MoeLaunches:
         self.moe_layer = moe_layer
         self.w_router = load.matrix(name + "gate")
         bias = ffn.router.selection_bias
-        self.bias = load.vector(name + "gate.e_score_correction_bias") if bias else None
+        self.bias = load.vector(name + ffn.bias_name) if bias else None
         self.shared = None
         if ffn.shared_inter:
             self.shared = DenseLaunches(load, name + "shared_experts.", ffn.shared_inter)

@@ -5,11 +5,23 @@ Each function takes the keys of one config.json and raises MD-SRC-07 for what is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moet_desk.engine.families.config_keys import Keys
-from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mixer, MoeFfn, QkNorm, Rope, Router, Spec
+from moet_desk.engine.spec import (
+    DenseFfn,
+    Gqa,
+    Layer,
+    Mixer,
+    Mla,
+    MoeFfn,
+    QkNorm,
+    Rope,
+    Router,
+    Spec,
+)
 from moet_desk.kernels.kinds import RopeScaling, Score
 
 _HEAD_BLOCK = 16
@@ -63,13 +75,13 @@ def spec_of(
 
 
 def dense_first(
-    keys: Keys, mixer: Mixer, moe: MoeFfn, *, has_mtp: bool
+    keys: Keys, mixer: Mixer, moe: MoeFfn, *, has_mtp: bool, n_dense: int = 0
 ) -> tuple[list[Layer], Layer | None]:
-    """Layers of which the first `first_k_dense_replace` are dense, and the MTP head's layer, which
-    comes behind the last.
+    """Layers of which the first `first_k_dense_replace` are dense (`n_dense` if the file does not
+    say it), and the MTP head's layer, which comes behind the last.
     """
     n_layers = keys.count("num_hidden_layers")
-    n_dense = keys.count("first_k_dense_replace", default=0, least=0)
+    n_dense = keys.count("first_k_dense_replace", default=n_dense, least=0)
     dense = DenseFfn(keys.count("intermediate_size"))
     layers = [Layer(i, mixer, dense if i < n_dense else moe) for i in range(n_layers)]
     return layers, Layer(n_layers, mixer, moe) if has_mtp else None
@@ -114,6 +126,29 @@ def gqa(
     )
 
 
+def mla(keys: Keys, *, norm_eps: float = 1e-6) -> Mla:
+    """Latent attention with the keys of DeepSeek-V3; `norm_eps` if the file does not say it."""
+    nope_dim, rope_dim = keys.count("qk_nope_head_dim"), keys.count("qk_rope_head_dim")
+    interleaved = keys.flag("rope_interleave", default=True)
+    turns = rope(keys, rope_dim, interleaved=interleaved)
+    scale = (nope_dim + rope_dim) ** -0.5
+    if turns.yarn is not None and turns.yarn.mscale_all_dim:
+        # the released attention multiplies the softmax scale by mscale squared
+        mscale = 0.1 * turns.yarn.mscale_all_dim * math.log(turns.yarn.factor) + 1.0
+        scale *= mscale * mscale if turns.yarn.factor > 1 else 1.0
+    return Mla(
+        n_heads=keys.count("num_attention_heads"),
+        q_rank=keys.count("q_lora_rank") if keys.get("q_lora_rank") is not None else None,
+        kv_rank=keys.count("kv_lora_rank"),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        v_dim=keys.count("v_head_dim"),
+        softmax_scale=scale,
+        latent_eps=keys.number("rms_norm_eps", default=norm_eps),
+        rope=turns,
+    )
+
+
 def rope(keys: Keys, dim: int, *, interleaved: bool, base: float = 10000.0) -> Rope:
     """Rope over `dim` numbers; `base` if the file does not say it."""
     theta = keys.rope_number("rope_theta", default=base)
@@ -145,6 +180,14 @@ def _yarn(keys: Keys) -> RopeScaling | None:
 def sigmoid_moe(keys: Keys) -> MoeFfn:
     """A sigmoid router with a selection bias and groups, and a shared expert."""
     keys.want("topk_method", "noaux_tc")
+    router = sigmoid_router(keys, renormalize=keys.flag("norm_topk_prob", default=True))
+    inter = keys.multiple("moe_intermediate_size", of=32)
+    shared = keys.count("n_shared_experts", default=0, least=0)
+    return MoeFfn(router=router, inter=inter, shared_inter=shared * inter)
+
+
+def sigmoid_router(keys: Keys, *, renormalize: bool) -> Router:
+    """The router of `sigmoid_moe`."""
     score = keys.choice("scoring_func", {"sigmoid": Score.SIGMOID}, default="sigmoid")
     n_experts, top_k = _counts(keys)
     n_groups = keys.count("n_group", default=1)
@@ -153,19 +196,16 @@ def sigmoid_moe(keys: Keys) -> MoeFfn:
         raise keys.wrong(f"{n_experts} experts in {n_groups} groups, {kept} kept, cannot be")
     if top_k > n_experts * kept // n_groups:
         raise keys.wrong(f"{top_k} of {n_experts} experts per token cannot be")
-    router = Router(
+    return Router(
         n_experts=n_experts,
         top_k=top_k,
         score=score,
         selection_bias=True,
         n_groups=n_groups,
         kept_groups=kept,
-        renormalize=keys.flag("norm_topk_prob", default=True),
+        renormalize=renormalize,
         scale=keys.number("routed_scaling_factor", default=1.0),
     )
-    inter = keys.multiple("moe_intermediate_size", of=32)
-    shared = keys.count("n_shared_experts", default=0, least=0)
-    return MoeFfn(router=router, inter=inter, shared_inter=shared * inter)
 
 
 def softmax_moe(keys: Keys, *, inter: str, renormalize: bool, name: str = "mlp.") -> MoeFfn:

@@ -106,7 +106,7 @@ def _gqa(name: str, mixer: Gqa, hidden: int) -> Shapes:
 def _moe(name: str, ffn: MoeFfn, hidden: int) -> Shapes:
     yield name + "gate", (ffn.router.n_experts, hidden)
     if ffn.router.selection_bias:
-        yield name + "gate.e_score_correction_bias", (ffn.router.n_experts,)
+        yield name + ffn.bias_name, (ffn.router.n_experts,)
     if ffn.shared_inter:
         yield from _mlp(name + "shared_experts.", hidden, ffn.shared_inter)
 

@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "glm": {**GQA_CONFIGS["glm"], **SMALL, "first_k_dense_replace": 0},
-    "qwen3": {**GQA_CONFIGS["qwen3"], **SMALL},
+    "minimax": {**GQA_CONFIGS["minimax"], **SMALL},
     "olmoe": {**GQA_CONFIGS["olmoe"], **SMALL, "hidden_size": 64},
     "mixtral": {**GQA_CONFIGS["mixtral"], **SMALL, "head_dim": 16},
 }
@@ -149,10 +149,10 @@ def test_attention__rows_of_a_step_and_of_a_chunk__near_the_cpu_block(
 
 WHOLE = {
     "glm": {**CONFIGS["glm"], "num_hidden_layers": 2, "first_k_dense_replace": 1},
-    "olmoe": CONFIGS["olmoe"],
+    "minimax": CONFIGS["minimax"],
     "mixtral": {**CONFIGS["mixtral"], "num_experts_per_tok": 2},
 }
-"""A dense layer, shared expert and sigmoid router; softmax as it is; softmax with a sum of one."""
+"""A dense layer, shared expert and sigmoid router; names of its own; softmax with a sum of one."""
 
 
 @pytest.mark.slow
