@@ -41,7 +41,8 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 1, "vocab_size": 32, "hidden_size": 32, "num_experts_per_tok": 1,
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
-    "glm": {**GQA_CONFIGS["glm"], **SMALL, "first_k_dense_replace": 0},
+    # three query heads share a key head, which is no power of two, as GLM's twelve do
+    "glm": {**GQA_CONFIGS["glm"], **SMALL, "first_k_dense_replace": 0, "num_attention_heads": 6},
     "minimax": {**GQA_CONFIGS["minimax"], **SMALL},
     "olmoe": {**GQA_CONFIGS["olmoe"], **SMALL, "hidden_size": 64},
     "mixtral": {**GQA_CONFIGS["mixtral"], **SMALL, "head_dim": 16},
