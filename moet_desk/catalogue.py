@@ -40,6 +40,19 @@ class MlaFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GqaFacts:
+    """The same of grouped-query attention; `qk_norm` is "none", "head" or "full"."""
+
+    keys: int
+    has_bias: bool
+    qk_norm: str
+    dense_layers: int
+    dense_inter: int
+    shared_inter: int
+    vocab: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueEntry:
     """A model as its makers published it. Fields are explained at the head of the file."""
 
@@ -71,6 +84,7 @@ class CatalogueEntry:
     not_yet: str = ""
     unknown: tuple[str, ...] = ()
     mla: MlaFacts | None = None
+    gqa: GqaFacts | None = None
 
     @property
     def layout(self) -> ExpertLayout:
@@ -148,9 +162,13 @@ def parse(text: str) -> tuple[CatalogueEntry, ...]:
 
 def _entry(table: Mapping[str, Any]) -> CatalogueEntry:
     fields = dict(table)
-    mla = fields.pop("mla", None)
+    mla, gqa = fields.pop("mla", None), fields.pop("gqa", None)
     fields["unknown"] = tuple(fields.get("unknown", ()))
-    return CatalogueEntry(**fields, mla=None if mla is None else MlaFacts(**mla))
+    return CatalogueEntry(
+        **fields,
+        mla=None if mla is None else MlaFacts(**mla),
+        gqa=None if gqa is None else GqaFacts(**gqa),
+    )
 
 
 def _find() -> Path:

@@ -2,7 +2,8 @@
 
 Owned by the engine thread. A sequence holds whole pages, reserved when it is admitted, so it never
 runs out in the middle of an answer. State contract: `reserve`, `write` (append), `length` as the
-mark, and `rewind`. Entries are made and read by `kernels.reference.kv_formats`.
+mark, and `rewind`. Entries are made and read by `kernels.reference.kv_formats`: of MLA a latent and
+a rotary key, of grouped-query attention all heads' keys and values.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moet_desk.engine.spec import Mla
+from moet_desk.engine.spec import Mixer, Mla
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.reference import mla_entry_bytes, mla_read, mla_write
+from moet_desk.kernels.reference import gqa_read, gqa_write, mla_read, mla_write
 
 
 @dataclass(slots=True)
@@ -29,10 +30,10 @@ class KvSequence:
 
 
 class KvCache:
-    """Pages for `n_layers` MLA layers of equal shape.
+    """Pages for `n_layers` layers of equal shape.
 
     Args:
-        mixer: the attention whose latent and rope key are stored.
+        mixer: the attention whose entries are stored.
         n_layers: layers that store.
         n_pages, page_tokens: pool size.
         form: storage format of an entry.
@@ -41,7 +42,7 @@ class KvCache:
 
     def __init__(
         self,
-        mixer: Mla,
+        mixer: Mixer,
         *,
         n_layers: int,
         n_pages: int,
@@ -51,8 +52,8 @@ class KvCache:
     ) -> None:
         self.form = form
         self.page_tokens = page_tokens
-        self.entry_bytes = mla_entry_bytes(form, mixer.kv_rank, mixer.rope_dim)
-        self._rank, self._rope_dim = mixer.kv_rank, mixer.rope_dim
+        self.entry_bytes = mixer.entry_bytes(form)
+        self._mixer = mixer
         shape = (n_layers, n_pages, page_tokens, self.entry_bytes)
         self._pages = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._free = list(range(n_pages))
@@ -110,13 +111,14 @@ class KvCache:
         pages = torch.tensor(sequence.pages)[at // self.page_tokens]
         return pages.to(device), (at % self.page_tokens).to(device)
 
-    def write(self, layer: int, sequence: KvSequence, latent: Tensor, k_rope: Tensor) -> None:
+    def write(self, layer: int, sequence: KvSequence, first: Tensor, second: Tensor) -> None:
         """Store entries for the tokens behind `sequence.length`, which the caller moves on later.
 
         Shapes:
-            latent [T, r] float32, k_rope [T, d_r] float32 (already rotated)
+            MLA: latent [T, r] and k_rope [T, d_r]; GQA: k and v [T, M, D]; float32, rotated
         """
-        entries = mla_write(latent, k_rope, self.form)  # [T, bytes] uint8
+        encode = mla_write if isinstance(self._mixer, Mla) else gqa_write
+        entries = encode(first, second, self.form)  # [T, bytes] uint8
         n_tokens, size = entries.shape[0], self.page_tokens
         at = sequence.length
         if n_tokens == 1:
@@ -131,7 +133,7 @@ class KvCache:
             done += count
 
     def read(self, layer: int, sequence: KvSequence, length: int) -> tuple[Tensor, Tensor]:
-        """The first `length` entries: latent [S, r] and k_rope [S, d_r], float32."""
+        """The first `length` entries, float32: what `write` got, with S tokens for T."""
         count = -(-length // self.page_tokens)
         if sequence.in_a_row:
             first = sequence.pages[0]
@@ -139,7 +141,10 @@ class KvCache:
         else:
             pages = self._pages[layer, sequence.pages[:count]]
         entries = pages.view(-1, self.entry_bytes)[:length]
-        return mla_read(entries, self.form, self._rank, self._rope_dim)
+        mixer = self._mixer
+        if isinstance(mixer, Mla):
+            return mla_read(entries, self.form, mixer.kv_rank, mixer.rope_dim)
+        return gqa_read(entries, self.form, mixer.n_keys, mixer.head_dim, mixer.head_dim)
 
     def _run_of(self, count: int) -> int:
         """Where in the free list `count` neighbouring pages begin; 0 if there is no such run."""

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from moet_desk.engine.blocks.attention import MlaBlock
 from moet_desk.engine.blocks.ffn import Experts, MoeBlock, SwigluFfn
+from moet_desk.engine.blocks.gqa import GqaBlock
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache, KvSequence
-from moet_desk.engine.spec import Layer, MoeFfn, Rope, Spec
+from moet_desk.engine.spec import Layer, Mla, MoeFfn, Rope, Spec
 from moet_desk.kernels.reference import linear, rms_norm, rope_frequencies
 
 
@@ -33,13 +34,18 @@ class Block:
     def __init__(self, layer: Layer, weights: Weights, *, kv_layer: int, moe_layer: int) -> None:
         self._attention_norm = weights("input_layernorm")
         self._ffn_norm = weights("post_attention_layernorm")
-        self._attention = MlaBlock(layer.mixer, weights.below("self_attn."), layer=kv_layer)
-        mlp = weights.below("mlp.")
+        mixer, attention = layer.mixer, weights.below("self_attn.")
+        self._attention: MlaBlock | GqaBlock
+        if isinstance(mixer, Mla):
+            self._attention = MlaBlock(mixer, attention, layer=kv_layer)
+        else:
+            self._attention = GqaBlock(mixer, attention, layer=kv_layer)
         self._ffn: MoeBlock | SwigluFfn
         if isinstance(layer.ffn, MoeFfn):
-            self._ffn = MoeBlock(layer.ffn, mlp, moe_layer=moe_layer)
+            below = weights.below(layer.ffn.name)
+            self._ffn = MoeBlock(layer.ffn, below, moe_layer=moe_layer)
         else:
-            self._ffn = SwigluFfn(mlp)
+            self._ffn = SwigluFfn(weights.below("mlp."))
 
     def __call__(
         self,

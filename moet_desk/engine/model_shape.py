@@ -12,7 +12,6 @@ from moet_desk.engine.cuda.chunk_sizes import chunk_choices
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.spec import Spec
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.kv_sizes import mla_entry_bytes
 from moet_desk.kernels.row_sizes import ExpertLayout
 from moet_desk.plan import ModelShape, Wishes, choose_kv_format, kv_tokens
 
@@ -42,10 +41,8 @@ def wishes_of(options: EngineOptions) -> Wishes:
 
 def kv_token_bytes(spec: Spec, form: KvFormat, drafts: str = "off") -> int:
     """KV bytes of one token, all layers together, the MTP head's too if it guesses."""
-    mixer = spec.layers[0].mixer
-    return (len(spec.layers) + (drafts == "mtp")) * mla_entry_bytes(
-        form, mixer.kv_rank, mixer.rope_dim
-    )
+    entry_bytes = spec.layers[0].mixer.entry_bytes(form)
+    return (len(spec.layers) + (drafts == "mtp")) * entry_bytes
 
 
 def _n_rows(spec: Spec, drafts: str) -> int:

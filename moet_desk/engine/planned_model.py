@@ -15,7 +15,18 @@ from moet_desk.engine.model_shape import (
     device_shape,
     kv_token_bytes,
 )
-from moet_desk.engine.spec import DenseFfn, Layer, Mla, MoeFfn, Rope, Router, Spec
+from moet_desk.engine.spec import (
+    DenseFfn,
+    Gqa,
+    Layer,
+    Mixer,
+    Mla,
+    MoeFfn,
+    QkNorm,
+    Rope,
+    Router,
+    Spec,
+)
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.row_sizes import ExpertLayout
@@ -103,6 +114,7 @@ def from_catalogue(entry: CatalogueEntry) -> PlannedModel:
     not_yet = entry.not_yet
     if not not_yet and not runs(entry.family):
         not_yet = f"the family {entry.family} is not written yet"
+    stands_in = entry.mla is None and entry.gqa is None
     return PlannedModel(
         name=entry.name,
         spec=spec_of(entry),
@@ -110,8 +122,8 @@ def from_catalogue(entry: CatalogueEntry) -> PlannedModel:
         dense_bytes=entry.dense_bytes,
         pack_bytes=entry.pack_bytes,
         not_yet=not_yet,
-        stands_in=entry.mla is None,
-        kv_stated=None if entry.mla else {form: entry.kv_token_bytes(form) for form in KvFormat},
+        stands_in=stands_in,
+        kv_stated={form: entry.kv_token_bytes(form) for form in KvFormat} if stands_in else None,
         state_bytes=entry.state_bytes,
         download_bytes=entry.download_bytes,
     )
@@ -119,27 +131,38 @@ def from_catalogue(entry: CatalogueEntry) -> PlannedModel:
 
 def spec_of(entry: CatalogueEntry) -> Spec:
     """A spec with the sizes of an entry: right in every width, not meant to be computed with."""
-    mla, head_dim = entry.mla, entry.head_dim
-    rope = Rope(dim=_ROPE_DIM, base=10000.0, interleaved=True)
-    if mla is not None:
-        mixer = Mla(
-            mla.heads, mla.q_rank, mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.value_dim,
-            softmax_scale=1.0, latent_eps=1e-6, rope=rope,
-        )  # fmt: skip
-    else:
-        nope = max(head_dim - _ROPE_DIM, _ROPE_DIM)
-        mixer = Mla(
-            entry.heads, None, _LATENT, nope, _ROPE_DIM, head_dim,
-            softmax_scale=1.0, latent_eps=1e-6, rope=rope,
-        )  # fmt: skip
+    facts = entry.mla or entry.gqa
     router = Router(entry.experts, entry.top_k, Score.SIGMOID, True, 1, 1, True, 1.0)
-    moe = MoeFfn(router, entry.inter, mla.shared_inter if mla else entry.inter)
-    dense = DenseFfn(mla.dense_inter if mla else entry.inter)
+    moe = MoeFfn(router, entry.inter, facts.shared_inter if facts else entry.inter)
+    dense = DenseFfn(facts.dense_inter if facts else entry.inter)
     n_dense = entry.layers - entry.moe_layers
+    mixer = _mixer_of(entry)
     return Spec(
-        model_type=entry.family, vocab=mla.vocab if mla else 1, hidden=entry.hidden,
+        model_type=entry.family, vocab=facts.vocab if facts else 1, hidden=entry.hidden,
         context=entry.context, norm_eps=1e-6, tied_head=False, mtp=None,
         layers=tuple(
             Layer(i, mixer, dense if i < n_dense else moe) for i in range(entry.layers)
         ),
+    )  # fmt: skip
+
+
+def _mixer_of(entry: CatalogueEntry) -> Mixer:
+    """Its attention, or MLA of as many heads for one that is not written."""
+    mla, gqa = entry.mla, entry.gqa
+    if gqa is not None:
+        return Gqa(
+            entry.heads, gqa.keys, entry.head_dim, gqa.has_bias, QkNorm(gqa.qk_norm),
+            norm_eps=1e-6, softmax_scale=1.0,
+            rope=Rope(dim=entry.head_dim, base=10000.0, interleaved=False),
+        )  # fmt: skip
+    rope = Rope(dim=_ROPE_DIM, base=10000.0, interleaved=True)
+    if mla is not None:
+        return Mla(
+            mla.heads, mla.q_rank, mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.value_dim,
+            softmax_scale=1.0, latent_eps=1e-6, rope=rope,
+        )  # fmt: skip
+    nope = max(entry.head_dim - _ROPE_DIM, _ROPE_DIM)
+    return Mla(
+        entry.heads, None, _LATENT, nope, _ROPE_DIM, entry.head_dim,
+        softmax_scale=1.0, latent_eps=1e-6, rope=rope,
     )  # fmt: skip

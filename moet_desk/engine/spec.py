@@ -8,8 +8,10 @@ asks for a model's name. Every variation is a field of one record, not a new cla
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
-from moet_desk.kernels.kinds import RopeScaling, Score
+from moet_desk.kernels.kinds import KvFormat, RopeScaling, Score
+from moet_desk.kernels.kv_sizes import gqa_entry_bytes, mla_entry_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,43 @@ class Mla:
     latent_eps: float
     rope: Rope
 
+    def entry_bytes(self, form: KvFormat) -> int:
+        """KV bytes of a token in one layer."""
+        return mla_entry_bytes(form, self.kv_rank, self.rope_dim)
+
+
+class QkNorm(Enum):
+    """Over what queries and keys get an RMS norm before they are rotated."""
+
+    NONE = "none"
+    HEAD = "head"  # each head by itself, one weight for all
+    FULL = "full"  # all heads of a token together
+
+
+@dataclass(frozen=True, slots=True)
+class Gqa:
+    """Grouped-query attention: `n_heads` query heads share `n_keys` heads of keys and values.
+
+    Of each head the first `rope.dim` numbers rotate. `has_bias` is of queries, keys and values.
+    """
+
+    n_heads: int
+    n_keys: int
+    head_dim: int
+    has_bias: bool
+    qk_norm: QkNorm
+    norm_eps: float
+    softmax_scale: float
+    rope: Rope
+
+    def entry_bytes(self, form: KvFormat) -> int:
+        """KV bytes of a token in one layer."""
+        return gqa_entry_bytes(form, self.n_keys, self.head_dim, self.head_dim)
+
+
+Mixer = Mla | Gqa
+"""How tokens of one sequence see each other. All layers of a model have the same one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Router:
@@ -60,11 +99,17 @@ class DenseFfn:
 
 @dataclass(frozen=True, slots=True)
 class MoeFfn:
-    """Routed experts, plus one shared expert of width `shared_inter` (0: none)."""
+    """Routed experts, plus one shared expert of width `shared_inter` (0: none).
+
+    `name` is what its tensors are called below the layer, `bias_name` the selection bias below
+    that.
+    """
 
     router: Router
     inter: int
     shared_inter: int
+    name: str = "mlp."
+    bias_name: str = "gate.e_score_correction_bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +117,7 @@ class Layer:
     """One decoder layer. `index` is the model's own layer number, used in tensor names."""
 
     index: int
-    mixer: Mla
+    mixer: Mixer
     ffn: DenseFfn | MoeFfn
 
 

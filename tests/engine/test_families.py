@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from moet_desk.engine.families import plan_for, spec_for
+from moet_desk.engine.spec import DenseFfn, Gqa, Mla, QkNorm
 from moet_desk.errors import MoetError
+from moet_desk.kernels.kinds import Score
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_spec__wrong_or_unknown_key__refused_by_name(
     assert "some/config.json" in caught.value.cause
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", ""])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", ""])
 def test_spec__unknown_family__refused_with_the_known_ones(
     config: dict[str, Any], model_type: str
 ) -> None:
@@ -94,3 +96,189 @@ def test_spec__no_model_type__refused() -> None:
     with pytest.raises(MoetError) as caught:
         spec_for({}, path="config.json", has_mtp=False)
     assert caught.value.code == "MD-SRC-07"
+
+
+GLM_4_5_AIR: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True,
+    "attention_dropout": 0.0, "pad_token_id": 151329, "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "partial_rotary_factor": 0.5,
+    "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1408, "norm_topk_prob": True, "num_attention_heads": 96,
+    "n_group": 1, "topk_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0, "num_experts_per_tok": 8, "first_k_dense_replace": 1,
+    "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.54.0",
+    "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False,
+    "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 262144,
+    "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+OLMOE: dict[str, Any] = {
+    "model_type": "olmoe", "attention_bias": False, "clip_qkv": None, "eos_token_id": 50279,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024,
+    "max_position_embeddings": 4096, "norm_topk_prob": False, "num_attention_heads": 16,
+    "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16,
+    "num_key_value_heads": 16, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": False,
+    "vocab_size": 50304,
+}  # fmt: skip
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+    "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+    "tie_word_embeddings": False, "vocab_size": 32000,
+}  # fmt: skip
+GLM_4_7_FLASH: dict[str, Any] = {
+    "model_type": "glm4_moe_lite", "attention_bias": False, "eos_token_id": [154820, 154827],
+    "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 10240, "kv_lora_rank": 512, "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 20, "num_experts_per_tok": 4,
+    "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8, "tie_word_embeddings": False, "topk_group": 1,
+    "topk_method": "noaux_tc", "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
+MINIMAX_M2: dict[str, Any] = {
+    "model_type": "minimax_m2", "attn_type_list": [1] * 62, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536,
+    "max_position_embeddings": 196608, "mtp_transformer_layers": 1, "num_attention_heads": 48,
+    "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8,
+    "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
+    "quantization_config": {"quant_method": "fp8"}, "rms_norm_eps": 1e-06, "rope_theta": 5000000,
+    "rotary_dim": 64, "router_jitter_noise": 0.0, "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_mtp": True,
+    "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
+}  # fmt: skip
+PUBLISHED = {
+    "glm": GLM_4_5_AIR, "qwen": QWEN3_30B, "olmoe": OLMOE, "mixtral": MIXTRAL,
+    "flash": GLM_4_7_FLASH, "minimax": MINIMAX_M2,
+}  # fmt: skip
+
+
+def test_spec__glm_4_5_air__as_published() -> None:
+    spec = spec_for(GLM_4_5_AIR, path="config.json", has_mtp=True)
+    mixer, moe = spec.layers[0].mixer, spec.moe_ffn
+    assert isinstance(mixer, Gqa)
+    assert (mixer.n_heads, mixer.n_keys, mixer.head_dim, mixer.has_bias) == (96, 8, 128, True)
+    assert (mixer.rope.dim, mixer.rope.base, mixer.rope.interleaved) == (64, 1e6, False)
+    assert mixer.qk_norm is QkNorm.NONE
+    assert spec.layers[0].ffn == DenseFfn(10944)
+    assert spec.main_moe_layers == tuple(range(1, 46))
+    assert spec.mtp is not None
+    assert spec.mtp.index == 46
+    assert (moe.router.n_experts, moe.inter, moe.shared_inter) == (128, 1408, 1408)
+    plan = plan_for(GLM_4_5_AIR, path="config.json", names=["model.layers.46.eh_proj"])
+    assert plan.dense["model.layers.3.self_attn.k_proj.bias"] == (1024,)
+    assert plan.dense["model.layers.46.self_attn.o_proj"] == (4096, 12288)
+    assert "model.layers.46.shared_head.head" in plan.ignored
+
+
+def test_spec__qwen3_30b__as_published() -> None:
+    spec = spec_for(QWEN3_30B, path="config.json", has_mtp=False)
+    mixer, router = spec.layers[0].mixer, spec.moe_ffn.router
+    assert isinstance(mixer, Gqa)
+    assert (mixer.n_keys, mixer.qk_norm, mixer.has_bias) == (4, QkNorm.HEAD, False)
+    assert (mixer.rope.dim, mixer.rope.base) == (128, 1e7)
+    assert (router.score, router.renormalize, router.top_k) == (Score.SOFTMAX, True, 8)
+    assert spec.moe_ffn.shared_inter == 0
+    assert len(spec.main_moe_layers) == 48
+
+
+def test_spec__olmoe_and_mixtral__as_published() -> None:
+    olmoe = spec_for(OLMOE, path="config.json", has_mtp=False)
+    mixer = olmoe.layers[0].mixer
+    assert isinstance(mixer, Gqa)
+    assert (mixer.n_keys, mixer.head_dim, mixer.qk_norm) == (16, 128, QkNorm.FULL)
+    assert not olmoe.moe_ffn.router.renormalize
+    mixtral = spec_for(MIXTRAL, path="config.json", has_mtp=False)
+    assert mixtral.moe_ffn.router.renormalize
+    plan = plan_for(MIXTRAL, path="config.json", names=[])
+    assert plan.gate == "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1"
+    assert plan.down == "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2"
+    assert plan.dense["model.layers.0.block_sparse_moe.gate"] == (8, 4096)
+
+
+def test_spec__glm_4_7_flash__deepseek_parts_with_the_first_layer_dense() -> None:
+    spec = spec_for(GLM_4_7_FLASH, path="config.json", has_mtp=True)
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, Mla)
+    assert (mixer.q_rank, mixer.kv_rank, mixer.nope_dim, mixer.v_dim) == (768, 512, 192, 256)
+    assert (mixer.rope.interleaved, mixer.rope.base, mixer.latent_eps) == (True, 1e6, 1e-5)
+    assert spec.main_moe_layers == tuple(range(1, 47))
+    listed = {**GLM_4_7_FLASH, "mlp_layer_types": ["dense", *["sparse"] * 46]}
+    assert spec_for(listed, path="config.json", has_mtp=True) == spec
+
+
+def test_spec__minimax_m2__as_published() -> None:
+    spec = spec_for(MINIMAX_M2, path="config.json", has_mtp=False)
+    mixer, router = spec.layers[0].mixer, spec.moe_ffn.router
+    assert isinstance(mixer, Gqa)
+    assert (mixer.n_keys, mixer.qk_norm, mixer.rope.dim) == (8, QkNorm.FULL, 64)
+    assert (router.score, router.selection_bias, router.renormalize) == (Score.SIGMOID, True, True)
+    plan = plan_for(MINIMAX_M2, path="config.json", names=[])
+    assert plan.dense["model.layers.0.block_sparse_moe.e_score_correction_bias"] == (256,)
+    assert plan.dense["model.layers.0.self_attn.k_norm"] == (1024,)
+    assert plan.up == "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("glm", {"head_dim": 72}, "heads have 72 numbers"),
+        ("glm", {"num_key_value_heads": 5}, "96 heads cannot share 5"),
+        ("glm", {"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5"),
+        ("glm", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ("glm", {"scoring_func": "softmax"}, "scoring_func"),
+        ("glm", {"topk_group": 3}, "3 kept"),
+        ("glm", {"use_qk_norm": 1}, "use_qk_norm is 1"),
+        ("glm", {"index_topk": 2048}, "index_topk"),
+        ("qwen", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen", {"attention_bias": True}, "attention_bias"),
+        ("qwen", {"mlp_only_layers": [48]}, "mlp_only_layers"),
+        ("qwen", {"decoder_sparse_step": 49}, "all layers are dense"),
+        ("qwen", {"num_experts_per_tok": 129}, "129 of 128 experts"),
+        ("qwen", {"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
+        ("qwen", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max"),
+        ("qwen", {"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("olmoe", {"attention_bias": True}, "attention_bias"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096"),
+        ("mixtral", {"intermediate_size": 100}, "multiple of 32"),
+        ("mixtral", {"attention_bias": False}, "attention_bias"),
+        ("flash", {"mlp_layer_types": ["sparse"] * 47}, "mlp_layer_types"),
+        ("flash", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("minimax", {"attn_type_list": [0] + [1] * 61}, "attn_type_list"),
+        ("minimax", {"shared_intermediate_size": 1536}, "shared_intermediate_size"),
+        ("minimax", {"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta"),
+        ("minimax", {"use_routing_bias": False}, "use_routing_bias"),
+    ],
+)
+def test_spec__grouped_query_families__what_changes_the_maths_is_refused(
+    name: str, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(MoetError) as caught:
+        spec_for({**PUBLISHED[name], **change}, path="config.json", has_mtp=False)
+    assert caught.value.code == "MD-SRC-07"
+    assert words in caught.value.cause
+
+
+def test_spec__qwen_with_dense_layers__named_ones_and_every_second() -> None:
+    config = {**QWEN3_30B, "mlp_only_layers": [1, 5], "decoder_sparse_step": 2}
+    spec = spec_for(config, path="config.json", has_mtp=False)
+    dense = {layer.index for layer in spec.layers if isinstance(layer.ffn, DenseFfn)}
+    assert dense == {5, *range(0, 48, 2), 1}

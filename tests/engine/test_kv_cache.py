@@ -6,18 +6,22 @@ import pytest
 import torch
 
 from moet_desk.engine.kv_cache import KvCache
-from moet_desk.engine.spec import Mla, Rope
+from moet_desk.engine.spec import Gqa, Mixer, Mla, QkNorm, Rope
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.reference import mla_read, mla_write
+from moet_desk.kernels.reference import gqa_read, gqa_write, mla_read, mla_write
 
 MIXER = Mla(
     n_heads=2, q_rank=None, kv_rank=32, nope_dim=8, rope_dim=16, v_dim=8, softmax_scale=1.0,
     latent_eps=1e-6, rope=Rope(dim=16, base=1e4, interleaved=True),
 )  # fmt: skip
+GROUPED = Gqa(
+    n_heads=4, n_keys=2, head_dim=48, has_bias=False, qk_norm=QkNorm.NONE, norm_eps=1e-6,
+    softmax_scale=1.0, rope=Rope(dim=48, base=1e4, interleaved=False),
+)  # fmt: skip
 
 
-def cache(form: KvFormat = KvFormat.F32, pages: int = 8) -> KvCache:
-    return KvCache(MIXER, n_layers=2, n_pages=pages, page_tokens=4, form=form)
+def cache(form: KvFormat = KvFormat.F32, pages: int = 8, mixer: Mixer = MIXER) -> KvCache:
+    return KvCache(mixer, n_layers=2, n_pages=pages, page_tokens=4, form=form)
 
 
 def entries(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,6 +48,28 @@ def test_write_then_read__any_split__equals_one_conversion(
     want = mla_read(mla_write(latent, ropes, form), form, 32, 16)
     for got, wanted in zip(kv.read(1, sequence, 11), want, strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("form", list(KvFormat))
+def test_grouped__write_in_pieces_then_read__equals_one_conversion(form: KvFormat) -> None:
+    kv = cache(form, mixer=GROUPED)
+    sequence = kv.reserve(11)
+    assert sequence is not None
+    source = torch.Generator().manual_seed(9)
+    k, v = (torch.randn(11, 2, 48, generator=source) for _ in range(2))
+    for size in (3, 1, 5, 2):
+        part = slice(sequence.length, sequence.length + size)
+        kv.write(1, sequence, k[part], v[part])
+        sequence.length += size
+    want = gqa_read(gqa_write(k, v, form), form, 2, 48, 48)
+    got = kv.read(1, sequence, 11)
+    for mine, wanted, original in zip(got, want, (k, v), strict=True):
+        assert torch.equal(mine, wanted)
+        assert mine.shape == original.shape
+        assert (mine - original).abs().max() < {"f32": 1e-9, "bf16": 0.02, "fp8": 0.2}.get(
+            form.value, 1.0
+        )
+    assert not kv.pages(0).any()  # another layer's entries are untouched
 
 
 def test_read__scattered_pages__same_as_neighbouring_ones() -> None:

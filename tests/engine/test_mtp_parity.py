@@ -1,4 +1,4 @@
-"""The MTP head of tiny random DeepSeek-V3 models against transformers' `MtpModel`."""
+"""The MTP head of tiny random DeepSeek-V3 and GLM models against transformers' `MtpModel`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded
-from tests.engine.test_parity_tiny import CONFIGS, random_model, save_source, use_packed_experts
+from tests.engine.tiny_models import (
+    CONFIGS,
+    GQA_CONFIGS,
+    random_model,
+    save_source,
+    use_packed_experts,
+)
 
 LENGTH = 24
 LAYER = 3  # the head's, behind the model's last one
@@ -78,21 +84,32 @@ def use_packed_head(head: Any, pack: Path) -> None:
     reader.close()
 
 
-def packed_with_head(init: float, folder: Path) -> tuple[Any, Any, Path]:
+MODELS = {**CONFIGS, **GQA_CONFIGS}
+
+
+def packed_with_head(
+    init: float, folder: Path, name: str = "v3_groups_yarn"
+) -> tuple[Any, Any, Path]:
     """transformers' model and head, and the pack of both."""
-    model = random_model({**CONFIGS["v3_groups_yarn"], "num_mtp_layers": 1}, init)
+    model = random_model({**MODELS[name], "num_mtp_layers": 1}, init)
     head = with_head(model)
     save_source(model, folder / "source")
     save_head(head, folder / "source")
     return model, head, pack_source(folder / "source", folder / "pack")
 
 
-@pytest.fixture(scope="module", params=[0.02, 0.25], ids=["cold", "hot"])
+@pytest.fixture(
+    scope="module",
+    params=[(init, name) for name in ("v3_groups_yarn", "glm") for init in (0.02, 0.25)],
+    ids=lambda param: f"{param[1]}-{param[0]}",
+)
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Tensor, Tensor]:
     """A pack with a head, token ids, and the head's logits for them but the first."""
-    model, head, pack = packed_with_head(request.param, tmp_path_factory.mktemp("mtp"))
+    model, head, pack = packed_with_head(
+        request.param[0], tmp_path_factory.mktemp("mtp"), request.param[1]
+    )
     ids = torch.randint(3, 256, (LENGTH,), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         use_packed_experts_of_model(model, pack)

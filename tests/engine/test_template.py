@@ -42,6 +42,15 @@ def _render(source: str, messages: list[dict[str, Any]] | None = None) -> str:
         ("{{ 'a-b' | replace('-', '+') }}{{ 'x,y'.split(',')[1] }}", "a+by"),
         ("{{ 'a\nb' | indent(2) }}", "a\n  b"),
         ("{% for m in messages if m.role %}{{ loop.index }}{% endfor %}", "1"),
+        # Qwen3's: the last question from behind, thoughts cut off, neighbours of a message
+        ("{% for m in messages[::-1] %}{{ (messages | length - 1) - loop.index0 }}{% endfor %}",
+         "0"),
+        ("{{ 'why</think>\n\nso'.split('</think>')[-1].lstrip('\n') }}", "so"),
+        ("{% set m = messages[0] %}{{ m.content is string and not m.content.startswith('<') }}",
+         "True"),
+        ("{% for m in messages %}{{ loop.first or loop.previtem.role != 'tool' }}{% endfor %}",
+         "True"),
+        ("{% if enable_thinking is defined and enable_thinking is false %}-{% endif %}x", "x"),
     ],
 )  # fmt: skip
 def test_render__features_templates_use__work(source: str, expected: str) -> None:

@@ -38,7 +38,7 @@ from moet_desk.telemetry import Event, Failed, Finished
 from moet_desk.units import MIB
 from tests.conftest import DEMO, pack_source
 from tests.engine.test_faults import events_of, text_of
-from tests.engine.test_parity_tiny import TINY, YARN, random_model, save_source
+from tests.engine.tiny_models import TINY, YARN, random_model, save_source
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.gpu if ON_GPU else pytest.mark.slow

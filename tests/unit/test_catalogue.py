@@ -6,7 +6,8 @@ import pytest
 
 from moet_desk.catalogue import CatalogueEntry, MlaFacts, find_entry, load_catalogue, parse
 from moet_desk.engine.families import MODULE_OF_TYPE, runs
-from moet_desk.engine.families.deepseek_v3 import dense_shapes
+from moet_desk.engine.families.tensors import dense_shapes
+from moet_desk.engine.model_shape import kv_token_bytes
 from moet_desk.engine.planned_model import spec_of
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import mla_entry_bytes
@@ -14,6 +15,7 @@ from moet_desk.units import GIB
 
 ENTRIES = load_catalogue()
 MLA = [entry for entry in ENTRIES if entry.mla is not None]
+KNOWN = [entry for entry in ENTRIES if entry.mla or entry.gqa]
 
 
 def name_of(entry: CatalogueEntry) -> str:
@@ -55,8 +57,10 @@ def test_entry__recommended_ram__holds_all_2_bit_experts(entry: CatalogueEntry) 
     assert entry.ram_gib <= 2.2 * entry.base_gib + 24
 
 
-@pytest.mark.parametrize("entry", MLA, ids=name_of)
-def test_mla__dense_bytes_counted_from_tensor_shapes__as_stated(entry: CatalogueEntry) -> None:
+@pytest.mark.parametrize("entry", KNOWN, ids=name_of)
+def test_attention__dense_bytes_counted_from_tensor_shapes__as_stated(
+    entry: CatalogueEntry,
+) -> None:
     total = 0
     for name, shape in dense_shapes(spec_of(entry)):
         size = shape[0] * (shape[1] if len(shape) == 2 else 1)
@@ -64,7 +68,7 @@ def test_mla__dense_bytes_counted_from_tensor_shapes__as_stated(entry: Catalogue
             total += 2 * size
         elif len(shape) == 1:
             total += 4 * size
-        elif "embed" in name or "lm_head" in name or name.endswith("mlp.gate"):
+        elif "embed" in name or "lm_head" in name or name.endswith(".gate"):
             total += 2 * size
         else:  # FP8 with a float32 scale per 128 x 128
             total += size + 4 * -(-shape[0] // 128) * -(-shape[1] // 128)
@@ -79,9 +83,25 @@ def test_mla__kv_bytes__the_engines_own(entry: CatalogueEntry) -> None:
     assert entry.kv_token_bytes(KvFormat.BF16) == own
 
 
+@pytest.mark.parametrize("entry", KNOWN, ids=name_of)
+def test_attention__dense_layers__all_that_are_no_moe_layers(entry: CatalogueEntry) -> None:
+    facts = entry.mla or entry.gqa
+    assert facts is not None
+    assert facts.dense_layers == entry.layers - entry.moe_layers
+
+
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.gqa], ids=name_of)
+@pytest.mark.parametrize("form", [KvFormat.BF16, KvFormat.NVFP4])
+def test_gqa__kv_bytes__the_engines_own(entry: CatalogueEntry, form: KvFormat) -> None:
+    assert entry.kv_token_bytes(form) == kv_token_bytes(spec_of(entry), form)
+
+
 def test_runnable__only_families_that_are_written() -> None:
     running = {entry.name for entry in ENTRIES if runs(entry.family) and not entry.not_yet}
-    assert running == {"deepseek-v3.1", "deepseek-r1"}
+    assert running == {
+        "deepseek-v3.1", "deepseek-r1", "glm-4.5-air", "qwen3-30b-a3b", "qwen3-235b-a22b",
+        "qwen3-coder-480b", "olmoe-1b-7b", "mixtral-8x7b", "glm-4.7-flash", "minimax-m2.7",
+    }  # fmt: skip
     for entry in ENTRIES:
         assert entry.not_yet or entry.family in MODULE_OF_TYPE
 

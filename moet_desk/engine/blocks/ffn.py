@@ -48,7 +48,7 @@ class MoeBlock:
         self._router: Router = ffn.router
         self._w_router = weights("gate")
         bias = ffn.router.selection_bias
-        self._bias = weights("gate.e_score_correction_bias") if bias else None
+        self._bias = weights(ffn.bias_name) if bias else None
         self._shared = SwigluFfn(weights.below("shared_experts.")) if ffn.shared_inter else None
 
     def __call__(self, x: Tensor, experts: Experts) -> Tensor:

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.buffers import StepBuffers
 from moet_desk.engine.cuda.dense_weights import DenseSource
-from moet_desk.engine.spec import DenseFfn, Layer, Mla, MoeFfn, Router
+from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mla, MoeFfn, QkNorm, Router
 from moet_desk.kernels.kinds import Activations
-from moet_desk.kernels.triton.attention import mla_decode
+from moet_desk.kernels.triton.attention import gqa_decode, mla_decode
 from moet_desk.kernels.triton.dense import gemv, swiglu_gemv
 from moet_desk.kernels.triton.experts import combine
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.latent import LatentWeight, mla_absorb, mla_out
 from moet_desk.kernels.triton.norms import rms_norm
-from moet_desk.kernels.triton.prepare import Rotation, mla_prepare, rotate_queries
+from moet_desk.kernels.triton.prepare import Rotation, gqa_prepare, mla_prepare, rotate_queries
 from moet_desk.kernels.triton.quant import rms_norm_quantize
 from moet_desk.kernels.triton.route import route
 
@@ -120,6 +120,50 @@ class MlaLaunches:
         gemv(b.heads[t], self.w_out, b.x[t], residual=b.x[t])
 
 
+class GqaLaunches:
+    """Grouped-query attention of one layer: the same for it."""
+
+    def __init__(self, mixer: Gqa, load: DenseSource, name: str) -> None:
+        self.mixer = mixer
+        parts = [name + part for part in ("q_proj", "k_proj", "v_proj")]
+        self.w_in = load.matrix(*parts)
+        self.bias: Tensor | None = None
+        if mixer.has_bias:
+            self.bias = torch.cat([load.vector(part + ".bias") for part in parts])
+        has_norm = mixer.qk_norm is not QkNorm.NONE
+        self._q_norm = load.vector(name + "q_norm") if has_norm else None
+        self._k_norm = load.vector(name + "k_norm") if has_norm else None
+        self.w_out = load.matrix(name + "o_proj")
+
+    def launch(
+        self, b: StepBuffers, rows: int, rotation: Rotation, kv: KvPages, lengths: Tensor
+    ) -> None:
+        mixer, t = self.mixer, slice(0, rows)
+        heads = (rows, mixer.n_heads, mixer.head_dim)
+        gemv(b.normed[t], self.w_in, b.joined[t], bias=self.bias)
+        queries = b.queries[t].view(heads)
+        self.prepare(b.joined[t], queries, rotation, kv)
+        gqa_decode(
+            queries, kv, lengths, b.heads[t].view(heads), n_keys=mixer.n_keys,
+            scale=mixer.softmax_scale, scratch=b.attention,
+        )  # fmt: skip
+        gemv(b.heads[t], self.w_out, b.x[t], residual=b.x[t])
+
+    def prepare(self, joined: Tensor, queries: Tensor, rotation: Rotation, kv: KvPages) -> None:
+        """From the joined projections, which are changed, to queries [T, N, D] and KV entries."""
+        mixer, q_norm, k_norm = self.mixer, self._q_norm, self._k_norm
+        if mixer.qk_norm is QkNorm.FULL and q_norm is not None and k_norm is not None:
+            width = mixer.n_heads * mixer.head_dim
+            q, k = joined[:, :width], joined[:, width : width + mixer.n_keys * mixer.head_dim]
+            rms_norm(q, q_norm, mixer.norm_eps, out=q)
+            rms_norm(k, k_norm, mixer.norm_eps, out=k)
+            q_norm = k_norm = None
+        gqa_prepare(
+            joined, queries, rotation=rotation, kv=kv, dv=mixer.head_dim, eps=mixer.norm_eps,
+            q_weight=q_norm, k_weight=k_norm,
+        )  # fmt: skip
+
+
 class DenseLaunches:
     """A dense layer's feed-forward part: x += W_down(silu(W_gate n) * W_up n), n the normed x."""
 
@@ -145,7 +189,7 @@ class MoeLaunches:
         self.moe_layer = moe_layer
         self.w_router = load.matrix(name + "gate")
         bias = ffn.router.selection_bias
-        self.bias = load.vector(name + "gate.e_score_correction_bias") if bias else None
+        self.bias = load.vector(name + ffn.bias_name) if bias else None
         self.shared = None
         if ffn.shared_inter:
             self.shared = DenseLaunches(load, name + "shared_experts.", ffn.shared_inter)
@@ -176,13 +220,17 @@ class LayerLaunches:
         name = f"model.layers.{layer.index}."
         self.attention_norm = load.vector(name + "input_layernorm")
         self.ffn_norm = load.vector(name + "post_attention_layernorm")
-        self.attention = MlaLaunches(layer.mixer, load, name + "self_attn.")
+        self.attention: MlaLaunches | GqaLaunches
+        if isinstance(layer.mixer, Mla):
+            self.attention = MlaLaunches(layer.mixer, load, name + "self_attn.")
+        else:
+            self.attention = GqaLaunches(layer.mixer, load, name + "self_attn.")
         self.ffn: DenseLaunches | MoeLaunches
         if isinstance(layer.ffn, DenseFfn):
             self.ffn = DenseLaunches(load, name + "mlp.", layer.ffn.inter)
         else:
             self.ffn = MoeLaunches(
-                layer.ffn, load, name + "mlp.", moe_layer=moe_layer, branch=branch
+                layer.ffn, load, name + layer.ffn.name, moe_layer=moe_layer, branch=branch
             )
 
     def launch(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.sampling import Draw
-from moet_desk.engine.spec import DenseFfn, Spec
+from moet_desk.engine.spec import DenseFfn, Mixer, Mla, Spec
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.quant import planar_shape
@@ -125,8 +125,8 @@ class StepBuffers:
     normed: Tensor
     joined: Tensor
     q_latent_in: Tensor  # the query latent, or nothing
-    queries: Tensor  # after the query latent, or nothing
-    q_rope: Tensor
+    queries: Tensor  # behind the query latent, or ready for grouped-query attention, or nothing
+    q_rope: Tensor  # this and the next two: of MLA
     q_latent: Tensor
     mixed: Tensor
     heads: Tensor
@@ -146,11 +146,9 @@ class StepBuffers:
 
     @classmethod
     def make(cls, spec: Spec, device: torch.device) -> StepBuffers:
-        """Room for `MAX_ROWS` rows of a model with MLA layers of one shape."""
-        mixer, moe, rows = spec.layers[0].mixer, spec.moe_ffn, MAX_ROWS
-        n, r, dr = mixer.n_heads, mixer.kv_rank, mixer.rope_dim
-        head = mixer.nope_dim + dr
-        q_in = mixer.q_rank or n * head
+        """Room for `MAX_ROWS` rows of a model with layers of one shape."""
+        width, moe, rows = _Widths.of(spec.layers[0].mixer), spec.moe_ffn, MAX_ROWS
+        n = spec.layers[0].mixer.n_heads
         top_k, pairs = moe.router.top_k, rows * moe.router.top_k
         dense = [layer.ffn.inter for layer in spec.layers if isinstance(layer.ffn, DenseFfn)]
 
@@ -166,13 +164,13 @@ class StepBuffers:
         return cls(
             x=f32(rows, spec.hidden),
             normed=f32(rows, spec.hidden),
-            joined=f32(rows, q_in + r + dr),
-            q_latent_in=f32(rows, mixer.q_rank or 1),
-            queries=f32(rows, n * head if mixer.q_rank else 1),
-            q_rope=f32(rows, n, dr),
-            q_latent=f32(rows, n, r),
-            mixed=f32(rows, n, r),
-            heads=f32(rows, n * mixer.v_dim),
+            joined=f32(rows, width.joined),
+            q_latent_in=f32(rows, width.q_latent_in),
+            queries=f32(rows, width.queries),
+            q_rope=f32(rows, n, width.q_rope),
+            q_latent=f32(rows, n, width.latent),
+            mixed=f32(rows, n, width.latent),
+            heads=f32(rows, n * width.value),
             router=f32(rows, moe.router.n_experts),
             ids=i32(rows, top_k),
             weights=f32(rows, top_k),
@@ -185,5 +183,33 @@ class StepBuffers:
             shared_mid=f32(rows, max([moe.shared_inter, *dense, 1])),
             shared_out=f32(rows, spec.hidden),
             logits=f32(rows, spec.vocab),
-            attention=DecodeScratch.make(rows, n, r, device=device),
+            attention=DecodeScratch.make(rows, n, width.mixed, device=device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Widths:
+    """Numbers of a row in attention; 1 for what there is not. The last four are of one head."""
+
+    joined: int
+    q_latent_in: int
+    queries: int
+    q_rope: int
+    latent: int
+    value: int
+    mixed: int  # what scores weigh and add up
+
+    @classmethod
+    def of(cls, mixer: Mixer) -> _Widths:
+        if not isinstance(mixer, Mla):
+            queries, d = mixer.n_heads * mixer.head_dim, mixer.head_dim
+            joined = queries + 2 * mixer.n_keys * d
+            return cls(joined, 1, queries, q_rope=1, latent=1, value=d, mixed=d)
+        r, dr = mixer.kv_rank, mixer.rope_dim
+        queries = mixer.n_heads * (mixer.nope_dim + dr)
+        return cls(
+            joined=(mixer.q_rank or queries) + r + dr,
+            q_latent_in=mixer.q_rank or 1,
+            queries=queries if mixer.q_rank else 1,
+            q_rope=dr, latent=r, value=mixer.v_dim, mixed=r,
+        )  # fmt: skip

@@ -12,13 +12,19 @@ from math import prod
 
 from torch import Tensor
 
-from moet_desk.engine.cuda.blocks import DenseLaunches, LayerLaunches, MlaLaunches, MoeLaunches
+from moet_desk.engine.cuda.blocks import (
+    DenseLaunches,
+    GqaLaunches,
+    LayerLaunches,
+    MlaLaunches,
+    MoeLaunches,
+)
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
 from moet_desk.kernels.kinds import Activations, KvFormat
 from moet_desk.kernels.triton.gemm import gemm, split, swiglu_split
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
-from moet_desk.kernels.triton.prefill_attention import mla_prefill
+from moet_desk.kernels.triton.prefill_attention import gqa_prefill, mla_prefill
 from moet_desk.kernels.triton.prepare import Rotation, mla_prepare, rotate_queries
 from moet_desk.kernels.triton.quant import plain_shape, rms_norm_quantize
 from moet_desk.kernels.triton.route import route
@@ -81,7 +87,7 @@ class ChunkLayer:
             table = chunk.table.expand(here.stop - first, -1)
             kv = KvPages(pages, table, form)
             rotation = Rotation(chunk.positions[here], self._cos, self._sin, self._interleaved)
-            self._attend(self._layer.attention, b.x[here], rotation, kv, chunk.start + first)
+            self._attend(b.x[here], rotation, kv, chunk.start + first)
             if isinstance(ffn, MoeLaunches):
                 self._route(ffn, here, chunk)
             else:
@@ -94,14 +100,35 @@ class ChunkLayer:
             weights = b.weights[: chunk.n].gather(1, order)
             experts(ffn.moe_layer, ids, weights, b.x[: chunk.n])
 
-    def _attend(
-        self, mla: MlaLaunches, x: Tensor, rotation: Rotation, kv: KvPages, start: int
-    ) -> None:
+    def _attend(self, x: Tensor, rotation: Rotation, kv: KvPages, start: int) -> None:
         """x += attention of a block of rows, which begin at position `start`."""
-        b, mixer, rows = self._b, mla.mixer, x.shape[0]
-        n, head = mixer.n_heads, mixer.nope_dim + mixer.rope_dim
-        normed = b.normed[:rows]
+        attention, normed = self._layer.attention, self._b.normed[: x.shape[0]]
         rms_norm(x, self._layer.attention_norm, self._eps, out=normed)
+        if isinstance(attention, MlaLaunches):
+            heads = self._mla(attention, normed, rotation, kv, start)
+        else:
+            heads = self._gqa(attention, normed, rotation, kv, start)
+        gemm(self._split(heads), attention.w_out, x, residual=x)
+
+    def _gqa(
+        self, gqa: GqaLaunches, normed: Tensor, rotation: Rotation, kv: KvPages, start: int
+    ) -> Tensor:
+        """What the heads mixed [rows, N * D], in `narrow`."""
+        b, mixer, rows = self._b, gqa.mixer, normed.shape[0]
+        shape = (rows, mixer.n_heads, mixer.head_dim)
+        joined, narrow = _Room(b.wide).take(rows, gqa.w_in.n), _Room(b.narrow)
+        gemm(self._split(normed), gqa.w_in, joined, bias=gqa.bias)
+        queries, heads = narrow.take(*shape), narrow.take(*shape)
+        gqa.prepare(joined, queries, rotation, kv)
+        gqa_prefill(queries, kv, heads, n_keys=mixer.n_keys, start=start, scale=mixer.softmax_scale)
+        return heads.view(rows, -1)
+
+    def _mla(
+        self, mla: MlaLaunches, normed: Tensor, rotation: Rotation, kv: KvPages, start: int
+    ) -> Tensor:
+        """What the heads mixed [rows, N * dv], in `narrow`."""
+        b, mixer, rows = self._b, mla.mixer, normed.shape[0]
+        n, head = mixer.n_heads, mixer.nope_dim + mixer.rope_dim
         wide, narrow = _Room(b.wide), _Room(b.narrow)
         joined = wide.take(rows, mla.w_in.n)
         gemm(self._split(normed), mla.w_in, joined)
@@ -126,7 +153,7 @@ class ChunkLayer:
             queries[..., : mixer.nope_dim], q_rope, kv, mla.w_latent, heads,
             start=start, scale=mixer.softmax_scale, scratch=b.attention,
         )  # fmt: skip
-        gemm(self._split(heads), mla.w_out, x, residual=x)
+        return heads
 
     def _feed(self, ffn: DenseLaunches, normed: Tensor, x: Tensor) -> None:
         """x += W_down(silu(W_gate n) * W_up n)."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from moet_desk.engine.spec import DenseFfn, Mla, Spec
+from moet_desk.engine.spec import DenseFfn, Gqa, Mla, Spec
 from moet_desk.kernels.row_sizes import GROUP, ExpertLayout
 from moet_desk.plan import ChunkSize
 from moet_desk.store.pack_format import Plane
@@ -67,21 +67,18 @@ class ChunkShape:
     def of(cls, spec: Spec, rows: int, *, context: int) -> ChunkShape:
         """For chunks of `rows` tokens of sequences of up to `context`."""
         mixer, moe, block = spec.layers[0].mixer, spec.moe_ffn, min(rows, BLOCK_ROWS)
-        width, heads = mixer.nope_dim + mixer.v_dim, mixer.n_heads * mixer.v_dim
+        entries = -(-context // 64) * 64
+        own = _of_mla(mixer, entries) if isinstance(mixer, Mla) else _of_gqa(mixer)
         dense = [layer.ffn.inter for layer in spec.layers if isinstance(layer.ffn, DenseFfn)]
         inter = max([moe.shared_inter, *dense])
-        entries = -(-context // 64) * 64
-        least = SCALE_BLOCK // gcd(SCALE_BLOCK, width) * width  # groups begin at a scale block
-        q_rank = mixer.q_rank or 0
         return cls(
             rows=rows, block=block, hidden=spec.hidden, inter=moe.inter, top_k=moe.router.top_k,
             n_experts=moe.router.n_experts,
-            wide=block * max(_query_width(mixer), 2 * inter),
-            narrow=block * (mixer.n_heads * mixer.rope_dim + max(heads, q_rank)),
-            parts=2 * block * max(spec.hidden, q_rank, heads, inter),
+            wide=block * max(own.projected, 2 * inter),
+            narrow=block * own.narrow,
+            parts=2 * block * max(spec.hidden, own.inputs, inter),
             entries=entries,
-            per_entry=min(mixer.n_heads * width, max(least, EXPANDED_BYTES // _F32 // entries)),
-            kv_rank=mixer.kv_rank, rope_dim=mixer.rope_dim,
+            per_entry=own.per_entry, kv_rank=own.kv_rank, rope_dim=own.rope_dim,
         )  # fmt: skip
 
     @property
@@ -95,6 +92,44 @@ class ChunkShape:
         halves = self.parts + 2 * self.entries * self.kv_rank
         floats += self.entries * (self.rope_dim + self.per_entry)
         return codes + _F32 * floats + _BF16 * halves + _INT32 * rows * self.top_k
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """Numbers that attention needs.
+
+    Attributes:
+        projected: of a row, for what its products give.
+        narrow: of a row, for what attention reads and gives.
+        inputs: of a row, the widest input of a product behind the first.
+        per_entry, kv_rank, rope_dim: of a decoded entry; grouped-query attention reads pages.
+    """
+
+    projected: int
+    narrow: int
+    inputs: int
+    per_entry: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
+
+
+def _of_gqa(mixer: Gqa) -> _Attention:
+    queries = mixer.n_heads * mixer.head_dim
+    return _Attention(queries + 2 * mixer.n_keys * mixer.head_dim, 2 * queries, queries)
+
+
+def _of_mla(mixer: Mla, entries: int) -> _Attention:
+    width, heads = mixer.nope_dim + mixer.v_dim, mixer.n_heads * mixer.v_dim
+    least = SCALE_BLOCK // gcd(SCALE_BLOCK, width) * width  # groups begin at a scale block
+    inputs = max(heads, mixer.q_rank or 0)
+    return _Attention(
+        projected=_query_width(mixer),
+        narrow=mixer.n_heads * mixer.rope_dim + inputs,
+        inputs=inputs,
+        per_entry=min(mixer.n_heads * width, max(least, EXPANDED_BYTES // _F32 // entries)),
+        kv_rank=mixer.kv_rank,
+        rope_dim=mixer.rope_dim,
+    )
 
 
 def _query_width(mixer: Mla) -> int:

@@ -40,7 +40,6 @@ from moet_desk.engine.sampling import GREEDY, Draw
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.layouts import ExpertLayout
-from moet_desk.kernels.reference import mla_entry_bytes
 from moet_desk.store.arena import Allocate, plain_memory
 from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB, show_memory
@@ -117,8 +116,7 @@ class Setup:
     def kv_token_bytes(self) -> int:
         """KV bytes per token of all layers."""
         spec = self.shape.spec
-        mixer = spec.layers[0].mixer
-        return len(spec.layers) * mla_entry_bytes(KV_FORM, mixer.kv_rank, mixer.rope_dim)
+        return len(spec.layers) * spec.layers[0].mixer.entry_bytes(KV_FORM)
 
     @property
     def planes(self) -> tuple[Plane, ...]:

@@ -1,7 +1,8 @@
 """Models of real shape, as plain numbers, for measuring a step without 70 GB of files.
 
 Where a family's attention does not exist here yet, MLA stands in for it, with sizes chosen so that
-the dense weights have about as many bytes as the model's; `Shape.note` says how far it is off. No
+the dense weights have about as many bytes as the model's; `Shape.note` says how far it is off.
+Every router is one of sigmoids with a bias, by which experts are made more popular than others. No
 torch here, so that the command line can list the names.
 """
 
@@ -10,11 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from moet_desk.engine.spec import DenseFfn, Layer, Mla, MoeFfn, Rope, Router, Spec
+from moet_desk.engine.spec import (
+    DenseFfn,
+    Gqa,
+    Layer,
+    Mixer,
+    Mla,
+    MoeFfn,
+    QkNorm,
+    Rope,
+    Router,
+    Spec,
+)
 from moet_desk.kernels.kinds import Score
 
 _MOST_ROWS, _MOST_PAIRS = 8, 64  # as in `buffers` and `kernels.triton.cache`, which need torch
-_RANK, _ROPE_DIM = 512, 64
+_RANK, _ROPE_DIM, _HEAD_DIM = 512, 64, 128
 _NVFP4_ENTRY_BYTES = 352
 """KV bytes per token and layer of MLA with these widths."""
 
@@ -53,7 +65,9 @@ class Shape:
         )
 
     def seen(self, context: int) -> int:
-        """Entries of MLA that have the bytes of the model's KV of `context` tokens."""
+        """Entries of its attention that have the bytes of the model's KV of `context` tokens."""
+        if self.stands_for is None:
+            return context
         own = len(self.spec.layers) * _NVFP4_ENTRY_BYTES
         return max(1, -(-context * self.kv_token_bytes // own))
 
@@ -64,8 +78,16 @@ def _mla(*, heads: int, q_rank: int | None, nope: int, value: int) -> Mla:
     return Mla(heads, q_rank, _RANK, nope, _ROPE_DIM, value, scale, 1e-6, rope)
 
 
+def _gqa(*, heads: int, keys: int, qk_norm: QkNorm, has_bias: bool, rotary: int) -> Gqa:
+    rope = Rope(dim=rotary, base=1e6, interleaved=False)
+    return Gqa(
+        heads, keys, _HEAD_DIM, has_bias, qk_norm, norm_eps=1e-6, softmax_scale=_HEAD_DIM**-0.5,
+        rope=rope,
+    )  # fmt: skip
+
+
 def _spec(
-    mixer: Mla, context: int, *, hidden: int, layers: int, experts: int, top_k: int, inter: int,
+    mixer: Mixer, context: int, *, hidden: int, layers: int, experts: int, top_k: int, inter: int,
     vocab: int, shared: int = 0, dense: int = 0, dense_inter: int = 0,
 ) -> Spec:  # fmt: skip
     router = Router(experts, top_k, Score.SIGMOID, True, 1, 1, True, 1.0)
@@ -103,18 +125,19 @@ def _glm_5_2(context: int) -> Shape:
 def _glm_4_5_air(context: int) -> Shape:
     # The one dense layer has 10944; blocks of FP8 scales want a multiple of 128.
     spec = _spec(
-        _mla(heads=96, q_rank=None, nope=64, value=120), context, hidden=4096, layers=46,
-        experts=128, top_k=8, inter=1408, shared=1408, vocab=151552, dense=1, dense_inter=11008,
+        _gqa(heads=96, keys=8, qk_norm=QkNorm.NONE, has_bias=True, rotary=64),
+        context, hidden=4096, layers=46, experts=128, top_k=8, inter=1408, shared=1408,
+        vocab=151552, dense=1, dense_inter=11008,
     )  # fmt: skip
-    return Shape("glm-4.5-air", spec, "grouped-query attention", _gib(7.88), 52992)
+    return Shape("glm-4.5-air", spec, None, _gib(7.88), 52992)
 
 
 def _qwen3_30b_a3b(context: int) -> Shape:
     spec = _spec(
-        _mla(heads=32, q_rank=None, nope=64, value=96), context, hidden=2048, layers=48,
-        experts=128, top_k=8, inter=768, vocab=151936,
+        _gqa(heads=32, keys=4, qk_norm=QkNorm.HEAD, has_bias=False, rotary=128),
+        context, hidden=2048, layers=48, experts=128, top_k=8, inter=768, vocab=151936,
     )  # fmt: skip
-    return Shape("qwen3-30b-a3b", spec, "grouped-query attention", _gib(2.03), 27648)
+    return Shape("qwen3-30b-a3b", spec, None, _gib(2.03), 27648)
 
 
 def _qwen3_next_80b(context: int) -> Shape:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moet_desk.engine.families.deepseek_v3 import dense_shapes
+from moet_desk.engine.families.tensors import dense_shapes
 from moet_desk.engine.spec import Spec
 from moet_desk.errors import MoetError
 from moet_desk.kernels.layouts import ExpertLayout
@@ -46,7 +46,7 @@ def stored_bytes(name: str, shape: tuple[int, ...]) -> int:
 
 
 def _is_fp8(name: str) -> bool:
-    return not name.endswith((".embed_tokens", "lm_head", "mlp.gate"))
+    return not name.endswith((".embed_tokens", "lm_head", ".gate"))
 
 
 def dense_bytes(spec: Spec) -> int:
@@ -89,7 +89,7 @@ class SyntheticLoader:
         rows = sum(self._shapes[name][0] for name in names)
         width = self._shapes[names[0]][1]
         if not _is_fp8(names[0]):
-            gain = 2.0 if names[0].endswith("mlp.gate") else 1.0
+            gain = 2.0 if names[0].endswith(".gate") else 1.0
             return DenseWeight(self._values((rows, width), torch.bfloat16, gain * width**-0.5))
         grid = (-(-rows // _SCALE_BLOCK), -(-width // _SCALE_BLOCK))
         scales = torch.full(grid, width**-0.5, device=self.device)

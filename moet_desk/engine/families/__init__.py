@@ -17,6 +17,12 @@ from moet_desk.store.pack_format import PackPlan
 MODULE_OF_TYPE = {
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
+    "glm4_moe": "glm4_moe",
+    "glm4_moe_lite": "glm4_moe_lite",
+    "qwen3_moe": "qwen3_moe",
+    "olmoe": "olmoe",
+    "mixtral": "mixtral",
+    "minimax_m2": "minimax_m2",
 }
 """model_type -> module. Kimi-K2's text model is DeepSeek-V3's with other sizes."""
 

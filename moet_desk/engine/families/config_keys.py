@@ -36,9 +36,10 @@ class Keys:
         for name, value in (("rope_scaling", old), ("rope_parameters", new)):
             if value is not None and not isinstance(value, Mapping):
                 raise self.wrong(f"{name} is {value!r}, an object was expected")
-        # newer files keep everything about rope in rope_parameters, older ones in two places
-        self._rope: dict[str, Any] = {"rope_theta": config.get("rope_theta"), **(old or {})}
-        self._rope.update(new or {})
+        # newer files keep everything about rope in rope_parameters, older ones in several places
+        outside = ("rope_theta", "partial_rotary_factor")
+        self._rope: dict[str, Any] = {key: config.get(key) for key in outside}
+        self._rope.update({**(old or {}), **(new or {})})
 
     def wrong(self, reason: str) -> MoetError:
         return fail("MD-SRC-07", path=self._path, reason=reason)
@@ -47,6 +48,11 @@ class Keys:
         unknown = sorted(set(self._config) - known - HARMLESS_KEYS)
         if unknown:
             raise self.wrong(f"keys that this family does not know: {', '.join(unknown)}")
+
+    def refuse_unknown_rope(self, known: frozenset[str]) -> None:
+        unknown = sorted(set(self._rope) - known)
+        if unknown:
+            raise self.wrong(f"rope parameters that are not known: {', '.join(unknown)}")
 
     def get(self, key: str) -> Any:
         return self._config.get(key)
@@ -89,6 +95,15 @@ class Keys:
             raise self.wrong(f"{key} is {value!r}, true or false was expected")
         return value
 
+    def indices(self, key: str, *, below: int) -> set[int]:
+        """A list of different places, empty if the key is missing."""
+        value = self._config.get(key) or []
+        if not isinstance(value, list) or any(
+            isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < below for i in value
+        ):
+            raise self.wrong(f"{key} is {value!r}, a list of numbers below {below} was expected")
+        return set(value)
+
     def choice(self, key: str, choices: Mapping[str, T], *, default: str) -> T:
         value = self._config.get(key) or default
         if value not in choices:
@@ -108,6 +123,14 @@ class Keys:
     def rope_optional(self, key: str) -> float | None:
         value = self._rope.get(key)
         return None if value is None else self._number(key, value, None)
+
+    def rope_flag(self, key: str, *, default: bool) -> bool:
+        value = self._rope.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(f"{key} is {value!r}, true or false was expected")
+        return value
 
     def _number(self, key: str, value: Any, default: float | None) -> float:
         if value is None:

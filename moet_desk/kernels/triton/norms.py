@@ -20,6 +20,7 @@ def _rms_norm_kernel(
     weight,
     eps,
     out,
+    out_stride,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
@@ -35,7 +36,7 @@ def _rms_norm_kernel(
     if PLUS_ONE:
         w += 1.0
     mean = tl.sum(row * row, 0) / H
-    tl.store(out + t * H + column, row * tl.rsqrt(mean + eps) * w, mask=inside)
+    tl.store(out + t * out_stride + column, row * tl.rsqrt(mean + eps) * w, mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor, plus_one: bool = False) -> None:
@@ -43,6 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor, plus_one: bo
 
     Shapes:
         x [T, H] float32 (rows may lie apart), weight [H] bfloat16 or float32, out [T, H] float32
+        (likewise), may be `x` itself
     """
     _launch(x, None, weight, eps, out=out, plus_one=plus_one)
 
@@ -64,7 +66,7 @@ def _launch(
     hidden = x.shape[1]
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(x.shape[0],)](
-        x, x.stride(0), y, 0 if y is None else y.stride(0), weight, eps, out,
-        H=hidden, BLOCK=block, PLUS_ONE=plus_one,
+        x, x.stride(0), y, 0 if y is None else y.stride(0), weight, eps,
+        out, out.stride(0), H=hidden, BLOCK=block, PLUS_ONE=plus_one,
         num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
     )  # fmt: skip

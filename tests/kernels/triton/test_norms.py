@@ -59,6 +59,17 @@ def test_rms_norm__alone_and_behind_a_sum__near_the_twin(plus_one: bool) -> None
     assert torch.equal(alone[0], out[1])
 
 
+def test_rms_norm__a_part_of_wider_rows_in_place__the_rest_stays() -> None:
+    joined, w = torch.randn(3, 70), torch.randn(40)
+    before = joined.clone()
+    part = joined[:, 10:50]
+    rms_norm(part, w, 1e-6, out=part)
+    want = ref.rms_norm(before[:, 10:50], w, 1e-6)
+    assert torch.allclose(joined[:, 10:50], want, rtol=1e-6, atol=1e-6)
+    assert torch.equal(joined[:, :10], before[:, :10])
+    assert torch.equal(joined[:, 50:], before[:, 50:])
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("r", "dr"), [(128, 32), (64, 16), (192, 8)])
 def test_mla_write__any_values__the_twins_bytes(form: KvFormat, r: int, dr: int) -> None:

@@ -15,7 +15,7 @@ from moet_desk.engine.promotion import Promotion
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
-from tests.engine.test_parity_tiny import CONFIGS, random_model, save_source
+from tests.engine.tiny_models import CONFIGS, random_model, save_source
 
 IDS = [5, 9, 33]
 OPTIONS: dict[str, Any] = {"kv_format": "f32", "context": 64, "ram_bytes": 10**9}

@@ -1,0 +1,73 @@
+"""Grouped-query attention over the KV pages of one sequence.
+
+One block for its variants: a bias on queries, keys and values, their norm per head or over the
+whole width, and rope on a part of each head. Plain multi-head attention is the case of as many key
+heads as query heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moet_desk.engine.blocks.weights import Weights
+from moet_desk.engine.kv_cache import KvCache, KvSequence
+from moet_desk.engine.spec import Gqa, QkNorm
+from moet_desk.kernels.reference import gqa, linear, rms_norm, rotate
+
+
+class GqaBlock:
+    """Attention of one layer. `layer` is its place in the KV cache."""
+
+    def __init__(self, mixer: Gqa, weights: Weights, *, layer: int) -> None:
+        self._mixer = mixer
+        self._layer = layer
+        parts = ("q_proj", "k_proj", "v_proj")
+        # one product: all three read the same input
+        self._w_in = torch.cat([weights(part) for part in parts])
+        self._bias: Tensor | None = None
+        if mixer.has_bias:
+            self._bias = torch.cat([weights(part + ".bias") for part in parts])
+        has_norm = mixer.qk_norm is not QkNorm.NONE
+        self._q_norm = weights("q_norm") if has_norm else None
+        self._k_norm = weights("k_norm") if has_norm else None
+        self._w_out = weights("o_proj")
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: KvCache, sequence: KvSequence
+    ) -> Tensor:
+        """Attend from the tokens behind `sequence.length` to themselves and everything before.
+
+        Shapes:
+            x [T, H]; cos, sin [T, rope dims / 2]; returns [T, H], all float32
+        """
+        mixer, start, n_tokens = self._mixer, sequence.length, x.shape[0]
+        joined = linear(x, self._w_in)
+        if self._bias is not None:
+            joined += self._bias
+        width = mixer.n_keys * mixer.head_dim
+        q, k, v = torch.split(joined, [mixer.n_heads * mixer.head_dim, width, width], -1)
+        q = self._turned(self._normed(q, self._q_norm), cos, sin)
+        k = self._turned(self._normed(k, self._k_norm), cos, sin)
+        kv.write(self._layer, sequence, k, v.reshape(n_tokens, mixer.n_keys, -1))
+        keys, values = kv.read(self._layer, sequence, start + n_tokens)
+        mixed = gqa(q, keys, values, scale=mixer.softmax_scale, start=start)
+        return linear(mixed, self._w_out)
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Queries or keys [T, heads * D] after their norm, as heads [T, heads, D]."""
+        mixer = self._mixer
+        if weight is not None and mixer.qk_norm is QkNorm.FULL:
+            x = rms_norm(x, weight, mixer.norm_eps)
+        heads = x.reshape(x.shape[0], -1, mixer.head_dim)
+        if weight is not None and mixer.qk_norm is QkNorm.HEAD:
+            heads = rms_norm(heads, weight, mixer.norm_eps)
+        return heads
+
+    def _turned(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads [T, heads, D] with their first numbers rotated."""
+        rope = self._mixer.rope
+        turned = rotate(
+            heads[..., : rope.dim], cos[:, None], sin[:, None], interleaved=rope.interleaved
+        )
+        return torch.cat([turned, heads[..., rope.dim :]], -1)

@@ -1,0 +1,117 @@
+"""What a spec's tensors are called in released files, and their shapes.
+
+Families differ in a few names only; what is the same for all is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mixer, Mla, MoeFfn, QkNorm, Spec
+from moet_desk.store.pack_format import PackPlan
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""The matrices of an expert: gate, up and down."""
+
+
+def plan_of(spec: Spec, *, projections: tuple[str, str, str] = PROJECTIONS) -> PackPlan:
+    """The packer's plan; `projections` is what gate, up and down of an expert are called."""
+    ffn = spec.moe_ffn
+    expert = f"model.layers.{{layer}}.{ffn.name}experts.{{expert}}."
+    gate, up, down = (expert + projection for projection in projections)
+    ignored = ["model.rotary_emb."]
+    if spec.mtp is not None:
+        # copies of the main embedding and head that the released files carry
+        head = f"model.layers.{spec.mtp.index}."
+        ignored += [head + "embed_tokens", head + "shared_head.head"]
+    if spec.tied_head:
+        ignored.append("lm_head")
+    return PackPlan(
+        model_type=spec.model_type,
+        hidden=spec.hidden,
+        inter=ffn.inter,
+        n_experts=ffn.router.n_experts,
+        moe_layers=tuple(layer.index for layer in spec.moe_layers),
+        gate=gate,
+        up=up,
+        down=down,
+        dense=dict(dense_shapes(spec)),
+        ignored=tuple(ignored),
+    )
+
+
+def dense_shapes(spec: Spec) -> Shapes:
+    """Every tensor that is not a routed expert, with its shape."""
+    hidden = spec.hidden
+    yield "model.embed_tokens", (spec.vocab, hidden)
+    yield "model.norm", (hidden,)
+    if not spec.tied_head:
+        yield "lm_head", (spec.vocab, hidden)
+    for layer in spec.layers:
+        yield from _layer(layer, hidden)
+    if spec.mtp is not None:
+        name = f"model.layers.{spec.mtp.index}."
+        yield name + "enorm", (hidden,)
+        yield name + "hnorm", (hidden,)
+        yield name + "eh_proj", (hidden, 2 * hidden)
+        yield name + "shared_head.norm", (hidden,)
+        yield from _layer(spec.mtp, hidden)
+
+
+def _layer(layer: Layer, hidden: int) -> Shapes:
+    name, ffn = f"model.layers.{layer.index}.", layer.ffn
+    yield name + "input_layernorm", (hidden,)
+    yield name + "post_attention_layernorm", (hidden,)
+    yield from _attention(name + "self_attn.", layer.mixer, hidden)
+    if isinstance(ffn, DenseFfn):
+        yield from _mlp(name + "mlp.", hidden, ffn.inter)
+    else:
+        yield from _moe(name + ffn.name, ffn, hidden)
+
+
+def _attention(name: str, mixer: Mixer, hidden: int) -> Shapes:
+    return _mla(name, mixer, hidden) if isinstance(mixer, Mla) else _gqa(name, mixer, hidden)
+
+
+def _mla(name: str, mixer: Mla, hidden: int) -> Shapes:
+    head_dim = mixer.nope_dim + mixer.rope_dim
+    if mixer.q_rank is None:
+        yield name + "q_proj", (mixer.n_heads * head_dim, hidden)
+    else:
+        yield name + "q_a_proj", (mixer.q_rank, hidden)
+        yield name + "q_a_layernorm", (mixer.q_rank,)
+        yield name + "q_b_proj", (mixer.n_heads * head_dim, mixer.q_rank)
+    yield name + "kv_a_proj_with_mqa", (mixer.kv_rank + mixer.rope_dim, hidden)
+    yield name + "kv_a_layernorm", (mixer.kv_rank,)
+    up_rows = mixer.n_heads * (mixer.nope_dim + mixer.v_dim)
+    yield name + "kv_b_proj", (up_rows, mixer.kv_rank)
+    yield name + "o_proj", (hidden, mixer.n_heads * mixer.v_dim)
+
+
+def _gqa(name: str, mixer: Gqa, hidden: int) -> Shapes:
+    queries, keys = mixer.n_heads * mixer.head_dim, mixer.n_keys * mixer.head_dim
+    for part, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        yield name + part, (width, hidden)
+        if mixer.has_bias:
+            yield name + part + ".bias", (width,)
+    if mixer.qk_norm is not QkNorm.NONE:
+        full = mixer.qk_norm is QkNorm.FULL
+        yield name + "q_norm", (queries if full else mixer.head_dim,)
+        yield name + "k_norm", (keys if full else mixer.head_dim,)
+    yield name + "o_proj", (hidden, queries)
+
+
+def _moe(name: str, ffn: MoeFfn, hidden: int) -> Shapes:
+    yield name + "gate", (ffn.router.n_experts, hidden)
+    if ffn.router.selection_bias:
+        yield name + ffn.bias_name, (ffn.router.n_experts,)
+    if ffn.shared_inter:
+        yield from _mlp(name + "shared_experts.", hidden, ffn.shared_inter)
+
+
+def _mlp(name: str, hidden: int, inter: int) -> Shapes:
+    yield name + "gate_proj", (inter, hidden)
+    yield name + "up_proj", (inter, hidden)
+    yield name + "down_proj", (hidden, inter)

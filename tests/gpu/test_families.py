@@ -1,0 +1,98 @@
+"""Tiny random models with grouped-query attention on a GPU: near the CPU engine, the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moet_desk.engine.cuda.loader import CudaCore
+from moet_desk.engine.cuda.loader import load as load_cuda
+from moet_desk.engine.handle import EngineOptions
+from moet_desk.store.pack_format import Plane
+from tests.conftest import pack_source
+from tests.engine.oracle import loaded, logits_of
+from tests.engine.test_mtp_parity import packed_with_head
+from tests.engine.tiny_models import GQA_CONFIGS, random_model, save_source
+from tests.gpu.test_engine import forced, read_anew
+from tests.kernels.triton.test_head import answered
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+IDS = torch.randint(3, 256, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+NEAR = 2e-3
+"""Of the FP4 experts' logits, over their spread; a wrong part of attention gives 0.1 or more."""
+
+
+@dataclass(frozen=True)
+class Case:
+    core: CudaCore
+    want: Tensor  # [T, V], of the CPU engine, FP4 experts
+
+
+def on_gpu(pack: Path, **given: object) -> CudaCore:
+    options = EngineOptions(save_heat=False, context=64, max_running=4, **given)  # type: ignore[arg-type]
+    return load_cuda(pack, options, device=torch.device("cuda"), widths=(1, 3))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(name, form) for name in GQA_CONFIGS for form in ("f32", "bf16", "fp8", "nvfp4")],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
+    name, form = request.param
+    folder = tmp_path_factory.mktemp("family")
+    save_source(random_model(GQA_CONFIGS[name], 0.25), folder / "source")
+    pack = pack_source(folder / "source", folder / "pack")
+    with loaded(pack, kv_format=form) as cpu:
+        want = logits_of(cpu, IDS, plane=Plane.FINE, sizes=[1] * len(IDS))
+    core = on_gpu(pack, kv_format=form, prefill_chunk=16)
+    yield Case(core, want)
+    core.close()
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    """By the median: where two experts score nearly the same, one token may choose another one."""
+    return float((got - want).abs().median() / want.std())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_step__teacher_forced__near_the_cpu_engine(case: Case, rows: int) -> None:
+    got = forced(case.core, IDS, Plane.FINE, rows=rows)
+    assert off(got, case.want) < NEAR * (1 if case.core.kv.form.value in ("f32", "bf16") else 10)
+
+
+def test_step__any_number_of_rows__same_bits(case: Case) -> None:
+    for plane in Plane:
+        want = forced(case.core, IDS, plane, rows=1)
+        for rows in (2, 3, 8):
+            assert torch.equal(forced(case.core, IDS, plane, rows=rows), want), (plane, rows)
+
+
+def test_chunks__prompts__near_the_cpu_engine(case: Case) -> None:
+    ends = (1, 7, 16, 31, 40)
+    got = torch.stack([read_anew(case.core, IDS[:n], Plane.FINE) for n in ends])
+    want = case.want[[n - 1 for n in ends]]
+    assert off(got, want) < NEAR * (2 if case.core.kv.form.value in ("f32", "bf16") else 20)
+
+
+def test_answers__glm_with_its_head__equal_those_without(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    pack = packed_with_head(0.25, tmp_path_factory.mktemp("head"), "glm")[2]
+    core = on_gpu(pack, kv_format="bf16")
+    want = {plane: answered(core, plane).out_ids for plane in Plane}
+    core.close()
+    core = on_gpu(pack, kv_format="bf16", drafts="mtp", draft_depth=2)
+    assert {plane: answered(core, plane).out_ids for plane in Plane} == want
+    core.close()
