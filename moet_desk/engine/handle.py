@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
+from moet_desk.engine.parsers.answers import AnswerFormat, PromptEnd
 from moet_desk.telemetry import EngineSnapshot, Event, Failed, Finished
 
 
@@ -150,6 +151,8 @@ class RequestStream:
         self.id = request_id
         self.created = time.monotonic()
         self.ended = False  # the last event was pushed
+        self.answers = AnswerFormat()  # how to read the text, and where it begins; set by `submit`
+        self.prompt_end = PromptEnd.UNSAID
         self._cancel = cancel
         self._events: deque[Event] = deque()
         self._ready = threading.Event()

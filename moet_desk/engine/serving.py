@@ -148,6 +148,7 @@ class Serving:
             top_logprobs=request.top_logprobs,
             model=self.info.name,
         )
+        stream.answers, stream.prompt_end = self._text.answers, self._text.prompt_end(ids)
         limit = min(request.max_tokens or room, room)
         return ActiveRequest(
             request, stream, ids, text=self._text, sampler=sampler, limit=limit,
