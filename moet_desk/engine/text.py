@@ -173,6 +173,19 @@ class Text:
             return self.encode_plain(text[:half]) + self.encode_plain(text[half:])
         return ids
 
+    @property
+    def controls(self) -> Mapping[str, int]:
+        """Control tokens, text -> id."""
+        return {text: token.id for text, token in self._controls.items()}
+
+    def control_spec(self) -> str:
+        """tokenizer.json in which every control token is special, so that no text spells one."""
+        added = [
+            {**entry, "special": entry["content"] in self._controls}
+            for entry in self._spec.get("added_tokens") or ()
+        ]
+        return json.dumps({**self._spec, "added_tokens": added})
+
     # -- ids to text --------------------------------------------------------------------------
 
     def detokenizer(self) -> Detokenizer:

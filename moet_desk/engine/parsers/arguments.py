@@ -56,7 +56,7 @@ class ToolBook:
         root = self.schemas.get(name, {})
         properties = root.get("properties")
         schema = properties.get(key) if isinstance(properties, Mapping) else None
-        return typed(text, _types(schema, root))
+        return typed(text, schema_types(schema, root))
 
 
 def is_name(text: str) -> bool:
@@ -104,7 +104,7 @@ def _value_of(text: str) -> Any:
     return value
 
 
-def _types(schema: object, root: Schema) -> frozenset[str]:
+def schema_types(schema: object, root: Schema) -> frozenset[str]:
     """JSON types that a schema allows; empty if it does not say."""
     for _ in range(_MAX_REFS):
         if not isinstance(schema, Mapping):
@@ -134,7 +134,7 @@ def _types(schema: object, root: Schema) -> frozenset[str]:
 def _branch_types(branch: object, root: Schema) -> frozenset[str]:
     # One level: a branch with branches of its own says nothing here.
     nested = isinstance(branch, Mapping) and {"anyOf", "oneOf", "allOf"} & set(branch)
-    return frozenset() if nested else _types(branch, root)
+    return frozenset() if nested else schema_types(branch, root)
 
 
 def _resolved(reference: str, root: Schema) -> object:
