@@ -154,7 +154,7 @@ class Grammars:
         for name in names:
             if name not in tools.schemas:
                 raise _refused("tool_choice", f"there is no tool {name!r}")
-            _check_schema(f"tools: {name}", tools.schemas[name], strict=name in strict)
+            _check_schema("tools", tools.schemas[name], f"{name}: ", strict=name in strict)
         rules = CallRules(lark, self._text.answers.calls, tools, strict)
         return rules.one_of(names, most=1 if request.one_call else MAX_CALLS)
 
@@ -190,14 +190,16 @@ def _answer(lark: Lark, grammar: Grammar) -> tuple[str, str]:
     return lark.json(schema, strict=grammar.strict), ""
 
 
-def _check_schema(parameter: str, schema: Mapping[str, Any], *, strict: bool) -> None:
+def _check_schema(
+    parameter: str, schema: Mapping[str, Any], where: str = "", *, strict: bool
+) -> None:
     """Refuse a schema by itself: the reason is clearer than that of the grammar around it."""
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
         dict(json_schema(schema, strict=strict))
     )
     problem = llguidance.LLMatcher.validate_grammar(grammar, None, limits=_LIMITS)
     if problem and not problem.startswith("WARNING"):
-        raise _refused(parameter, problem)
+        raise _refused(parameter, where + problem)
 
 
 def _strict_name(tool: Mapping[str, Any]) -> str | None:
