@@ -90,6 +90,7 @@ _AREAS: Mapping[str, str] = {
     "CLI": "Command line",
     "EVAL": "Measuring quality",
     "CHAT": "Chats and templates",
+    "GRAM": "Answers of a given form",
     "BUG": "Our mistakes",
 }
 

@@ -21,7 +21,9 @@ from starlette.types import Receive, Scope, Send
 from moet_desk.api.feed import EventFeed, open_feed
 from moet_desk.api.schemas import ChatRequest, error_body, logprob_body, usage_body
 from moet_desk.engine.handle import ModelInfo, RequestStream
-from moet_desk.engine.parsers.hermes import Call, HermesParser, Parsed
+from moet_desk.engine.parsers.answers import PromptEnd
+from moet_desk.engine.parsers.events import Call, Parsed, Reasoning
+from moet_desk.engine.parsers.formats import make_parser
 from moet_desk.errors import MoetError, fail
 from moet_desk.telemetry import Failed, Finished, FinishReason, PrefillProgress, TextDelta
 
@@ -60,12 +62,16 @@ def envelope(model: ModelInfo, version: str) -> Envelope:
 
 
 class ChatDeltas:
-    """Turns engine text into OpenAI deltas, tool calls split off if the request has tools."""
+    """Turns engine text into OpenAI deltas: reasoning apart, and calls if the request has tools."""
 
     __slots__ = ("_n_calls", "_one_call", "_parser")
 
-    def __init__(self, request: ChatRequest) -> None:
-        self._parser = HermesParser() if request.wants_calls else None
+    def __init__(self, request: ChatRequest, stream: RequestStream) -> None:
+        self._parser = make_parser(
+            stream.answers,
+            (request.tools or ()) if request.wants_calls else (),
+            in_reasoning=stream.prompt_end is PromptEnd.REASONING,
+        )
         self._one_call = request.parallel_tool_calls is False
         self._n_calls = 0
 
@@ -81,13 +87,11 @@ class ChatDeltas:
 
     def add(self, text: str) -> list[Delta]:
         """Deltas of the next piece of text."""
-        if self._parser is None:
-            return [{"content": text}] if text else []
         return self._deltas(self._parser.feed(text))
 
     def end(self) -> list[Delta]:
         """Deltas of text that was held back."""
-        return [] if self._parser is None else self._deltas(self._parser.finish())
+        return self._deltas(self._parser.finish())
 
     def _deltas(self, parsed: list[Parsed]) -> list[Delta]:
         deltas: list[Delta] = []
@@ -98,7 +102,8 @@ class ChatDeltas:
                 self._n_calls += 1
                 deltas += _call_deltas(item)
             else:
-                deltas.append({"content": item.text})
+                kind = "reasoning_content" if isinstance(item, Reasoning) else "content"
+                deltas.append({kind: item.text})
         return deltas
 
 
@@ -106,7 +111,7 @@ def _call_deltas(call: Call) -> list[Delta]:
     # Index always; id, type and name only in the first delta of a call (field cases 37, 38).
     first = {
         "index": call.index,
-        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
         "function": {"name": call.name, "arguments": ""},
     }
@@ -146,7 +151,7 @@ async def whole_answer(
     Raises:
         MoetError: the engine failed the request.
     """
-    deltas = ChatDeltas(request)
+    deltas = ChatDeltas(request, stream)
     made: list[Delta] = []
     logprobs: list[dict[str, Any]] = []
     async with open_feed(stream, receive) as feed:
@@ -175,8 +180,10 @@ async def whole_answer(
 def _message(deltas: list[Delta]) -> dict[str, Any]:
     """The message that the deltas add up to."""
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for delta in deltas:
+        thoughts.append(delta.get("reasoning_content", ""))
         texts.append(delta.get("content", ""))
         for piece in delta.get("tool_calls", ()):
             if piece["index"] == len(calls):
@@ -186,6 +193,8 @@ def _message(deltas: list[Delta]) -> dict[str, Any]:
                 function["arguments"] += piece["function"]["arguments"]
     content = "".join(texts)
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if any(thoughts):
+        message["reasoning_content"] = "".join(thoughts)
     if calls:
         message |= {"content": content or None, "tool_calls": calls}
     return message
@@ -209,7 +218,7 @@ class ChatStream:
         self._stream = stream
         self._shared = shared
         self._keep_alive_s = keep_alive_s
-        self._deltas = ChatDeltas(request)
+        self._deltas = ChatDeltas(request, stream)
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is held back
         self._has_role = False
 

@@ -12,13 +12,21 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from moet_desk.engine.handle import GenerateRequest, ModelInfo, Quality, Sampling
+from moet_desk.engine.handle import (
+    GenerateRequest,
+    Grammar,
+    GrammarKind,
+    ModelInfo,
+    Quality,
+    Sampling,
+)
 from moet_desk.errors import MoetError, fail
 from moet_desk.telemetry import TokenLogprob, Usage
 
 _T = TypeVar("_T")
 
 MAX_STOP_STRINGS = 16
+_TOOL_CHOICES = ("auto", "none", "required")
 MAX_TOP_LOGPROBS = 20
 
 # Parameters that would change the answer and are not served. Null, false and empty count as left
@@ -64,9 +72,10 @@ class StreamOptions(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """Only plain text is served."""
+    """The form of the answer's text."""
 
-    type: str = "text"
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: dict[str, Any] | None = None
 
 
 class ChatRequest(msgspec.Struct):
@@ -157,6 +166,9 @@ def to_generate(request: ChatRequest, model: ModelInfo, *, client: str) -> Gener
         gate=request.gate,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         ignore_eos=bool(request.ignore_eos),
+        grammar=_grammar(request.response_format),
+        must_call=_must_call(request),
+        one_call=request.parallel_tool_calls is False or isinstance(request.tool_choice, dict),
         client=client,
     )
 
@@ -186,10 +198,8 @@ def _wrong_type(words: str) -> MoetError:
 def _check_choices(request: ChatRequest) -> None:
     if request.n not in (None, 1):
         raise refuse("n", "one answer per request")
-    if request.tool_choice not in (None, "auto", "none"):
-        raise refuse("tool_choice", 'only "auto" and "none" are served')
-    if request.response_format is not None and request.response_format.type != "text":
-        raise refuse("response_format", "structured answers are not served")
+    if isinstance(request.tool_choice, str) and request.tool_choice not in _TOOL_CHOICES:
+        raise refuse("tool_choice", f"it is one of {', '.join(_TOOL_CHOICES)}, or names a function")
     if request.modalities not in (None, ["text"]):
         raise refuse("modalities", "only text is made")
     if request.top_logprobs is not None and not request.logprobs:
@@ -197,6 +207,42 @@ def _check_choices(request: ChatRequest) -> None:
     stop = request.stop
     if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
         raise refuse("stop", f"at most {MAX_STOP_STRINGS} strings")
+
+
+def _must_call(request: ChatRequest) -> tuple[str, ...]:
+    """Names of the tools of which one must be called."""
+    choice = request.tool_choice
+    if choice in (None, "auto", "none"):
+        return ()
+    known = [_tool_name(tool) for tool in request.tools or ()]
+    if not known:
+        raise refuse("tool_choice", "there are no tools")
+    if choice == "required":
+        return tuple(name for name in known if name)
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name not in known:
+        raise refuse("tool_choice", f"{name!r} is no function among the tools")
+    return (str(name),)
+
+
+def _tool_name(tool: Mapping[str, Any]) -> str | None:
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _grammar(form: ResponseFormat | None) -> Grammar | None:
+    """The form that the answer's text must have."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+    given = form.json_schema or {}
+    if not isinstance(given.get("schema"), dict):
+        raise refuse("response_format", "json_schema.schema must be an object")
+    schema = msgspec.json.encode(given["schema"]).decode()
+    return Grammar(GrammarKind.JSON_SCHEMA, schema, strict=given.get("strict") is not False)
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (

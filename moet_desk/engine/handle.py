@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
+from moet_desk.engine.parsers.answers import AnswerFormat, PromptEnd
 from moet_desk.telemetry import EngineSnapshot, Event, Failed, Finished
 
 
@@ -89,12 +90,33 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
 
+class GrammarKind(Enum):
+    """What describes the form of an answer."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"  # as llguidance writes it
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The form that an answer must have. Reasoning before it is free.
+
+    `strict`: a schema with a part that cannot be enforced is refused; else that part is left out.
+    """
+
+    kind: GrammarKind
+    text: str
+    strict: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One answer to be made. Give exactly one of `messages`, `prompt` and `prompt_ids`.
 
     `messages` are OpenAI-shaped dicts and go through the model's chat template; `prompt` is encoded
-    as it is. `max_tokens` None means: up to the end of the context.
+    as it is. `max_tokens` None means: up to the end of the context; an answer that ends there, or
+    at a stop string, is cut off in the middle of its form.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -108,6 +130,9 @@ class GenerateRequest:
     gate: float | None = None  # of balanced answers: 0 never, 1 for every token in doubt
     top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
     ignore_eos: bool = False
+    grammar: Grammar | None = None  # of the text; with tools, calls may come instead
+    must_call: tuple[str, ...] = ()  # the answer is a call of one of these tools
+    one_call: bool = False  # one call at most
     client: str = ""  # who asked, for the log
 
 
@@ -150,6 +175,8 @@ class RequestStream:
         self.id = request_id
         self.created = time.monotonic()
         self.ended = False  # the last event was pushed
+        self.answers = AnswerFormat()  # how to read the text, and where it begins; set by `submit`
+        self.prompt_end = PromptEnd.UNSAID
         self._cancel = cancel
         self._events: deque[Event] = deque()
         self._ready = threading.Event()

@@ -12,6 +12,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from moet_desk.engine.checks import check_sampling
 from moet_desk.engine.handle import Sampling
 from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.reference.sampling import sample, uniform
+
+if TYPE_CHECKING:
+    from moet_desk.engine.grammar import Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class Sampler:
 
     __slots__ = (
         "_bias",
+        "_constraint",
         "_counts",
         "_frequency",
         "_min_p",
@@ -86,6 +91,7 @@ class Sampler:
         vocab: int,
         top_logprobs: int | None = None,
         model: str = "MODEL",
+        constraint: Constraint | None = None,
     ) -> None:
         """Prepare the choice of tokens.
 
@@ -96,6 +102,7 @@ class Sampler:
             vocab: number of logits.
             top_logprobs: None for no log-probabilities, else how many alternatives.
             model: its name, for the words of an error.
+            constraint: the form that the answer must have.
 
         Raises:
             MoetError: MD-API-04, a value is out of range.
@@ -112,6 +119,7 @@ class Sampler:
         self._repetition = asked if asked != 1.0 else defaults.repetition_penalty
         self._seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self._n_chosen = 0
+        self._constraint = constraint
         self._model = model
         self._top_logprobs = top_logprobs
         self._bias = _bias_of(sampling.logit_bias, vocab)
@@ -130,12 +138,16 @@ class Sampler:
             logits [V] float32, left unchanged
 
         Raises:
-            MoetError: MD-ENG-04, the logits hold NaN or infinity; no token is chosen then.
+            MoetError: MD-ENG-04, the logits hold NaN or infinity; MD-GRAM-02, no token fits the
+                answer's form. No token is chosen then.
         """
         adjusted = self._adjust(logits)
         best, best_id = adjusted.max(0)  # the first of equal ones; NaN counts as the largest
         if not math.isfinite(best):
             raise self._invalid()
+        if self._constraint is not None:
+            adjusted = self._constraint.apply(adjusted)
+            best_id = adjusted.max(0).indices
         token_id = int(best_id)
         if self._temperature > 0:
             token_id = sample(
@@ -146,6 +158,8 @@ class Sampler:
                 min_p=self._min_p,
                 u=uniform(self._seed, self._n_chosen),
             )
+        if self._constraint is not None:
+            self._constraint.take(token_id)
         self._count(token_id)
         if self._top_logprobs is None:
             return Chosen(token_id)
@@ -154,10 +168,11 @@ class Sampler:
     def draw(self, ahead: int = 0) -> Draw | None:
         """What a choice takes beside the logits; None if it must be made by `choose`.
 
-        `ahead` counts the choices that will have been made before it. Penalties and biases change
-        the logits first, and log-probabilities need all of them.
+        `ahead` counts the choices that will have been made before it. Penalties, biases and a form
+        change the logits first, and log-probabilities need all of them.
         """
-        alters = self._seen is not None or self._counts is not None or self._bias is not None
+        changes = (self._seen, self._counts, self._bias, self._constraint)
+        alters = any(change is not None for change in changes)
         if alters or self._top_logprobs is not None:
             return None
         place = self._n_chosen + ahead

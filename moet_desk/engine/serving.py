@@ -19,6 +19,7 @@ from moet_desk import __version__, hardware
 from moet_desk.engine import heat
 from moet_desk.engine.checks import check_gate, check_stops
 from moet_desk.engine.gate_file import gate_in_use
+from moet_desk.engine.grammar import Grammars
 from moet_desk.engine.handle import (
     EngineOptions,
     GenerateRequest,
@@ -88,6 +89,7 @@ class Serving:
         self._pack = pack
         self._options = options
         self._text = Text.load(pack)
+        self._grammars = Grammars(self._text)
         self.core = _load(pack, options, show)
         self._saved_prefixes = _saved_prefixes(options)
         self._prefixes = self._prefix_cache()
@@ -126,7 +128,8 @@ class Serving:
         """Check a request and encode its prompt.
 
         Raises:
-            MoetError: MD-API-03 too long, MD-API-04 bad parameter, MD-CHAT-01 template.
+            MoetError: MD-API-03 too long, MD-API-04 bad parameter, MD-CHAT-01 template,
+                MD-GRAM-01 a form that cannot be enforced.
         """
         check_stops(request.stop)
         if request.gate is None:
@@ -144,6 +147,7 @@ class Serving:
                 prompt_tokens=len(ids), context=self.info.context, reserve=1,
                 model_context=self.info.model_context,
             )  # fmt: skip
+        stream.answers, stream.prompt_end = self._text.answers, self._text.prompt_end(ids)
         sampler = Sampler(
             request.sampling,
             self._text.defaults,
@@ -151,6 +155,7 @@ class Serving:
             vocab=self.info.vocab,
             top_logprobs=request.top_logprobs,
             model=self.info.name,
+            constraint=self._grammars.constraint(request, stream.prompt_end),
         )
         limit = min(request.max_tokens or room, room)
         return ActiveRequest(

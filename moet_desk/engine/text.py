@@ -20,8 +20,13 @@ from tokenizers import Tokenizer
 from moet_desk.engine.detokenize import Detokenizer, TokenBytes
 from moet_desk.engine.handle import Sampling
 from moet_desk.engine.messages import SpecialText, prepare_messages, prepare_tools
+from moet_desk.engine.parsers.answers import PromptEnd
+from moet_desk.engine.parsers.formats import choose_format, prompt_end
 from moet_desk.engine.template import ChatTemplate
 from moet_desk.errors import MoetError, fail
+
+_PROMPT_END_TOKENS = 16
+"""At the end of a prompt; a tag of reasoning and the white space behind it are among them."""
 
 _PROBE = ({"role": "user", "content": "."},)
 
@@ -78,6 +83,7 @@ class Text:
         self._guard = SpecialText(self._controls)
         self._template = ChatTemplate(template, tokens=special) if template is not None else None
         self._adds_bos = adds_bos
+        self.answers = choose_format(str(config.get("model_type")), template)
         self.vocab_size = max(_whole(config, "vocab_size"), self._tokenizer.get_vocab_size())
         self.eos_ids = _end_ids(config, generation, special, self._tokenizer)
         self.bos_id = _first_id(config, generation, special, self._tokenizer)
@@ -167,6 +173,19 @@ class Text:
             return self.encode_plain(text[:half]) + self.encode_plain(text[half:])
         return ids
 
+    @property
+    def controls(self) -> Mapping[str, int]:
+        """Control tokens, text -> id."""
+        return {text: token.id for text, token in self._controls.items()}
+
+    def control_spec(self) -> str:
+        """tokenizer.json in which every control token is special, so that no text spells one."""
+        added = [
+            {**entry, "special": entry["content"] in self._controls}
+            for entry in self._spec.get("added_tokens") or ()
+        ]
+        return json.dumps({**self._spec, "added_tokens": added})
+
     # -- ids to text --------------------------------------------------------------------------
 
     def detokenizer(self) -> Detokenizer:
@@ -180,6 +199,10 @@ class Text:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens included (end tokens too)."""
         return b"".join(self._bytes[i] for i in ids).decode("utf-8", "replace")
+
+    def prompt_end(self, ids: Sequence[int]) -> PromptEnd:
+        """What the end of a prompt says of reasoning."""
+        return prompt_end(self.decode(ids[-_PROMPT_END_TOKENS:]), self.answers)
 
     # -- inside -------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moet_desk.engine.handle import GenerateRequest, ModelInfo, RequestStream
+from moet_desk.engine.parsers.answers import AnswerFormat, PromptEnd
 from moet_desk.telemetry import (
     EngineSnapshot,
     EngineState,
@@ -56,6 +57,7 @@ class FakeEngine:
         self.state = EngineState.READY
         self.requests: list[GenerateRequest] = []
         self.cancelled = 0
+        self.answers, self.prompt_end = AnswerFormat(), PromptEnd.UNSAID
         self.script: Sequence[Event | Pause] = ()
         self.answer("Hel", "lo")
 
@@ -74,6 +76,7 @@ class FakeEngine:
         name = f"r{next(self._ids)}"
         stop = self._running[name] = threading.Event()
         stream = RequestStream(name, self._cancel)
+        stream.answers, stream.prompt_end = self.answers, self.prompt_end
         threading.Thread(target=self._play, args=(stream, stop, self.script), daemon=True).start()
         return stream
 

@@ -12,6 +12,7 @@ from moet_desk.api.schemas import (
     read_chat,
     to_generate,
 )
+from moet_desk.engine.handle import GrammarKind
 from moet_desk.errors import CATALOGUE, MoetError, fail
 from tests.api.fakes import MODEL
 
@@ -31,7 +32,10 @@ def generate(**more: Any) -> Any:
         ("n", 0),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
-        ("response_format", {"type": "json_object"}),
+        ("tool_choice", "must"),
+        ("tool_choice", {"type": "custom"}),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": None}}),
         ("modalities", ["text", "audio"]),
         ("top_logprobs", 2),  # without logprobs
         ("temperature", 2.1),
@@ -110,3 +114,49 @@ def test_error_body__every_catalogue_row__has_words_and_a_type(code: str) -> Non
     assert body["moet_code"] == code
     client_fault = CATALOGUE[code].http < 500
     assert (body["type"] == "server_error") is not client_fault
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("now", "later")]
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, ('{"type": "object"}', True)),
+        ({"type": "json_schema", "json_schema": {"schema": {"a": 1}}}, ('{"a":1}', True)),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"a": 1}, "strict": False}},
+            ('{"a":1}', False),
+        ),
+    ],
+)
+def test_response_format__becomes_a_grammar(given: Any, want: Any) -> None:
+    grammar = generate(response_format=given).grammar
+    if want is None:
+        assert grammar is None
+    else:
+        assert grammar.kind is GrammarKind.JSON_SCHEMA
+        assert (grammar.text, grammar.strict) == want
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "one_call"),
+    [
+        ({"tool_choice": "auto"}, (), False),
+        ({"tool_choice": "required"}, ("now", "later"), False),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ("now", "later"), True),
+        ({"tool_choice": {"type": "function", "function": {"name": "later"}}}, ("later",), True),
+    ],
+)
+def test_tool_choice__names_what_must_be_called(
+    given: Any, names: tuple[str, ...], one_call: bool
+) -> None:
+    request = generate(tools=TOOLS, **given)
+    assert (request.must_call, request.one_call, request.tools) == (names, one_call, TOOLS)
+
+
+def test_tool_choice__unknown_function__refused() -> None:
+    with pytest.raises(MoetError) as caught:
+        generate(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "never"}})
+    assert "'never'" in caught.value.cause

@@ -55,7 +55,7 @@ def loaded_by(module: str, tmp_path: Path) -> set[str]:
         ("moet_desk.cli.app", HEAVY | FRONT_ENDS),
         ("moet_desk.config", HEAVY | FRONT_ENDS | {"tomlkit"}),
         ("moet_desk.engine.handle", HEAVY | FRONT_ENDS),
-        ("moet_desk.engine.parsers.hermes", HEAVY | FRONT_ENDS),
+        ("moet_desk.engine.parsers.formats", HEAVY | FRONT_ENDS),
         ("moet_desk.store.library", HEAVY | FRONT_ENDS | HUB),
         ("moet_desk.store.jobs", HEAVY | FRONT_ENDS | HUB),
         ("moet_desk.api.server", HEAVY | {"textual", "openai"}),

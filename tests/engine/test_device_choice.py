@@ -418,3 +418,49 @@ def test_drafts__more_rows_than_a_launch_has__several_launches(
     CudaDecoder(bench.model, drafter).step(group)  # type: ignore[arg-type]
     assert [len(lengths) for _, lengths in planes] == [8, 8]
     assert all(len(answer.out_ids) >= 2 for answer in group)
+
+
+# -- answers of a given form -----------------------------------------------------------------
+
+
+class Climbing:
+    """A form in which each token is one to three above the one before, as `grammar.Constraint`."""
+
+    def __init__(self, first: int) -> None:
+        self._last = first
+
+    def apply(self, logits: Tensor) -> Tensor:
+        barred = torch.ones(VOCAB, dtype=torch.bool)
+        barred[[(self._last + i) % VOCAB for i in (1, 2, 3)]] = False
+        return logits.masked_fill(barred, -torch.inf)
+
+    def take(self, token_id: int) -> None:
+        assert (token_id - self._last) % VOCAB in (1, 2, 3)
+        self._last = token_id
+
+
+@pytest.mark.slow
+def test_form__with_guesses__kept_and_tokens_of_a_run_without(
+    bench: Bench, asked: list[str]
+) -> None:
+    found: list[Answer] = []
+    for depth, n_tokens in ((0, 10), (2, 8)):
+        (answer,) = answers(bench, [KINDS["filters"]])
+        form: Any = Climbing(answer.out_ids[0])
+        answer.sampler = Sampler(
+            KINDS["filters"], PLAIN, prompt_ids=[1, 2], vocab=VOCAB, constraint=form
+        )
+        drafter = Oracle([one.out_ids for one in found], depth) if depth else NoDrafts()
+        decoder = CudaDecoder(bench.model, drafter)
+        while len(answer.out_ids) < n_tokens:
+            decoder.step([answer])  # type: ignore[list-item]
+        assert not answer.errors
+        found.append(answer)
+        bench.kv.release(answer.kv)
+    plain, guessed = found
+    assert guessed.out_ids == plain.out_ids[: len(guessed.out_ids)]
+    steps = {(b - a) % VOCAB for a, b in zip(plain.out_ids, plain.out_ids[1:], strict=False)}
+    assert steps <= {1, 2, 3}
+    right = sum(right for _, right in guessed.drafts)
+    assert 0 < right < sum(n for n, _ in guessed.drafts)
+    assert set(asked) == {"run"}  # a mask is put on by the host

@@ -6,26 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moet_desk.engine.parsers.hermes import CLOSE, OPEN, Call, Content, HermesParser, Parsed
+from moet_desk.engine.parsers.arguments import ToolBook
+from moet_desk.engine.parsers.base import TagParser
+from moet_desk.engine.parsers.events import Call, Content, Parsed, joined
+from moet_desk.engine.parsers.hermes import CLOSE, HERMES, OPEN
 
 TIDE = '<tool_call>\n{"name": "fetch_tide", "arguments": {"harbour": "Oban"}}\n</tool_call>'
 OBAN = '{"harbour": "Oban"}'
 
 
 def parse(*pieces: str) -> list[Parsed]:
-    parser = HermesParser()
+    parser = TagParser(HERMES, ToolBook(), think=None)
     parsed = [event for piece in pieces for event in parser.feed(piece)]
     return joined(parsed + parser.finish())
-
-
-def joined(parsed: list[Parsed]) -> list[Parsed]:
-    out: list[Parsed] = []
-    for item in parsed:
-        if isinstance(item, Content) and out and isinstance(out[-1], Content):
-            out[-1] = Content(out[-1].text + item.text)
-        else:
-            out.append(item)
-    return out
 
 
 @pytest.mark.parametrize(
@@ -92,7 +85,7 @@ def test_parse__damaged_block__does_not_hide_the_next_call() -> None:
 
 
 def test_feed__text_before_a_call__is_released_at_once() -> None:
-    parser = HermesParser()
+    parser = TagParser(HERMES, ToolBook(), think=None)
     assert parser.feed("Hello <") == [Content("Hello")]
     assert parser.feed("b") == [Content(" <b")]
     assert parser.feed("\n<tool_call>{") == []

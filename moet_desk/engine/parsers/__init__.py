@@ -1,1 +1,4 @@
-"""Pure stream parsers of model output, one file per format: pieces of text in, events out."""
+"""Pure stream parsers of model output: pieces of text in; reasoning, text and tool calls out.
+
+READ FIRST: events.py, base.py (what formats share); formats.py chooses one for a model.
+"""
