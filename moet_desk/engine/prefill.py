@@ -89,7 +89,7 @@ class Prefiller:
             hidden = self.hidden(ids, request.kv, request.plane)
             request.note_read()
             if end < len(request.prompt_ids):
-                self._decoder.drafter.note(request, hidden)
+                self._decoder.drafting.note(request, hidden)
             else:
                 logits = self._decoder.gated(request, request.prompt_ids[-1], hidden)
                 request.accept(request.sampler.choose(logits))

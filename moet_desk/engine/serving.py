@@ -234,6 +234,7 @@ class Serving:
         self._meter.note_step(
             now, step_s=now - began, wait_s=self.core.residency.wait_s - waited,
             n_tokens=sum(len(request.out_ids) for request in requests) - before,
+            n_answers=len(requests),
         )  # fmt: skip
 
     def _promote(self, writing: list[ActiveRequest]) -> None:
@@ -295,7 +296,9 @@ class Serving:
             tier_share=residency.tier_share(),
             counters=residency.counters(step_s=meter.step_s),
             gate=self.core.decoder.gate.counters(),
-            drafts=self.core.decoder.acceptance.counters(),
+            drafts=self.core.decoder.drafting.acceptance.counters(),
+            draft_choice=self.core.decoder.drafting.policy.view(),
+            tokens_per_step=meter.tokens_per_step(self._shown),
             sizes=residency.sizes(),
             reads=self.core.arena.read_times(),
             cache=residency.view(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from moet_desk.engine.draft import (
+    LAG_TOKENS,
+    MOST_PLACES,
     Acceptance,
     CpuHead,
+    DraftState,
     LookupDrafter,
     MtpDrafter,
-    mtp_of,
-    what_followed,
+    TextIndex,
+    state_of,
 )
+from moet_desk.engine.draft_control import Fixed, Source
+from moet_desk.engine.drafting import Drafting
 from moet_desk.engine.handle import (
     EngineOptions,
     GenerateRequest,
@@ -27,6 +34,7 @@ from moet_desk.engine.handle import (
     Sampling,
 )
 from moet_desk.engine.kv_cache import KvSequence
+from moet_desk.engine.model_shape import check_head, loads_head
 from moet_desk.engine.serving import Serving
 from moet_desk.errors import MoetError
 from moet_desk.store.pack_format import Plane
@@ -35,6 +43,14 @@ from tests.engine.oracle import loaded
 from tests.engine.test_promise import STORY, SUM, Answer, answer, ask, engine
 
 # -- the text so far -------------------------------------------------------------------------
+
+
+def followed(tokens: list[int], depth: int, *, grown: Sequence[int] = ()) -> list[int]:
+    """What a text index says; it took the text in at once, or at these lengths too."""
+    index = TextIndex()
+    for length in (*grown, len(tokens)):
+        index.grow(tokens[:2], tokens[2:length])
+    return index.what_followed(depth)
 
 
 @pytest.mark.parametrize(
@@ -52,18 +68,31 @@ from tests.engine.test_promise import STORY, SUM, Answer, answer, ask, engine
     ],
 )
 def test_what_followed(tokens: list[int], depth: int, want: list[int]) -> None:
-    assert what_followed(tokens, depth) == want
+    assert followed(tokens, depth) == want
 
 
-@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 5))
-def test_what_followed__any_text__comes_behind_an_equal_ending(
-    tokens: list[int], depth: int
+def looked_for(tokens: list[int], depth: int) -> list[int]:
+    """The same by looking through the whole text."""
+    n = len(tokens)
+    for size in (4, 3, 2):
+        places = [i for i in range(size, n) if tokens[i - size : i] == tokens[n - size :]]
+        if places:
+            return tokens[places[-1] : places[-1] + depth]
+    return []
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 5), st.data())
+def test_what_followed__any_text_in_any_pieces__longest_and_newest(
+    tokens: list[int], depth: int, data: st.DataObject
 ) -> None:
-    found = what_followed(tokens, depth)
-    assert len(found) <= depth
-    places = [i for i in range(2, len(tokens)) if tokens[i - 2 : i] == tokens[-2:]]
-    assert bool(found) == bool(places)
-    assert not found or any(tokens[i : i + len(found)] == found for i in places)
+    grown = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=4)))
+    assert followed(tokens, depth, grown=grown) == looked_for(tokens, depth)
+
+
+def test_what_followed__same_pair_very_often__looks_at_the_newest_places() -> None:
+    tokens = [9, 1, 2, 7] + [1, 2, 3] * MOST_PLACES + [9, 1, 2]
+    assert looked_for(tokens, 1) == [7]
+    assert followed(tokens, 1) == [3]
 
 
 def test_acceptance__behind_a_wrong_guess__counts_as_wrong() -> None:
@@ -78,14 +107,66 @@ class Half:
 
     def __init__(self) -> None:
         self.prompt_ids, self.out_ids, self.limit = [1, 2, 3, 1, 2], [3], 2
-        self.plane, self.kv, self.draft = Plane.BASE, KvSequence(), None
+        self.plane, self.kv = Plane.BASE, KvSequence()
+        self.draft: DraftState | None = None
 
 
 def test_lookup__end_of_the_answer__guesses_no_further() -> None:
     request = Half()
-    assert LookupDrafter(3).propose(request) == []
+    assert LookupDrafter().propose(request, 3) == []
     request.limit = 4
-    assert LookupDrafter(3).propose(request) == [1, 2]
+    assert LookupDrafter().propose(request, 3) == [1, 2]
+
+
+class Reader:
+    """A head that notes what it reads; its guess is the newest token and one."""
+
+    most_rows = 4
+
+    def __init__(self) -> None:
+        self.reads: list[list[int]] = []
+
+    def read(
+        self, ids: Sequence[int], states: Tensor, sequence: KvSequence, plane: Plane
+    ) -> tuple[int, Tensor]:
+        assert states[:, 0].tolist() == list(range(sequence.length, sequence.length + len(ids)))
+        sequence.length += len(ids)
+        self.reads.append(list(ids))
+        return ids[-1] + 1, torch.tensor([[float(sequence.length)]])
+
+
+def states(first: int, count: int) -> Tensor:
+    """States [T, 1] that say behind which place of the text they are."""
+    return torch.arange(float(first), first + count)[:, None]
+
+
+def test_head__left_alone_for_a_while__catches_up_in_reads_of_its_size() -> None:
+    request, reader = Half(), Reader()
+    request.limit, request.prompt_ids, request.out_ids = 100, [10, 11, 12], []
+    mtp = MtpDrafter(reader)
+    mtp.note(request, states(0, 3))
+    assert reader.reads == [[11, 12]]  # the last one waits for the answer's first token
+    request.out_ids = list(range(20, 30))
+    mtp.note(request, states(3, 9))
+    assert mtp.behind(request) == 2
+    assert mtp.propose(request, 3) == [30, 31, 32]
+    assert reader.reads[1:] == [[20, 21, 22, 23], [24, 25], [26, 27, 28, 29], [30], [31]]
+    assert state_of(request).sequence.length == 12  # guesses are not part of the text
+    assert mtp.behind(request) == 0
+
+
+def test_head__too_far_behind__reads_along_no_more() -> None:
+    request, reader = Half(), Reader()
+    request.limit, request.out_ids = 1000, list(range(500))
+    drafting = Drafting(Fixed(Source.MTP, 1), mtp=MtpDrafter(reader))
+    drafting.note(request, states(0, LAG_TOKENS))
+    assert drafting.follows(request)
+    drafting.note(request, states(LAG_TOKENS, 1))
+    assert not drafting.follows(request)
+    assert state_of(request).pending == []
+    drafting.note(request, states(LAG_TOKENS + 1, 1))
+    assert state_of(request).pending == []
+    assert reader.reads == []
 
 
 # -- answers ---------------------------------------------------------------------------------
@@ -156,14 +237,14 @@ def test_drafts__first_guess__is_what_the_head_gives_for_the_whole_text(demo_pac
     """The head that read chunk by chunk and step by step knows what it would know at once."""
     serving = Serving(demo_pack, EngineOptions(drafts="mtp", prefill_chunk=8, save_heat=False))
     core = serving.core
-    drafter = core.decoder.drafter
-    assert isinstance(drafter, MtpDrafter)
+    drafter = core.decoder.drafting.mtp
+    assert drafter is not None
     assert isinstance(drafter.head, CpuHead)
     seen: list[tuple[list[int], int]] = []
     intact = drafter.propose
 
-    def propose(request: Any) -> list[int]:
-        guesses = intact(request)
+    def propose(request: Any, depth: int) -> list[int]:
+        guesses = intact(request, depth)
         seen.append(([*request.prompt_ids, *request.out_ids], guesses[0]))
         return guesses
 
@@ -189,9 +270,32 @@ def test_drafts__first_guess__is_what_the_head_gives_for_the_whole_text(demo_pac
     serving.close()
 
 
-def test_drafts__model_without_a_head__refused(demo_pack: Path) -> None:
+def test_head__model_without_one__refused_by_name_and_not_missed_else(demo_pack: Path) -> None:
     with loaded(demo_pack) as core:
-        bare = replace(core.spec, mtp=None)
+        whole, bare = core.spec, replace(core.spec, mtp=None)
     with pytest.raises(MoetError) as refused:
-        mtp_of(bare)
+        check_head(bare, EngineOptions(drafts="mtp"))
     assert refused.value.code == "MD-ENG-05"
+    check_head(bare, EngineOptions(drafts="auto"))
+    check_head(whole, EngineOptions(drafts="mtp"))
+    assert not loads_head(bare, EngineOptions(drafts="auto"), on_card=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "on_card", "on_cpu"),
+    [
+        (EngineOptions(), False, False),
+        (EngineOptions(drafts="lookup"), False, False),
+        (EngineOptions(drafts="mtp"), True, True),
+        (EngineOptions(drafts="auto"), True, False),  # a CPU cannot gain by it
+        (EngineOptions(drafts="auto", draft_head=True), True, True),
+        (EngineOptions(drafts="auto", draft_head=False), False, False),
+    ],
+)
+def test_head__loaded__where_it_may_gain(
+    demo_pack: Path, options: EngineOptions, on_card: bool, on_cpu: bool
+) -> None:
+    with loaded(demo_pack) as core:
+        spec = core.spec
+    assert loads_head(spec, options, on_card=True) == on_card
+    assert loads_head(spec, options, on_card=False) == on_cpu
