@@ -21,6 +21,7 @@ from typing import Protocol
 from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import DraftChoice
 
+HOPELESS_GAIN = 0.9  # a probe ends early
 LEAST_GAIN = 1.03
 """Below this speed over plain steps guessing is not worth its trouble (design §10)."""
 
@@ -366,7 +367,7 @@ class Control:
             best = max(paying, key=lambda choice: choice.gain or 0)
             return self._deeper(book, best, offer)
         for choice in found:
-            if self._probes(book, choice.source):
+            if self._probes(book, choice):
                 return Choice(choice.source, choice.depth, choice.gain, is_probe=True)
         return OFF
 
@@ -416,17 +417,19 @@ class Control:
             rest.due = book.n_tokens + rest.interval
         rest.won = 0
 
-    def _probes(self, book: _Book, source: Source) -> bool:
+    def _probes(self, book: _Book, choice: Choice) -> bool:
         """Whether a guesser that does not pay is looked at in this step."""
-        rest = book.rests[source]
+        rest = book.rests[choice.source]
         if not rest.left:
             if book.n_tokens < rest.due:
                 return False
             rest.left = PROBE_STEPS
             self.probes += 1
-            book.doubt(source)
+            book.doubt(choice.source)
         rest.left -= 1
-        if not rest.left:
+        seen = PROBE_STEPS - rest.left > TRIED
+        if not rest.left or (seen and (choice.gain or 0) < HOPELESS_GAIN):
+            rest.left = 0
             rest.due = book.n_tokens + rest.interval
             rest.interval = min(2 * rest.interval, LONGEST_REST)
         return True

@@ -340,7 +340,7 @@ def test_balanced__rerun_fails__sure_rows_keep_their_token(
 
 
 class Oracle:
-    """Guesses from known answers, by their first tokens. At every fourth place the last is wrong."""
+    """Guesses from known answers, by their first tokens; at every fourth place not all right."""
 
     def __init__(self, known: Sequence[list[int]]) -> None:
         self._known = {ids[0]: ids for ids in known}
