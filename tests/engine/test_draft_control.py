@@ -271,7 +271,7 @@ def test_control__one_slow_step__charged_as_what_it_can_have_cost() -> None:
 def test_control__long_fruitless__does_not_have_the_head_read_along() -> None:
     control = Control(3)
     assert control.follows(Plane.BASE)
-    World(linear(1.0), 0.1, lambda source, at: (0.0,)).play(control, 1000)
+    World(linear(0.5), 0.1, lambda source, at: (0.0,)).play(control, 1000)
     assert not control.follows(Plane.BASE)
     assert control.follows(Plane.FINE)  # nothing is known of exact steps
     good = Control(3)
