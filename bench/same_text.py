@@ -1,7 +1,7 @@
 """That guesses change no text: greedy answers with them against those of runs without, token for
 token, on a CPU.
 
-    python -m bench.same_text [--chats FILE] [--count N] [--tokens N] [--drafts WHO] [--depth N]
+    python -m bench.same_text [--chats FILE] [--count N] [--tokens N] [--quality Q] [--drafts WHO] [--depth N]
 
 One JSON line for each quality and size of the pools. FILE has chats as tests/data/heldout/chat.jsonl
 (default); the first turns are the prompts. Exit code 1 if any answer differs.
@@ -96,10 +96,14 @@ def answers(
 
 
 def compared(
-    pack: Path, prompts: Sequence[str], n_tokens: int, drafts: Mapping[str, Any]
+    pack: Path,
+    prompts: Sequence[str],
+    n_tokens: int,
+    drafts: Mapping[str, Any],
+    qualities: Sequence[Quality],
 ) -> Iterator[dict[str, Any]]:
     """For each quality and pool: how many answers differ from those without guesses."""
-    for quality in Quality:
+    for quality in qualities:
         with running(pack) as handle:
             wanted, plain = answers(handle, prompts, quality, n_tokens)
         for name, sizes in POOLS.items():
@@ -128,6 +132,7 @@ def main() -> int:
     parser.add_argument("--chats", type=Path, default=CHATS)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--quality", choices=[quality.value for quality in Quality])
     parser.add_argument("--drafts", default="mtp")
     parser.add_argument("--depth", type=int, default=2)
     wishes = parser.parse_args()
@@ -138,7 +143,8 @@ def main() -> int:
     n_differ = 0
     with tempfile.TemporaryDirectory() as folder:
         pack = pack_source(DEMO, Path(folder) / "demo")
-        for line in compared(pack, prompts, wishes.tokens, drafts):
+        qualities = [Quality(wishes.quality)] if wishes.quality else list(Quality)
+        for line in compared(pack, prompts, wishes.tokens, drafts, qualities):
             n_differ += line["differ"]
             print(json.dumps(line), flush=True)
     return int(n_differ > 0)
