@@ -1,7 +1,8 @@
 """That guesses change no text: greedy answers with them against those of runs without, token for
 token, on a CPU.
 
-    python -m bench.same_text [--chats FILE] [--count N] [--tokens N] [--quality Q] [--drafts WHO] [--depth N]
+    python -m bench.same_text [--chats FILE] [--count N] [--tokens N] [--quality Q]
+                              [--drafts WHO] [--depth N]
 
 One JSON line for each quality and size of the pools. FILE has chats as tests/data/heldout/chat.jsonl
 (default); the first turns are the prompts. Exit code 1 if any answer differs.

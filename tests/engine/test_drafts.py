@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.same_text import CHATS, POOLS, answers, first_turns, running
 from moet_desk.engine.draft import (
     LAG_TOKENS,
     MOST_PLACES,
@@ -24,7 +26,15 @@ from moet_desk.engine.draft import (
     TextIndex,
     state_of,
 )
-from moet_desk.engine.draft_control import Fixed, Source
+from moet_desk.engine.draft_control import (
+    GUESSERS,
+    Choice,
+    Fixed,
+    Offer,
+    Regime,
+    Seen,
+    Source,
+)
 from moet_desk.engine.drafting import Drafting
 from moet_desk.engine.handle import (
     EngineOptions,
@@ -38,7 +48,7 @@ from moet_desk.engine.model_shape import check_head, loads_head
 from moet_desk.engine.serving import Serving
 from moet_desk.errors import MoetError
 from moet_desk.store.pack_format import Plane
-from moet_desk.telemetry import DraftCounters, Finished
+from moet_desk.telemetry import DraftChoice, DraftCounters, Finished, TextDelta
 from tests.engine.oracle import loaded
 from tests.engine.test_promise import STORY, SUM, Answer, answer, ask, engine
 
@@ -213,6 +223,112 @@ def test_answers__with_drafts__equal_those_without(
     assert beside == wanted
     assert drafts.guessed  # they were really made, and some were right and some wrong
     assert 0 < drafts.right[0] < drafts.guessed[0]
+
+
+class Changing:
+    """Someone else, and another depth, in every step."""
+
+    sources = GUESSERS
+
+    def __init__(self) -> None:
+        made = [(Source.MTP, 3), (Source.OFF, 0), (Source.LOOKUP, 4), (Source.MTP, 1)]
+        self._next = itertools.cycle([*made, *made[:2], (Source.OFF, 0), (Source.MTP, 2)])
+        self.seen: list[Seen] = []
+
+    def follows(self, plane: Plane) -> bool:
+        return True
+
+    def choose(self, regime: Regime, offer: Offer) -> Choice:
+        return Choice(*next(self._next))
+
+    def note(self, regime: Regime, choice: Choice, seen: Seen) -> None:
+        assert seen.rows == 1 + seen.results[0][0]
+        self.seen.append(seen)
+
+    def view(self) -> DraftChoice:
+        return DraftChoice()
+
+
+ENDING = [
+    GenerateRequest(prompt=ask_text, stop=stop, max_tokens=limit, quality=quality,
+                    sampling=Sampling(temperature=0.7, seed=5, **more), ignore_eos=limit > 30)
+    for ask_text, stop, limit, quality, more in (
+        ("One day a goat", (" the",), 40, Quality.FAST, {}),
+        ("One day a goat", ("e", "zz"), 40, Quality.FAST, {}),
+        ("One day a goat", (), 1, Quality.FAST, {}),
+        ("One day a goat", (), 2, Quality.BALANCED, {}),
+        ("One day a goat", (), 7, Quality.EXACT, {"repetition_penalty": 1.3}),
+        ("A horse. A horse. A horse. A horse.", (), 25, Quality.FAST, {"logit_bias": {46: 1.5}}),
+        ("1 2 3 1 2 3 1 2 3", (), 32, Quality.BALANCED, {"presence_penalty": 0.2}),
+    )
+]  # fmt: skip
+"""Answers that end in all ways there are, in the middle of guesses too."""
+
+
+def served(serving: Serving, request: GenerateRequest) -> tuple[str, Any, int, str | None]:
+    stream = RequestStream("r", lambda _: None)
+    serving.add(serving.prepare(request, stream))
+    while serving.busy:
+        serving.turn()
+    *events, last = stream.take()
+    assert isinstance(last, Finished), last
+    text = "".join(event.text for event in events if isinstance(event, TextDelta))
+    return text, last.reason, last.usage.completion_tokens, last.stop
+
+
+def test_answers__guesser_changes_in_every_step__end_as_without(demo_pack: Path) -> None:
+    plain = Serving(demo_pack, EngineOptions(save_heat=False))
+    want = [served(plain, request) for request in ENDING]
+    plain.close()
+    serving = Serving(demo_pack, EngineOptions(drafts="mtp", save_heat=False, pool_slots=40))
+    drafting = serving.core.decoder.drafting
+    policy = drafting.policy = Changing()
+    assert [served(serving, request) for request in ENDING] == want
+    serving.close()
+    assert len({reason for _, reason, _, _ in want}) == 2
+    assert any(stop for *_, stop in want)
+    counts = drafting.acceptance.counters()
+    assert 0 < counts.right[0] < counts.guessed[0]
+    assert sum(seen.n_tokens for seen in policy.seen) == sum(n - 1 for _, _, n, _ in want)
+
+
+def test_answers__controller_on_a_clock__as_without_and_its_numbers_shown(
+    demo_pack: Path, wanted: list[Answer]
+) -> None:
+    """A clock that says what pays: each look at it is a second, so a guess is cheap."""
+    serving = Serving(
+        demo_pack, EngineOptions(drafts="auto", draft_head=True, draft_depth=2, save_heat=False)
+    )
+    ticks = itertools.count()
+    serving.core.decoder.drafting._clock = lambda: float(next(ticks))
+    stream = RequestStream("r", lambda _: None)
+    serving.add(serving.prepare(REQUESTS[0], stream))
+    while serving.busy:
+        serving.turn()
+    *events, _ = stream.take()
+    deltas = [event for event in events if isinstance(event, TextDelta)]
+    assert [(e.token_id, e.logprob) for d in deltas for e in d.logprobs] == wanted[0]
+    shown = serving.snapshot(serving.state())
+    serving.close()
+    assert shown.draft_choice.asked == "auto"
+    assert dict(shown.draft_choice.rows_ms)[1] == 1000
+    assert shown.drafts.guessed[0] > 5
+    assert shown.draft_choice.spare_steps is not None
+    assert shown.tokens > 1.1 * shown.steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quality", list(Quality))
+def test_answers__heldout_prompts__no_token_differs(demo_pack: Path, quality: Quality) -> None:
+    """A part of what `bench.same_text` does with 200 prompts."""
+    prompts = sorted(first_turns(CHATS, 60), key=len)[:12]
+    with running(demo_pack) as handle:
+        want, _ = answers(handle, prompts, quality, 8)
+    for sizes in POOLS.values():
+        with running(demo_pack, drafts="mtp", draft_depth=2, **sizes) as handle:
+            found, speed = answers(handle, prompts, quality, 8)
+        assert found == want
+        assert speed.tokens > 1.2 * speed.steps
 
 
 def last_event(stream: Any) -> Finished:
