@@ -654,7 +654,7 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "MD-ENG-05",
         "This model cannot guess tokens ahead with a head of its own",
         "{model} has no MTP head: {reason}.",
-        "Choose drafts from the text so far, or none",
+        "Set engine.drafts to auto, lookup or off",
         reaction=_ENGINE,
         exit=ExitCode.ENGINE,
     ),

@@ -118,6 +118,24 @@ class Engine:
             _R,
         ),
     ] = False
+    drafts: Annotated[
+        Literal["auto", "off", "mtp", "lookup"],
+        _About(
+            "Who guesses words ahead: the model's own head (mtp) or the text so far (lookup). auto"
+            " takes what gains time, or none. Answers stay the same.",
+            _R,
+        ),
+    ] = "auto"
+    draft_depth: Annotated[
+        int,
+        _About(
+            "Most tokens guessed for a step; with mtp and lookup always so many.",
+            _R,
+            "tokens",
+            least=1,
+            largest=7,
+        ),
+    ] = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,35 @@ class DraftCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """What is done about guesses now, and the numbers behind that (engine/draft_control.py).
+
+    Attributes:
+        asked: what the settings say: off, mtp, lookup or auto.
+        source: who guessed in the newest step: off, mtp or lookup.
+        depth: tokens guessed for an answer there.
+        gain: expected speed over none, 1 for the same; None: not known or not asked.
+        is_probe: made to find out, not because it pays.
+        acceptance: lately, share of guesses that were right where those before them were.
+        rows_ms: milliseconds of a step by its rows.
+        guess_ms: of one guess of the head.
+        spare_steps: how many steps' time guessing may still lose before it has to pause.
+        probes: times that it was tried again.
+    """
+
+    asked: str = "off"
+    source: str = "off"
+    depth: int = 0
+    gain: float | None = None
+    is_probe: bool = False
+    acceptance: tuple[float, ...] = ()
+    rows_ms: tuple[tuple[int, float], ...] = ()
+    guess_ms: float | None = None
+    spare_steps: float | None = None
+    probes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GateCounters:
     """Tokens of balanced answers since the model was loaded."""
 
@@ -166,6 +195,8 @@ class EngineSnapshot:
     counters: TierCounters = field(default_factory=TierCounters)
     gate: GateCounters = field(default_factory=GateCounters)
     drafts: DraftCounters = field(default_factory=DraftCounters)
+    draft_choice: DraftChoice = field(default_factory=DraftChoice)
+    tokens_per_step: float | None = None  # of one answer, over the last 3 s of decoding
     sizes: TierSizes = field(default_factory=TierSizes)
     reads: ReadTimes | None = None  # None: no row was read since the model was loaded
     cache: CacheView | None = None

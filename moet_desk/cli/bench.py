@@ -25,12 +25,19 @@ from click.core import ParameterSource
 
 from moet_desk.cli.bench_record import command_line, driver, machine, peak_rss, rounded
 from moet_desk.cli.bench_shape import ShapeWishes, bench_shape, shape_options
-from moet_desk.cli.context import Invocation, device_option, engine_options, output_options
+from moet_desk.cli.context import (
+    Invocation,
+    device_option,
+    draft_depth_option,
+    drafts_option,
+    engine_options,
+    output_options,
+)
 from moet_desk.cli.engine import opened_engine
 from moet_desk.cli.output import Format, print_document, print_text
 from moet_desk.engine.handle import EngineHandle, EngineOptions, GenerateRequest, Quality, Sampling
 from moet_desk.store.library import DEMO, embedded_source
-from moet_desk.telemetry import CPU, Finished, TextDelta, TierCounters
+from moet_desk.telemetry import CPU, DraftChoice, DraftCounters, Finished, TextDelta, TierCounters
 from moet_desk.units import GIB, show_memory
 
 PARAGRAPH = (
@@ -57,6 +64,9 @@ class Run:
     first_token_s: float
     decode_tok_per_s: float
     gaps_ms: tuple[float, ...]  # between tokens, as they reach the reader
+    tokens: int  # of the answer, without the first one, which is the prompt's
+    steps: int
+    decode_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,8 @@ class Measured:
     long: tuple[Run, ...]  # half the context as prompt
     counters: TierCounters  # of the measured answers alone
     steps: int
+    drafts: DraftCounters  # of these too
+    choice: DraftChoice  # the newest decision about guesses behind them
 
 
 @click.command()
@@ -77,6 +89,8 @@ class Measured:
 @click.option("--arena-rows", type=int, help="Rows kept in RAM.")
 @click.option("--no-pack", is_flag=True, help="Do not time packing (only the demo is packed).")
 @device_option
+@drafts_option
+@draft_depth_option
 @shape_options
 @output_options
 @click.pass_context
@@ -92,6 +106,8 @@ def bench(
     arena_rows: int | None,
     no_pack: bool,
     device: str | None,
+    drafts: str | None,
+    draft_depth: int | None,
     **made_up: Any,
 ) -> None:
     """Measure decode, prefill, first token, loading and packing on this computer.
@@ -99,13 +115,17 @@ def bench(
     With --shape: the decode step of made-up weights on the GPU, and where its time goes.
     """
     invocation: Invocation = ctx.obj
-    of_a_model = ("model", "repeat", "pool_slots", "arena_rows", "no_pack", "device")
+    of_a_model = ("model", "repeat", "pool_slots", "arena_rows", "no_pack", "device", "drafts")
     if shape is not None:
         _refuse(ctx, of_a_model, "cannot be used with --shape")
-        bench_shape(invocation, shape, ShapeWishes(exact=exact, **made_up))
+        bench_shape(
+            invocation, shape, ShapeWishes(exact=exact, draft_depth=draft_depth or 0, **made_up)
+        )
         return
     _refuse(ctx, made_up, "needs --shape")
-    settings = invocation.load_settings(engine__device=device).settings
+    settings = invocation.load_settings(
+        engine__device=device, engine__drafts=drafts, engine__draft_depth=draft_depth
+    ).settings
     options = replace(engine_options(settings), save_heat=False, prefix_bytes=0)
     if pool_slots is not None:
         options = replace(options, pool_slots=pool_slots, fine_slots=pool_slots)
@@ -158,11 +178,14 @@ def _measure(handle: EngineHandle, quality: Quality, repeat: int) -> Measured:
     short = _prompt(handle, FIRST_TOKEN_PROMPT)
     long = _prompt(handle, context // 2)
     _answer(handle, short, quality, 16)  # warm: the first answer touches memory for the first time
-    before, steps_before = handle.snapshot().counters, handle.snapshot().steps
+    before = handle.snapshot()
     shorts = tuple(_answer(handle, short, quality, DECODE_TOKENS) for _ in range(repeat))
-    after, steps = handle.snapshot().counters, handle.snapshot().steps
+    after = handle.snapshot()
     longs = tuple(_answer(handle, long, quality, 4) for _ in range(repeat))
-    return Measured(shorts, longs, _difference(after, before), steps - steps_before)
+    return Measured(
+        shorts, longs, _difference(after.counters, before.counters), after.steps - before.steps,
+        _more_drafts(after.drafts, before.drafts), after.draft_choice,
+    )  # fmt: skip
 
 
 def _prompt(handle: EngineHandle, n_tokens: int) -> str:
@@ -199,12 +222,35 @@ def _answer(handle: EngineHandle, text: str, quality: Quality, n_tokens: int) ->
     gaps = [1e3 * (b - a) / n for (a, _), (b, n) in itertools.pairwise(arrivals)]
     rate = (usage.completion_tokens - 1) / usage.decode_s if usage.decode_s else 0.0
     first = usage.first_token_s or 0.0
-    return Run(usage.prompt_tokens, usage.prefill_s, first, rate, tuple(gaps))
+    return Run(
+        usage.prompt_tokens, usage.prefill_s, first, rate, tuple(gaps),
+        usage.completion_tokens - 1, usage.steps, usage.decode_s,
+    )  # fmt: skip
 
 
 def _difference(after: TierCounters, before: TierCounters) -> TierCounters:
     names = TierCounters.__dataclass_fields__
     return TierCounters(**{name: getattr(after, name) - getattr(before, name) for name in names})
+
+
+def _more_drafts(after: DraftCounters, before: DraftCounters) -> DraftCounters:
+    def more(now: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(a - b for a, b in itertools.zip_longest(now, then, fillvalue=0))
+
+    return DraftCounters(more(after.guessed, before.guessed), more(after.right, before.right))
+
+
+def _drafts(measured: Measured) -> dict[str, Any]:
+    """Who guessed in the end, and on what grounds."""
+    choice = measured.choice
+    return {
+        "asked": choice.asked, "source": choice.source, "depth": choice.depth,
+        "gain": rounded(choice.gain, 3), "guessed": list(measured.drafts.guessed),
+        "right": list(measured.drafts.right),
+        "step_ms_by_rows": {str(rows): rounded(ms, 3) for rows, ms in choice.rows_ms},
+        "guess_ms": rounded(choice.guess_ms, 3),
+        "spare_steps": rounded(choice.spare_steps), "probes": choice.probes,
+    }  # fmt: skip
 
 
 def _record(
@@ -232,8 +278,14 @@ def _record(
         "rows": sizes.rows,
         "hit_rate": rounded(hits / counters.lookups if counters.lookups else None, 4),
         "wait_share": rounded(counters.wait_s / counters.step_s if counters.step_s else None, 4),
-        "tokens_per_step": 1.0,
-        "acceptance": None,
+        "tokens_per_step": rounded(
+            sum(run.tokens for run in measured.short)
+            / max(1, sum(run.steps for run in measured.short)),
+            3,
+        ),
+        "acceptance": _shares(measured.drafts),
+        "steps_per_s": _spread([run.steps / run.decode_s for run in measured.short]),
+        "drafts": _drafts(measured),
         "context": info.context if info is not None else None,
         "prompt_tokens": [measured.short[0].prompt_tokens, measured.long[0].prompt_tokens],
         "decode_tok_per_s": _spread([run.decode_tok_per_s for run in measured.short]),
@@ -254,6 +306,12 @@ def _record(
         "peak_rss_gib": rounded(peak_rss() / GIB),
         "repeats": repeat,
     }  # fmt: skip
+
+
+def _shares(drafts: DraftCounters) -> list[float | None] | None:
+    """Part of the guesses at each place that was right; None if none were made."""
+    made = zip(drafts.right, drafts.guessed, strict=True)
+    return [rounded(right / n if n else None, 3) for right, n in made] if drafts.guessed else None
 
 
 def _card(device: str) -> dict[str, str | None]:
@@ -281,6 +339,8 @@ def _for_people(record: Mapping[str, Any]) -> str:
         f"{record['shape']}, {record['quality']}, {record['repeats']} runs on {where}",
         f"  decode        {figure('decode_tok_per_s', 'tokens/s')}",
         f"  step          {step['median']} ms  (p05 {step['p05']}, p95 {step['p95']})",
+        f"  steps         {figure('steps_per_s', '/s')}, {record['tokens_per_step']} tokens each",
+        f"  guesses       {_draft_words(record)}",
         f"  prefill       {figure('prefill_tok_per_s', 'tokens/s')},"
         f" prompt of {record['prompt_tokens'][1]}",
         f"  first token   {figure('first_token_s', 's')}, prompt of {record['prompt_tokens'][0]}",
@@ -292,3 +352,19 @@ def _for_people(record: Mapping[str, Any]) -> str:
     if record["pack_s"] is not None:
         lines.append(f"  packing       {record['pack_s']} s")
     return "\n".join(lines)
+
+
+def _draft_words(record: Mapping[str, Any]) -> str:
+    """Who guessed, how far, and how often that was right: "auto, now mtp 2, x1.42; 71 %, 44 %"."""
+    drafts, shares = record["drafts"], record["acceptance"]
+    if drafts["asked"] == "off":
+        return "off"
+    now = "off" if drafts["source"] == "off" else f"{drafts['source']} {drafts['depth']}"
+    words = f"auto, now {now}" if drafts["asked"] == "auto" else now
+    if drafts["gain"] is not None:
+        words += f", x{drafts['gain']:.2f} expected"
+    if shares:
+        words += "; right " + ", ".join(
+            "-" if share is None else f"{share:.0%}" for share in shares
+        )
+    return words

@@ -45,6 +45,8 @@ class ShapeWishes:
     prefill: int
     exact: bool
     fine_slots: int
+    draft_depth: int  # 0: no guesses
+    acceptance: float | None
 
 
 def shape_options(command: _Decorated) -> _Decorated:
@@ -76,6 +78,11 @@ def shape_options(command: _Decorated) -> _Decorated:
             "--fine-slots", default=0, type=click.IntRange(0),
             help="With --shape and --exact: slots for FP4 rows; by default all come from RAM.",
         ),
+        click.option(
+            "--acceptance", type=click.FloatRange(0, 1),
+            help="With --shape and --draft-depth: share of guesses that are right where those"
+            " before them were; tokens/s are computed for it from measured times.",
+        ),
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -94,13 +101,14 @@ def bench_shape(invocation: Invocation, name: str, wishes: ShapeWishes) -> None:
         raise click.BadParameter(
             f"a step of {name} has {shape.most_rows} rows at most", param_hint="--rows"
         )
+    shape = _with_drafts(shape, wishes)
     _check_ram(shape, wishes.ram_limit, exact=wishes.exact)
     device = _device()
     from moet_desk.engine.cuda.measure import Setup, measure
 
     setup = Setup(
         shape, device, _vram_bytes(device, wishes.vram_limit), context=wishes.context,
-        rows=wishes.rows, prefill=wishes.prefill,
+        rows=wishes.rows, drafts=wishes.draft_depth, prefill=wishes.prefill,
         plane=Plane.FINE if wishes.exact else Plane.BASE, fine_slots=wishes.fine_slots,
     )  # fmt: skip
     invocation.say(f"Measuring made-up weights of {name}, {setup.n_slots()} slots")
@@ -112,12 +120,28 @@ def bench_shape(invocation: Invocation, name: str, wishes: ShapeWishes) -> None:
         print_document(record)
 
 
+def _with_drafts(shape: Shape, wishes: ShapeWishes) -> Shape:
+    """The shape with a head, if guesses are asked for; refuses what makes no sense."""
+    if (wishes.draft_depth > 0) != (wishes.acceptance is not None):
+        raise click.UsageError("--shape takes --draft-depth and --acceptance together or neither")
+    if not wishes.draft_depth:
+        return shape
+    if wishes.rows != 1:
+        raise click.UsageError("--rows cannot be used with --draft-depth")
+    if 1 + wishes.draft_depth > shape.most_rows:
+        most = shape.most_rows - 1
+        raise click.BadParameter(
+            f"a step of {shape.name} checks {most} guesses at most", param_hint="--draft-depth"
+        )
+    return shape.with_head()
+
+
 def _check_ram(shape: Shape, limit: int | None, *, exact: bool) -> None:
     """Refuse a limit that would send rows to a drive: made-up rows are in no file."""
     from moet_desk.kernels.layouts import ExpertLayout
 
     spec = shape.spec
-    n_rows = len(spec.main_moe_layers) * spec.moe_ffn.router.n_experts
+    n_rows = len(spec.moe_layers) * spec.moe_ffn.router.n_experts
     layout = ExpertLayout(spec.hidden, spec.moe_ffn.inter)
     need = n_rows * (layout.base_stride + (layout.fine_stride if exact else 0))
     if limit is not None and need > limit:
@@ -191,11 +215,38 @@ def make_record(shape: Shape, wishes: ShapeWishes, figures: Figures, n_rows: int
             "vram_bytes_per_s": round(bandwidth.vram),
             "pcie_bytes_per_s": round(bandwidth.pcie),
         },
+        "drafts": _drafts(wishes, figures),
         "roofline_ratio": rounded(figures.roofline_ratio, 3),
         "peak_vram_gib": _gib(figures.peak_vram_bytes),
         "peak_rss_gib": _gib(peak_rss()),
         "repeats": len(steps.times_ms),
     }  # fmt: skip
+
+
+def expected_tokens(depth: int, acceptance: float) -> float:
+    """Tokens of a step that checks `depth` guesses, each right with the same chance where those
+    before it were.
+    """
+    return sum(acceptance**place for place in range(depth + 1))
+
+
+def _drafts(wishes: ShapeWishes, figures: Figures) -> Mapping[str, Any] | None:
+    """What guesses would bring: times are measured, the acceptance is stated, the rest computed."""
+    found = figures.drafts
+    if found is None or wishes.acceptance is None:
+        return None
+    step_ms = found.checks.median_ms + wishes.draft_depth * found.guess_ms
+    tokens = expected_tokens(wishes.draft_depth, wishes.acceptance)
+    return {
+        "depth": wishes.draft_depth,
+        "acceptance_stated": wishes.acceptance,
+        "check_ms_measured": rounded(found.checks.median_ms, 3),
+        "check_misses_measured": rounded(found.checks.misses),
+        "guess_ms_measured": rounded(found.guess_ms, 3),
+        "tokens_per_step_computed": rounded(tokens, 3),
+        "decode_tok_per_s_computed": rounded(1e3 * tokens / step_ms, 1),
+        "gain_computed": rounded(tokens * figures.steps.median_ms / step_ms, 3),
+    }
 
 
 def _gib(n_bytes: int | None) -> float | None:
@@ -231,6 +282,7 @@ def for_people(record: Mapping[str, Any]) -> str:
         f"  hits           {record['hit_rate']:.1%}, {record['hit_rate_wanted']:.1%} wanted;"
         f" {record['base_slots']} slots of {record['rows']} experts",
         *_fine_lines(record),
+        *_draft_lines(record["drafts"]),
         f"  VRAM           {show_disk(moved['vram'])} per step{_rates(record, 'vram')}",
         f"  PCIe           {show_disk(moved['pcie'])} per step{_rates(record, 'pcie')}",
         f"  roofline       {_or_unknown(record['roofline_ratio'])} of the step is what its bytes"
@@ -262,6 +314,18 @@ def _fine_lines(record: Mapping[str, Any]) -> list[str]:
         return []
     fetched, slots = record["fine_misses_per_step"], record["fine_slots"]
     return [f"  FP4 rows       {fetched:.1f} per step from RAM; {slots} slots"]
+
+
+def _draft_lines(drafts: Mapping[str, Any] | None) -> list[str]:
+    if drafts is None:
+        return []
+    checks = f"{drafts['check_ms_measured']:.2f} ms to check {drafts['depth']}"
+    return [
+        f"  guesses        {checks}, {drafts['guess_ms_measured']:.2f} ms to make one (measured)",
+        f"                 computed: {drafts['decode_tok_per_s_computed']} tokens/s"
+        f" (x{drafts['gain_computed']:.2f}, {drafts['tokens_per_step_computed']} per step) if"
+        f" {drafts['acceptance_stated']:.0%} are right",
+    ]
 
 
 def _rates(record: Mapping[str, Any], tier: str) -> str:

@@ -78,7 +78,9 @@ def gate(
     files = tuple((path, read_texts(path)) for path in texts)
     asked = None if tasks is None else _Asked(tasks, read_tasks(tasks, limit), max_tokens)
     settings = invocation.load_settings().settings
-    options = replace(engine_options(settings), device=CPU, save_heat=False, opportunistic=False)
+    options = replace(
+        engine_options(settings), device=CPU, save_heat=False, opportunistic=False, drafts="off"
+    )
     pack = invocation.model_path(model)
     if not os.access(pack, os.W_OK):  # before the work, not after it
         raise fail("MD-DISK-03", path=str(pack), reason="Permission denied")

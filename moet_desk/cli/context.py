@@ -117,6 +117,8 @@ def engine_options(settings: Settings, locations: Locations | None = None) -> En
     return EngineOptions(
         device=settings.engine.device,
         opportunistic=settings.engine.opportunistic,
+        drafts=settings.engine.drafts,
+        draft_depth=settings.engine.draft_depth,
         quality=Quality(settings.answers.quality),
         gate=settings.answers.gate,
         context=memory.context,
@@ -156,6 +158,19 @@ def device_option(command: _Decorated) -> _Decorated:
     """`--device`, which counts before the setting; the command hands it to `load_settings`."""
     choices = click.Choice(["auto", "cpu", "cuda"])
     return click.option("--device", type=choices, help="What computes; auto by default.")(command)
+
+
+def drafts_option(command: _Decorated) -> _Decorated:
+    """`--drafts`, which counts before the setting; the command hands it to `load_settings`."""
+    choices = click.Choice(["auto", "off", "mtp", "lookup"])
+    words = "Who guesses words ahead; auto by default. Answers stay the same."
+    return click.option("--drafts", type=choices, help=words)(command)
+
+
+def draft_depth_option(command: _Decorated) -> _Decorated:
+    """`--draft-depth`, which counts before the setting."""
+    words = "Most tokens guessed for a step."
+    return click.option("--draft-depth", type=click.IntRange(1, 7), help=words)(command)
 
 
 def global_options(command: _Decorated) -> _Decorated:

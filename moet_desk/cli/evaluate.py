@@ -133,7 +133,7 @@ def evaluate(
     # one answer at a time: the memory that more would need can hold experts instead
     options = replace(
         engine_options(settings), device=CPU, save_heat=False, max_running=1, codebook=codebook,
-        opportunistic=False,  # a measurement must come out the same again
+        drafts="off", opportunistic=False,  # a measurement must come out the same again
     )  # fmt: skip
     pack = invocation.model_path(model)
     report = Report(invocation, model, codebook)

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moet_desk.cli.context import Invocation, device_option, engine_options, output_options
+from moet_desk.cli.context import (
+    Invocation,
+    device_option,
+    draft_depth_option,
+    drafts_option,
+    engine_options,
+    output_options,
+)
 from moet_desk.cli.models import complete_model
 from moet_desk.cli.output import Format, print_document, print_event, say
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, Quality, Sampling
@@ -60,6 +67,8 @@ class Question:
 )
 @click.option("--raw", is_flag=True, help="Continue PROMPT as text, without the chat template.")
 @device_option
+@drafts_option
+@draft_depth_option
 @output_options
 @click.pass_obj
 def run(
@@ -76,6 +85,8 @@ def run(
     max_tokens: int | None,
     stop: tuple[str, ...],
     device: str | None,
+    drafts: str | None,
+    draft_depth: int | None,
     **sampling: Any,
 ) -> int:
     """Ask MODEL one question, or talk with it.
@@ -88,7 +99,9 @@ def run(
     question = _question(invocation, model, prompt, interactive=interactive)
     if raw and question.interactive:
         raise click.UsageError("--raw needs a prompt and no -i")
-    settings = invocation.load_settings(engine__device=device).settings
+    settings = invocation.load_settings(
+        engine__device=device, engine__drafts=drafts, engine__draft_depth=draft_depth
+    ).settings
     base = replace(
         _base_request(settings, sampling, quality),
         gate=settings.answers.gate if gate is None else gate,

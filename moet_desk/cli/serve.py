@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moet_desk.cli.context import Invocation, device_option, engine_options, output_options
+from moet_desk.cli.context import (
+    Invocation,
+    device_option,
+    draft_depth_option,
+    drafts_option,
+    engine_options,
+    output_options,
+)
 from moet_desk.cli.models import complete_model
 from moet_desk.cli.output import Format, print_document, print_event
 from moet_desk.errors import CATALOGUE, MoetError, fail
@@ -29,6 +36,8 @@ _WATCH_S = 0.5
 @click.option("--port", type=click.IntRange(0, 65535), help="11500 by default; 0: a free one.")
 @click.option("--key", help="Key that clients must send; needed for other addresses.")
 @device_option
+@drafts_option
+@draft_depth_option
 @output_options
 @click.pass_obj
 def serve(
@@ -40,10 +49,17 @@ def serve(
     port: int | None,
     key: str | None,
     device: str | None,
+    drafts: str | None,
+    draft_depth: int | None,
 ) -> int:
     """Serve MODEL to OpenAI clients until Ctrl+C."""
     loaded = invocation.load_settings(
-        endpoint__host=host, endpoint__port=port, endpoint__key=key, engine__device=device
+        endpoint__host=host,
+        endpoint__port=port,
+        endpoint__key=key,
+        engine__device=device,
+        engine__drafts=drafts,
+        engine__draft_depth=draft_depth,
     )
     settings = loaded.settings
 

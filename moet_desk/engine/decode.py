@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moet_desk.engine.blocks.expert_math import ExpertMath
 from moet_desk.engine.blocks.ffn import Experts
-from moet_desk.engine.draft import Acceptance, Drafter
+from moet_desk.engine.drafting import Drafting
 from moet_desk.engine.gate import Gate, confidence
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.model import Model
@@ -75,14 +75,13 @@ class Decoder:
         residency: Residency,
         experts: Mapping[Plane, Experts],
         *,
-        drafter: Drafter,
+        drafting: Drafting,
     ) -> None:
         self._model = model
         self._kv = kv
         self._residency = residency
         self._experts = experts
-        self.drafter = drafter
-        self.acceptance = Acceptance()
+        self.drafting = drafting
         self.gate = Gate()
 
     def step(self, requests: list[ActiveRequest]) -> None:
@@ -103,16 +102,17 @@ class Decoder:
         """Guess some tokens, then go on for as long as each guess was right: rows are read one by
         one here, so none is read behind a wrong one, and nothing has to be undone.
         """
-        guesses = self.drafter.propose(request)
-        n_right = 0
-        for guess in (*guesses, None):
-            chosen = request.sampler.choose(self.logits(request))
-            request.accept(chosen)
-            n_right += chosen.token_id == guess
-            if request.ended or chosen.token_id != guess:
-                break
-        request.note_drafts(len(guesses), n_right)
-        self.acceptance.note(len(guesses), n_right)
+        step = self.drafting.begin([request], self.gate.rerun_s)
+        for _, guesses in step.runs:
+            n_right = 0
+            for guess in (*guesses, None):
+                chosen = request.sampler.choose(self.logits(request))
+                request.accept(chosen)
+                n_right += chosen.token_id == guess
+                if request.ended or chosen.token_id != guess:
+                    break
+            self.drafting.checked(step, request, len(guesses), n_right)
+        self.drafting.end(step, self.gate.rerun_s)
 
     def logits(self, request: ActiveRequest) -> Tensor:
         """Scores [V] of the token after the request's newest one, which is read here."""
@@ -137,7 +137,7 @@ class Decoder:
             self.gate.note_rerun(int(logits.argmax()), int(better.argmax()))
             self.gate.note_time([request], time.monotonic() - began)
             logits = better
-        self.drafter.note(request, hidden)
+        self.drafting.note(request, hidden)
         return logits
 
     def _read(self, request: ActiveRequest, token: int, plane: Plane) -> Tensor:

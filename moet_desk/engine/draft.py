@@ -2,7 +2,8 @@
 what it says.
 
 Two ways to guess: the model's own MTP head, and the text so far, where the same words may have been
-followed by something before. Owned by the engine thread.
+followed by something before. Who guesses when is `drafting`'s and `draft_control`'s to say. Owned
+by the engine thread.
 """
 
 from __future__ import annotations
@@ -18,27 +19,74 @@ from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import Model
 from moet_desk.engine.mtp import MtpHead
-from moet_desk.engine.spec import Layer, Spec
-from moet_desk.errors import fail
 from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import DraftCounters
 
 LONGEST_MATCH, SHORTEST_MATCH = 4, 2
 """Tokens at the end of the text that must have occurred before: one alone nearly always has."""
 
+MOST_PLACES = 32
+"""Places of the same two tokens that are compared, the newest first."""
+
+LAG_TOKENS = 64
+"""States that wait for a head nobody asks; with more it stops reading along."""
+
+
+class TextIndex:
+    """Where each pair of neighbouring tokens of a growing text occurred."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._newest: dict[tuple[int, int], int] = {}  # pair -> place behind it
+        self._before: list[int] = [-1]  # by place: the place behind the same pair before; -1 none
+
+    def grow(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Take in what the text has more than before."""
+        tokens, start = self._tokens, len(self._tokens)
+        if start < len(prompt):
+            tokens += prompt[start:]
+        tokens += answer[len(tokens) - len(prompt) :]
+        for place in range(max(1, start), len(tokens)):
+            pair = tokens[place - 1], tokens[place]
+            self._before.append(self._newest.get(pair, -1))
+            self._newest[pair] = place + 1
+
+    def what_followed(self, depth: int) -> list[int]:
+        """Up to `depth` tokens behind an earlier place where the text ended as it ends now.
+
+        A longer common ending is better, up to 4 tokens; of equal ones the newest place.
+        """
+        tokens, n = self._tokens, len(self._tokens)
+        best, longest = -1, SHORTEST_MATCH - 1
+        at = self._before[n - 1] if n > 1 else -1
+        for _ in range(MOST_PLACES):
+            if at < 0 or longest == LONGEST_MATCH:
+                break
+            size = SHORTEST_MATCH
+            while size < min(LONGEST_MATCH, at) and tokens[at - size - 1] == tokens[n - size - 1]:
+                size += 1
+            if size > longest:
+                best, longest = at, size
+            at = self._before[at - 1]
+        return tokens[best : best + depth] if best >= 0 else []
+
 
 @dataclass(slots=True)
 class DraftState:
-    """What a request's MTP head has read. Its entries and `pending` together are the tokens that
-    the model has read.
+    """What drafting keeps of a request. The entries of its MTP head and `pending` together are the
+    tokens that the model has read.
 
     Attributes:
         sequence: the head's own count, on the request's pages.
+        follows: whether the head reads along; a head that missed something cannot guess.
         pending: states [H] behind tokens whose next token the head has not read.
+        text: for guesses from the text.
     """
 
     sequence: KvSequence
+    follows: bool = True
     pending: list[Tensor] = field(default_factory=list)
+    text: TextIndex = field(default_factory=TextIndex)
 
 
 class Drafted(Protocol):
@@ -50,24 +98,6 @@ class Drafted(Protocol):
     kv: KvSequence
     limit: int  # most tokens of the answer
     draft: DraftState | None
-
-
-class Drafter(Protocol):
-    """Guesses tokens for a request.
-
-    Attributes:
-        wants_states: whether `note` does anything.
-    """
-
-    wants_states: bool
-
-    def note(self, request: Drafted, hidden: Tensor) -> None:
-        """The model has read tokens of the request, whose states are `hidden` [T, H]."""
-        ...
-
-    def propose(self, request: Drafted) -> list[int]:
-        """Guesses of what follows the newest token, likeliest first to come; may be empty."""
-        ...
 
 
 @dataclass(slots=True)
@@ -91,52 +121,32 @@ class Acceptance:
         return DraftCounters(tuple(self.guessed), tuple(self.right))
 
 
-class NoDrafts:
-    """Guesses nothing."""
+class Drafter(Protocol):
+    """Guesses tokens for a request."""
 
-    wants_states = False
-
-    def note(self, request: Drafted, hidden: Tensor) -> None:
-        """See `Drafter`."""
-
-    def propose(self, request: Drafted) -> list[int]:
-        """See `Drafter`."""
-        return []
+    def propose(self, request: Drafted, depth: int) -> list[int]:
+        """Up to `depth` guesses of what follows the newest token; may be none."""
+        ...
 
 
 class LookupDrafter:
-    """Guesses that the text goes on as it did before. `depth` is the most tokens guessed."""
+    """Guesses that the text goes on as it did before."""
 
-    wants_states = False
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-
-    def note(self, request: Drafted, hidden: Tensor) -> None:
+    def propose(self, request: Drafted, depth: int) -> list[int]:
         """See `Drafter`."""
-
-    def propose(self, request: Drafted) -> list[int]:
-        """See `Drafter`."""
-        depth = min(self._depth, _room(request))
-        return what_followed([*request.prompt_ids, *request.out_ids], depth)
-
-
-def what_followed(tokens: Sequence[int], depth: int) -> list[int]:
-    """Up to `depth` tokens behind the newest earlier place where the text ended as it ends now.
-
-    Longer endings come first: of 4 tokens, then 3, then 2.
-    """
-    n = len(tokens)
-    for size in range(min(LONGEST_MATCH, n - 1), SHORTEST_MATCH - 1, -1):
-        end = list(tokens[n - size :])
-        for at in range(n - size - 1, -1, -1):
-            if tokens[at : at + size] == end:
-                return list(tokens[at + size : at + size + depth])
-    return []
+        text = state_of(request).text
+        text.grow(request.prompt_ids, request.out_ids)
+        return text.what_followed(min(depth, room_of(request)))
 
 
 class Head(Protocol):
-    """An MTP head that can be asked."""
+    """An MTP head that can be asked.
+
+    Attributes:
+        most_rows: tokens that it reads at once.
+    """
+
+    most_rows: int
 
     def read(
         self, ids: Sequence[int], states: Tensor, sequence: KvSequence, plane: Plane
@@ -159,6 +169,8 @@ class CpuHead:
         head, model, kv: the head, its model, and pages with a layer for it.
         one, many: routed experts of each plane for one token and for several.
     """
+
+    most_rows = 256
 
     def __init__(
         self,
@@ -184,30 +196,40 @@ class CpuHead:
 
 
 class MtpDrafter:
-    """Guesses with the model's MTP head, applied to its own guesses for more than one.
+    """Guesses with the model's MTP head, applied to its own guesses for more than one."""
 
-    `depth` is how many tokens are guessed.
-    """
-
-    wants_states = True
-
-    def __init__(self, head: Head, depth: int) -> None:
-        self.head, self._depth = head, depth
+    def __init__(self, head: Head) -> None:
+        self.head = head
 
     def note(self, request: Drafted, hidden: Tensor) -> None:
-        """See `Drafter`. Of a prompt's chunk the head reads at once all but the last: the states of
-        a long prompt would take more memory than its KV.
+        """The model has read tokens of the request, whose states are `hidden` [T, H].
+
+        Of a prompt's chunk the head reads at once all but the last: the states of a long prompt
+        would take more memory than its KV. Raises as `Head.read`.
         """
         state = state_of(request)
         state.pending += hidden
-        if not request.out_ids and len(state.pending) > 1:
-            self._read(request, state, len(state.pending) - 1)
+        if not request.out_ids:
+            self._catch_up(request, state, 1)
+        elif len(state.pending) > LAG_TOKENS:
+            state.follows = False
+            state.pending.clear()
 
-    def propose(self, request: Drafted) -> list[int]:
-        """See `Drafter`. Raises as `Head.read`."""
-        state, depth = state_of(request), min(self._depth, _room(request))
+    def behind(self, request: Drafted) -> int:
+        """Reads that the head must make up for before the one that guesses."""
+        waiting = len(state_of(request).pending)
+        return max(0, -(-waiting // self.head.most_rows) - 1)
+
+    def catch_up(self, request: Drafted) -> None:
+        """Read as much as leaves one read before a guess. Raises as `Head.read`."""
+        self._catch_up(request, state_of(request), self.head.most_rows)
+
+    def propose(self, request: Drafted, depth: int) -> list[int]:
+        """See `Drafter`; raises as `Head.read`. Only for a request that the head follows."""
+        state, depth = state_of(request), min(depth, room_of(request))
         if depth < 1:
             return []
+        self.catch_up(request)
         guess, hidden = self._read(request, state, len(state.pending))
         guesses: list[int] = []
         ahead = replace(state.sequence)  # what is read from here on are guesses
@@ -217,6 +239,10 @@ class MtpDrafter:
                 break
             guess, hidden = self.head.read([guess], hidden, ahead, request.plane)
         return guesses
+
+    def _catch_up(self, request: Drafted, state: DraftState, left: int) -> None:
+        while len(state.pending) > left:
+            self._read(request, state, min(self.head.most_rows, len(state.pending) - left))
 
     def _read(self, request: Drafted, state: DraftState, count: int) -> tuple[int | None, Tensor]:
         """Let the head read the first `count` pending states with the tokens behind them."""
@@ -228,13 +254,13 @@ class MtpDrafter:
         return found
 
 
-def _room(request: Drafted) -> int:
+def room_of(request: Drafted) -> int:
     """Guesses that the answer has room for, besides the token that a step makes anyway."""
     return request.limit - len(request.out_ids) - 1
 
 
 def state_of(request: Drafted) -> DraftState:
-    """What the request's head has read; nothing yet at first."""
+    """What is kept of the request; nothing yet at first."""
     if request.draft is None:
         request.draft = DraftState(replace(request.kv, length=0))
     return request.draft
@@ -246,21 +272,3 @@ def _tokens(request: Drafted, start: int, end: int) -> list[int]:
     if start >= n_prompt:  # an answer's: without a copy of the prompt
         return request.out_ids[start - n_prompt : end - n_prompt]
     return [*request.prompt_ids, *request.out_ids][start:end]
-
-
-def mtp_of(spec: Spec) -> Layer:
-    """The layer of a model's MTP head. Raises MD-ENG-05: it has none."""
-    if spec.mtp is None:
-        raise fail("MD-ENG-05", model=spec.model_type, reason="its files hold none")
-    return spec.mtp
-
-
-def running_layers(spec: Spec, drafts: str) -> tuple[int, ...]:
-    """Model layer numbers of the MoE layers that run: the head's is the last one if it guesses.
-
-    Raises:
-        MoetError: as `mtp_of`.
-    """
-    if drafts == "mtp":
-        return (*spec.main_moe_layers, mtp_of(spec).index)
-    return spec.main_moe_layers

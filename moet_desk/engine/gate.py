@@ -45,6 +45,11 @@ class Gate:
     _flips: int = 0
     _rerun_s: float = 0.0
 
+    @property
+    def rerun_s(self) -> float:
+        """Seconds spent on making tokens again."""
+        return self._rerun_s
+
     def is_unsure(self, request: Gated, sure: float) -> bool:
         """Whether a 2-bit step is to be made again; `sure` is its `confidence`."""
         if request.tau is None:

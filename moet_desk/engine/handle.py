@@ -289,8 +289,9 @@ class EngineOptions:
     threads: int | None = None
     quality: Quality = Quality.FAST  # for requests that do not say; so is the gate
     gate: float | None = None  # None: what the pack was calibrated to, else DEFAULT_GATE
-    drafts: str = "off"  # off | mtp | lookup: who guesses tokens ahead; never changes an answer
-    draft_depth: int = 1  # tokens guessed for each step
+    drafts: str = "off"  # off | mtp | lookup | auto: who guesses ahead; never changes an answer
+    draft_depth: int = 1  # tokens guessed for each step; "auto": at most so many
+    draft_head: bool | None = None  # with "auto": load the MTP head; None: on a GPU
     max_running: int = 4
     max_waiting: int = 32
     activations: str = "integer"  # "float" is the oracle path of the tests

@@ -6,7 +6,7 @@ order is: index, dense layers, rows to RAM, hot rows to slots. Called in the eng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +19,8 @@ from moet_desk.engine.blocks.expert_math import ExpertMath
 from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.decode import DecodeExperts, Decoder, OpportunisticExperts
-from moet_desk.engine.draft import (
-    CpuHead,
-    Drafter,
-    LookupDrafter,
-    MtpDrafter,
-    NoDrafts,
-    mtp_of,
-    running_layers,
-)
+from moet_desk.engine.draft import CpuHead, MtpDrafter
+from moet_desk.engine.drafting import drafting_of
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import Codebook, EngineOptions
 from moet_desk.engine.kv_cache import KvCache
@@ -35,9 +28,13 @@ from moet_desk.engine.load_report import LoadReport
 from moet_desk.engine.model import Model
 from moet_desk.engine.model_shape import (
     RowSizes,
+    check_head,
     cpu_kv_format,
     cpu_shape,
     kv_token_bytes,
+    loads_head,
+    mtp_of,
+    running_layers,
     wishes_of,
 )
 from moet_desk.engine.mtp import MtpHead
@@ -100,7 +97,9 @@ def load(
     spec = spec_for(reader.config(), path=str(pack / "config.json"), has_mtp=has_mtp)
     budget = options.ram_bytes or ram_budget(hardware.probe().ram_available)
     ram, prefix_bytes = split_ram(budget, options.prefix_bytes)
-    form, plan = _plan(reader, spec, options, ram)
+    check_head(spec, options)
+    with_head = loads_head(spec, options, on_card=False)
+    form, plan = _plan(reader, spec, options, ram, with_head=with_head)
     report.end()
 
     report.begin("Dense layers", total=_dense_bytes(reader))
@@ -109,7 +108,7 @@ def load(
     mixer = spec.layers[0].mixer
     kv = KvCache(
         mixer,
-        n_layers=len(spec.layers) + (options.drafts == "mtp"),
+        n_layers=len(spec.layers) + with_head,
         n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS,
         form=form,
@@ -118,7 +117,7 @@ def load(
 
     arena = Arena(reader, base_rows=plan.arena_base_rows, fine_rows=plan.arena_fine_rows)
     transfer = _transfer(arena, reader, options)
-    residency = _residency(spec, plan, reader, transfer, options)
+    residency = _residency(spec, plan, reader, transfer, with_head=with_head)
     _warm(pack, plan, arena, residency, report)
     math = {plane: _expert_math(reader, plane, options) for plane in Plane}
     decode: dict[Plane, Experts] = {
@@ -127,8 +126,11 @@ def load(
     if options.opportunistic:
         decode[Plane.BASE] = OpportunisticExperts(residency, math)
     prefill = {plane: PrefillExperts(residency, math[plane], plane) for plane in Plane}
-    drafter = _drafter(options, model, weights, kv, one=decode, many=prefill)
-    decoder = Decoder(model, kv, residency, decode, drafter=drafter)
+    head = None
+    if with_head:
+        mtp = MtpHead(model, mtp_of(spec), weights)
+        head = MtpDrafter(CpuHead(mtp, model, kv, one=decode, many=prefill))
+    decoder = Decoder(model, kv, residency, decode, drafting=drafting_of(options, head))
     prefiller = Prefiller(model, kv, prefill, decoder=decoder, chunk=plan.prefill_chunk)
     return Core(reader, spec, plan, model, kv, arena, residency, decoder, prefiller, prefix_bytes)
 
@@ -150,15 +152,18 @@ def _dense_bytes(reader: PackReader) -> int:
 
 
 def _plan(
-    reader: PackReader, spec: Spec, options: EngineOptions, ram: int
+    reader: PackReader, spec: Spec, options: EngineOptions, ram: int, *, with_head: bool
 ) -> tuple[KvFormat, TierPlan]:
     sizes = RowSizes(reader.layout, reader.meta.base_stride, reader.meta.fine_stride)
     wishes = with_context(
-        wishes_of(options), spec.context, kv_token_bytes(spec, KvFormat.BF16, options.drafts), ram
+        wishes_of(options),
+        spec.context,
+        kv_token_bytes(spec, KvFormat.BF16, with_head=with_head),
+        ram,
     )
     form = cpu_kv_format(options.kv_format, spec, wishes, ram)
     dense_bytes = _dense_bytes(reader)
-    shape = cpu_shape(spec, sizes, form, dense_bytes=dense_bytes, drafts=options.drafts)
+    shape = cpu_shape(spec, sizes, form, dense_bytes=dense_bytes, with_head=with_head)
     return form, plan_tiers(shape, ram, wishes)
 
 
@@ -171,35 +176,17 @@ def _counted(reader: PackReader, report: LoadReport) -> Callable[[str], torch.Te
     return load_one
 
 
-def _drafter(
-    options: EngineOptions,
-    model: Model,
-    weights: Weights,
-    kv: KvCache,
-    *,
-    one: Mapping[Plane, Experts],
-    many: Mapping[Plane, Experts],
-) -> Drafter:
-    """Who guesses tokens ahead. Raises MD-ENG-05: the model has no MTP head."""
-    if options.drafts == "lookup":
-        return LookupDrafter(options.draft_depth)
-    if options.drafts == "mtp":
-        head = MtpHead(model, mtp_of(model.spec), weights)
-        return MtpDrafter(CpuHead(head, model, kv, one=one, many=many), options.draft_depth)
-    return NoDrafts()
-
-
 def _transfer(arena: Arena, reader: PackReader, options: EngineOptions) -> Transfer:
     asymmetric = options.codebook is Codebook.ASYMMETRIC
     return (AsymmetricTransfer if asymmetric else Transfer)(arena, reader.layout)
 
 
 def _residency(
-    spec: Spec, plan: TierPlan, reader: PackReader, transfer: Transfer, options: EngineOptions
+    spec: Spec, plan: TierPlan, reader: PackReader, transfer: Transfer, *, with_head: bool
 ) -> Residency:
     return Residency(
         transfer,
-        moe_layers=running_layers(spec, options.drafts),
+        moe_layers=running_layers(spec, with_head=with_head),
         n_experts=reader.meta.n_experts,
         base_slots=plan.base_slots,
         fine_slots=plan.fine_slots,

@@ -18,14 +18,16 @@ class Meter:
         self.step_s = 0.0
         self.prefill_rate: float | None = None
         self._reading_s = 0.0
-        self._recent: deque[tuple[float, float, float, int]] = deque(maxlen=4096)
+        self._recent: deque[tuple[float, float, float, int, int]] = deque(maxlen=4096)
 
-    def note_step(self, now: float, *, step_s: float, wait_s: float, n_tokens: int) -> None:
-        """A decode step ended at `now` (seconds of a monotonic clock)."""
+    def note_step(
+        self, now: float, *, step_s: float, wait_s: float, n_tokens: int, n_answers: int = 1
+    ) -> None:
+        """A decode step of some answers ended at `now` (seconds of a monotonic clock)."""
         self.steps += 1
         self.tokens += n_tokens
         self.step_s += step_s
-        self._recent.append((now, step_s, wait_s, n_tokens))
+        self._recent.append((now, step_s, wait_s, n_tokens, n_answers))
 
     def note_read(self, n_tokens: int, seconds: float) -> None:
         """Work on a prompt chunk ended; `n_tokens` is 0 while the chunk is not done."""
@@ -39,6 +41,12 @@ class Meter:
         recent = [entry for entry in self._recent if now - entry[0] <= RATE_WINDOW_S]
         seconds = sum(entry[1] for entry in recent)
         return sum(entry[3] for entry in recent) / seconds if seconds > 0 else None
+
+    def tokens_per_step(self, now: float) -> float | None:
+        """Tokens that a step gave an answer, over the last 3 s."""
+        recent = [entry for entry in self._recent if now - entry[0] <= RATE_WINDOW_S]
+        n_answers = sum(entry[4] for entry in recent)
+        return sum(entry[3] for entry in recent) / n_answers if n_answers else None
 
     def step_ms(self) -> float | None:
         """Median of the last 64 steps, milliseconds."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from moet_desk.engine.cuda.chunk_sizes import chunk_choices
 from moet_desk.engine.handle import EngineOptions
-from moet_desk.engine.spec import Spec
+from moet_desk.engine.spec import Layer, Spec
+from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.row_sizes import ExpertLayout
 from moet_desk.plan import ModelShape, Wishes, choose_kv_format, kv_tokens
@@ -39,15 +40,48 @@ def wishes_of(options: EngineOptions) -> Wishes:
     )  # fmt: skip
 
 
-def kv_token_bytes(spec: Spec, form: KvFormat, drafts: str = "off") -> int:
-    """KV bytes of one token, all layers together, the MTP head's too if it guesses."""
-    entry_bytes = spec.layers[0].mixer.entry_bytes(form)
-    return (len(spec.layers) + (drafts == "mtp")) * entry_bytes
+def mtp_of(spec: Spec) -> Layer:
+    """The layer of a model's MTP head. Raises MD-ENG-05: it has none."""
+    if spec.mtp is None:
+        raise fail("MD-ENG-05", model=spec.model_type, reason="its files hold none")
+    return spec.mtp
 
 
-def _n_rows(spec: Spec, drafts: str) -> int:
-    """Experts of the layers that run: the MTP head's is one of them if it guesses."""
-    return (len(spec.main_moe_layers) + (drafts == "mtp")) * spec.moe_ffn.router.n_experts
+def loads_head(spec: Spec, options: EngineOptions, *, on_card: bool) -> bool:
+    """Whether the model's MTP head is loaded, which takes room for its experts and its KV.
+
+    "auto" loads it where it can gain: a CPU reads rows one by one (ADR 4), so a right guess saves
+    nothing there. `EngineOptions.draft_head` says otherwise, for measurements.
+    """
+    if spec.mtp is None:
+        return False
+    wanted = on_card if options.draft_head is None else options.draft_head
+    return options.drafts == "mtp" or (options.drafts == "auto" and wanted)
+
+
+def check_head(spec: Spec, options: EngineOptions) -> None:
+    """Raises MD-ENG-05: the head is asked for by name, and the model has none."""
+    if options.drafts == "mtp":
+        mtp_of(spec)
+
+
+def running_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
+    """Model layer numbers of the MoE layers that run: the head's is the last one if it guesses.
+
+    Raises:
+        MoetError: as `mtp_of`.
+    """
+    return (*spec.main_moe_layers, mtp_of(spec).index) if with_head else spec.main_moe_layers
+
+
+def kv_token_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
+    """KV bytes of one token, all layers together, the MTP head's too if it is loaded."""
+    return (len(spec.layers) + with_head) * spec.layers[0].mixer.entry_bytes(form)
+
+
+def _n_rows(spec: Spec, *, with_head: bool) -> int:
+    """Experts of the layers that run: the MTP head's is one of them if it is loaded."""
+    return (len(spec.main_moe_layers) + with_head) * spec.moe_ffn.router.n_experts
 
 
 def device_kv_format(wanted: str) -> KvFormat:
@@ -70,35 +104,35 @@ def device_shape(
     wishes: Wishes,
     *,
     dense_bytes: int,
-    drafts: str = "off",
+    with_head: bool = False,
 ) -> ModelShape:
     """The model as `plan_device_tiers` takes it; `dense_bytes` as stored."""
     context = wishes.context or spec.context
     chunks = chunk_choices(spec, sizes.layout, context=context, wished=wishes.prefill_chunk)
     return ModelShape(
-        n_rows=_n_rows(spec, drafts),
+        n_rows=_n_rows(spec, with_head=with_head),
         top_k=spec.moe_ffn.router.top_k,
         base_stride=sizes.base_stride,
         fine_stride=sizes.fine_stride,
         slot_bytes=0,
         dense_bytes=dense_bytes,
-        kv_token_bytes=kv_token_bytes(spec, form, drafts),
+        kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
         chunks=chunks,
     )
 
 
 def cpu_shape(
-    spec: Spec, sizes: RowSizes, form: KvFormat, *, dense_bytes: int, drafts: str = "off"
+    spec: Spec, sizes: RowSizes, form: KvFormat, *, dense_bytes: int, with_head: bool = False
 ) -> ModelShape:
     """The model as `plan_tiers` takes it; `dense_bytes` as stored."""
     return ModelShape(
-        n_rows=_n_rows(spec, drafts),
+        n_rows=_n_rows(spec, with_head=with_head),
         top_k=spec.moe_ffn.router.top_k,
         base_stride=sizes.base_stride,
         fine_stride=sizes.fine_stride,
         slot_bytes=sizes.layout.slot_floats * 4,
         dense_bytes=4 * dense_bytes,  # FP8 becomes float32
-        kv_token_bytes=kv_token_bytes(spec, form, drafts),
+        kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
     )

@@ -65,24 +65,30 @@ class PlannedModel:
     download_bytes: int | None = None
     is_installed: bool = False
 
-    def kv_token_bytes(self, form: KvFormat) -> int:
-        """KV bytes of a token, all layers."""
+    def kv_token_bytes(self, form: KvFormat, *, with_head: bool = False) -> int:
+        """KV bytes of a token, all layers, the MTP head's too if it is loaded."""
         if self.kv_stated is not None:
             return self.kv_stated[form]
-        return kv_token_bytes(self.spec, form)
+        return kv_token_bytes(self.spec, form, with_head=with_head)
 
-    def device_shape(self, form: KvFormat, wishes: Wishes) -> ModelShape:
+    def device_shape(
+        self, form: KvFormat, wishes: Wishes, *, with_head: bool = False
+    ) -> ModelShape:
         """For `plan_device_tiers`."""
-        shape = device_shape(self.spec, self.sizes, form, wishes, dense_bytes=self.dense_bytes)
-        return self._with_state(shape, form)
+        shape = device_shape(
+            self.spec, self.sizes, form, wishes, dense_bytes=self.dense_bytes, with_head=with_head
+        )
+        return self._with_state(shape, form, with_head=with_head)
 
-    def cpu_shape(self, form: KvFormat) -> ModelShape:
+    def cpu_shape(self, form: KvFormat, *, with_head: bool = False) -> ModelShape:
         """For `plan_tiers`."""
-        shape = cpu_shape(self.spec, self.sizes, form, dense_bytes=self.dense_bytes)
-        return self._with_state(shape, form)
+        shape = cpu_shape(
+            self.spec, self.sizes, form, dense_bytes=self.dense_bytes, with_head=with_head
+        )
+        return self._with_state(shape, form, with_head=with_head)
 
-    def _with_state(self, shape: ModelShape, form: KvFormat) -> ModelShape:
-        kv = self.kv_token_bytes(form)
+    def _with_state(self, shape: ModelShape, form: KvFormat, *, with_head: bool) -> ModelShape:
+        kv = self.kv_token_bytes(form, with_head=with_head)
         return replace(shape, kv_token_bytes=kv, state_bytes=self.state_bytes)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moet_desk.engine.handle import EngineOptions, Quality
-from moet_desk.engine.model_shape import device_kv_format, wishes_of
+from moet_desk.engine.model_shape import device_kv_format, loads_head, wishes_of
 from moet_desk.engine.planned_model import PlannedModel
 from moet_desk.errors import MoetError, fail
 from moet_desk.forecast import (
@@ -204,10 +204,10 @@ def _on_device(
     ram, prefix_bytes = split_ram(ram, options.prefix_bytes)
     budget = DeviceBudget(options.vram_bytes or vram_budget(gpu.vram_free), ram)
     form = device_kv_format(options.kv_format)
-    wishes = with_context(
-        wishes_of(options), model.spec.context, model.kv_token_bytes(form), budget.vram
-    )
-    shape = model.device_shape(form, wishes)
+    with_head = loads_head(model.spec, options, on_card=True)
+    token_bytes = model.kv_token_bytes(form, with_head=with_head)
+    wishes = with_context(wishes_of(options), model.spec.context, token_bytes, budget.vram)
+    shape = model.device_shape(form, wishes, with_head=with_head)
     tiers = plan_device_tiers(shape, budget, wishes)
     speeds = speeds_of(machine, gpu, models_drive(machine))
 
@@ -228,10 +228,11 @@ def _on_cpu(
 ) -> ModelPlan:
     ram = options.ram_bytes or ram_budget(machine.memory.available)
     ram, prefix_bytes = split_ram(ram, options.prefix_bytes)
-    token_bytes = model.kv_token_bytes(KvFormat.BF16)
+    with_head = loads_head(model.spec, options, on_card=False)
+    token_bytes = model.kv_token_bytes(KvFormat.BF16, with_head=with_head)
     wishes = with_context(wishes_of(options), model.spec.context, token_bytes, ram)
     form = _cpu_form(model, options, wishes, ram)
-    shape = model.cpu_shape(form)
+    shape = model.cpu_shape(form, with_head=with_head)
     tiers = plan_tiers(shape, ram, wishes)
     speeds = speeds_of(machine, None, models_drive(machine))
 

@@ -56,9 +56,12 @@ class Prefiller:
 
     Attributes:
         fast_uses_fine: whether prompts of fast requests look into 4-bit slots.
+        head_keeps_up: whether the MTP head has read a chunk as soon as the model has. Here it waits
+            with the last token for the one behind it.
     """
 
     fast_uses_fine = False
+    head_keeps_up = False
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class Prefiller:
             hidden = self.hidden(ids, request.kv, request.plane)
             request.note_read()
             if end < len(request.prompt_ids):
-                self._decoder.drafter.note(request, hidden)
+                self._decoder.drafting.note(request, hidden)
             else:
                 logits = self._decoder.gated(request, request.prompt_ids[-1], hidden)
                 request.accept(request.sampler.choose(logits))

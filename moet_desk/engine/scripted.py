@@ -31,6 +31,7 @@ from moet_desk.errors import MoetError, fail
 from moet_desk.marked_text import MarkedText, join
 from moet_desk.telemetry import (
     CacheView,
+    DraftChoice,
     EngineSnapshot,
     EngineState,
     Failed,
@@ -102,6 +103,8 @@ class Script:
     rerun_share: float = 0.5
     gate: GateInfo = field(default_factory=GateInfo)
     prompts: PromptReading = PromptReading.CPU
+    drafts: DraftChoice = field(default_factory=DraftChoice)
+    tokens_per_step: float = 1.0
 
 
 class _Cache:
@@ -538,6 +541,8 @@ class ScriptedEngine:
             steps=self._steps,
             tokens=self._steps,
             step_ms=1000.0 / self.script.tokens_per_s if self._steps else None,
+            draft_choice=self.script.drafts,
+            tokens_per_step=self.script.tokens_per_step if self._steps else None,
             wait_share=waiting,
             tier_share=self._cache.shares(),
             counters=counters,

@@ -246,6 +246,8 @@ class Serving:
         """Take what was read of the same beginning of another prompt."""
         request.n_restored = self._prefixes.restore(_prefix(request), request.kv, self.core.kv)
         request.kv.length = request.n_restored
+        if request.n_restored:
+            self.core.decoder.drafting.restored(request, head_too=self.core.prefiller.head_keeps_up)
 
     def _write_tokens(self, requests: list[ActiveRequest]) -> None:
         began, waited = time.monotonic(), self.core.residency.wait_s
@@ -255,6 +257,7 @@ class Serving:
         self._meter.note_step(
             now, step_s=now - began, wait_s=self.core.residency.wait_s - waited,
             n_tokens=sum(len(request.out_ids) for request in requests) - before,
+            n_answers=len(requests),
         )  # fmt: skip
 
     def _promote(self, writing: list[ActiveRequest]) -> None:
@@ -316,7 +319,9 @@ class Serving:
             tier_share=residency.tier_share(),
             counters=residency.counters(step_s=meter.step_s),
             gate=self.core.decoder.gate.counters(),
-            drafts=self.core.decoder.acceptance.counters(),
+            drafts=self.core.decoder.drafting.acceptance.counters(),
+            draft_choice=self.core.decoder.drafting.policy.view(),
+            tokens_per_step=meter.tokens_per_step(self._shown),
             sizes=residency.sizes(),
             reads=self.core.arena.read_times(),
             cache=residency.view(),

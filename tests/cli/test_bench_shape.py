@@ -12,7 +12,7 @@ import torch
 from moet_desk.cli import bench_shape
 from moet_desk.engine.cuda import measure as measuring
 from moet_desk.engine.cuda.bandwidth import Bandwidth
-from moet_desk.engine.cuda.measure import Figures, Setup, Steps
+from moet_desk.engine.cuda.measure import DraftFigures, Figures, Setup, Steps
 from moet_desk.engine.cuda.shapes import SHAPES
 from moet_desk.errors import ExitCode
 from moet_desk.store.pack_format import Plane
@@ -94,6 +94,18 @@ def test_bench_shape__rows_over_the_ram_limit__refused_with_both_sizes(moet: Com
         (["demo", "--shape", "glm-5.2"], "MODEL cannot be used with --shape"),
         (["--shape", "qwen3-next-80b", "--rows", "7"], "6 rows at most"),
         (["--prefill", "100"], "--prefill needs --shape"),
+        (["--acceptance", "0.8"], "--acceptance needs --shape"),
+        (["--shape", "glm-5.2", "--acceptance", "0.8"], "together or neither"),
+        (["--shape", "glm-5.2", "--draft-depth", "1"], "together or neither"),
+        (["--shape", "glm-5.2", "--drafts", "mtp"], "--drafts cannot be used with --shape"),
+        (
+            ["--shape", "qwen3-next-80b", "--draft-depth", "6", "--acceptance", "1"],
+            "checks 5 guesses at most",
+        ),
+        (
+            ["--shape", "glm-5.2", "--draft-depth", "1", "--acceptance", "1", "--rows", "2"],
+            "--rows cannot be used with --draft-depth",
+        ),
         (["demo", "--vram-limit", "8GiB"], "--vram-limit needs --shape"),
     ],
 )
@@ -166,6 +178,36 @@ def test_bench_shape__record__schema_of_the_bench_records(moet: Command, card: F
     assert (record["decode_tok_per_s"], record["prefill_tok_per_s"]) == (105.3, 812.3)
     assert (record["peak_vram_gib"], record["repeats"]) == (31, 301)
     assert "stands in for" in record["note"]
+
+
+def test_expected_tokens() -> None:
+    assert bench_shape.expected_tokens(1, 0.8) == pytest.approx(1.8)
+    assert bench_shape.expected_tokens(3, 0.5) == pytest.approx(1.875)
+    assert bench_shape.expected_tokens(2, 1.0) == 3
+    assert bench_shape.expected_tokens(2, 0.0) == 1
+
+
+def test_bench_shape__guesses__times_measured_and_speed_computed(
+    moet: Command, card: FakeCard
+) -> None:
+    checks = Steps((11.0, 12.0, 13.0), 0.95, 14.5, 400.0)
+    card.figures = replace(FIGURES, drafts=DraftFigures(checks, 0.5))
+    arguments = ("bench", "--shape", "deepseek-v4-flash", "--draft-depth", "2")
+    arguments += ("--acceptance", "0.8")
+    record = moet(*arguments, "--json").document
+    (setup,) = card.setups
+    assert (setup.drafts, setup.rows, setup.most_rows) == (2, 1, 3)
+    assert len(setup.shape.spec.moe_layers) == 44
+    assert record["drafts"] == {
+        "depth": 2, "acceptance_stated": 0.8, "check_ms_measured": 12.0,
+        "check_misses_measured": 14.5, "guess_ms_measured": 0.5,
+        "tokens_per_step_computed": 2.44, "decode_tok_per_s_computed": 187.7,
+        "gain_computed": 1.783,
+    }  # fmt: skip
+    assert (record["acceptance"], record["decode_tok_per_s"]) == (None, 105.3)  # the measured one
+    out = moet(*arguments).out
+    assert "12.00 ms to check 2, 0.50 ms to make one (measured)" in out
+    assert "computed: 187.7 tokens/s (x1.78, 2.44 per step) if 80% are right" in out
 
 
 def test_bench_shape__nothing_traced__null_and_never_0(moet: Command, card: FakeCard) -> None:

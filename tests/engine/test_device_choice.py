@@ -13,7 +13,8 @@ from torch import Tensor
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.step import ERROR_READ, StepModel, StepRow
 from moet_desk.engine.cuda.synthetic import SyntheticLoader
-from moet_desk.engine.draft import NoDrafts
+from moet_desk.engine.draft_control import Fixed, Source
+from moet_desk.engine.drafting import Drafting
 from moet_desk.engine.gate import confidence
 from moet_desk.engine.handle import Sampling
 from moet_desk.engine.kv_cache import KvCache, KvSequence
@@ -338,28 +339,30 @@ def test_balanced__rerun_fails__sure_rows_keep_their_token(
 # -- guesses ---------------------------------------------------------------------------------
 
 
-class Oracle(NoDrafts):
-    """Guesses from known answers, by their first tokens. Every third time the last is wrong."""
+class Oracle:
+    """Guesses from known answers, by their first tokens; at every fourth place not all right."""
 
-    def __init__(self, known: Sequence[list[int]], depth: int) -> None:
+    def __init__(self, known: Sequence[list[int]]) -> None:
         self._known = {ids[0]: ids for ids in known}
-        self._depth, self._made = depth, 0
 
-    def propose(self, request: Any) -> list[int]:
+    def propose(self, request: Any, depth: int) -> list[int]:
         ids, at = self._known[request.out_ids[0]], len(request.out_ids)
-        guesses = ids[at : at + self._depth]
-        self._made += 1
-        if self._made % 3 == 0 and guesses:
+        guesses = ids[at : at + depth]
+        if at % 4 == 1 and guesses:
             guesses = [*guesses[:-1], (guesses[-1] + 1) % VOCAB]
         return guesses
 
 
+def oracle(known: Sequence[list[int]], depth: int) -> Drafting:
+    return Drafting(Fixed(Source.LOOKUP, depth), lookup=Oracle(known))
+
+
 def decoded(
-    bench: Bench, taus: Sequence[float | None], drafter: NoDrafts, n_tokens: int
+    bench: Bench, taus: Sequence[float | None], drafting: Drafting, n_tokens: int
 ) -> tuple[list[Answer], CudaDecoder, int]:
     """Answers of every kind, with at least so many tokens, and the steps it took."""
     group = balanced(bench, [*KINDS.values(), PENALTY], taus)
-    decoder, n_steps = CudaDecoder(bench.model, drafter), 0
+    decoder, n_steps = CudaDecoder(bench.model, drafting), 0
     while running := [answer for answer in group if len(answer.out_ids) < n_tokens]:
         decoder.step(running)  # type: ignore[arg-type]
         n_steps += 1
@@ -373,14 +376,15 @@ def decoded(
 def test_drafts__some_wrong__tokens_of_a_run_without(
     bench: Bench, planes: list[tuple[Plane, list[int]]], taus: list[float | None]
 ) -> None:
-    plain, without, _ = decoded(bench, taus, NoDrafts(), 11)
+    plain, without, _ = decoded(bench, taus, Drafting(), 11)
     known = [answer.out_ids for answer in plain]
     for depth in (1, 3):
         # those that have enough tokens already may get some more
-        found, decoder, n_steps = decoded(bench, taus, Oracle(known, depth), 7)
+        found, decoder, n_steps = decoded(bench, taus, oracle(known, depth), 7)
         for answer, ids in zip(found, known, strict=True):
             assert answer.out_ids == ids[: len(answer.out_ids)]
-        guessed, right = decoder.acceptance.counters().guessed, decoder.acceptance.counters().right
+        counts = decoder.drafting.acceptance.counters()
+        guessed, right = counts.guessed, counts.right
         assert len(guessed) == depth
         assert 0 < right[-1] < guessed[-1]
         if taus[0] is None:
@@ -402,7 +406,7 @@ def test_drafts__unsure_behind_a_right_guess__that_row_alone_is_rerun(
     assert confident > doubtful, "the made-up weights are always the same; other ones are needed"
     (answer,) = balanced(bench, [KINDS["greedy"]], [(confident + doubtful) / 2])
     planes.clear()
-    decoder = CudaDecoder(bench.model, Oracle([[answer.out_ids[0], first, 0, 0]], 3))
+    decoder = CudaDecoder(bench.model, oracle([[answer.out_ids[0], first, 0, 0]], 3))
     decoder.step([answer])  # type: ignore[list-item]
     assert planes == [(Plane.BASE, [0] * 4), (Plane.FINE, [1])]
     assert answer.out_ids[:2] == [7, first]
@@ -414,8 +418,8 @@ def test_drafts__more_rows_than_a_launch_has__several_launches(
     bench: Bench, planes: list[tuple[Plane, list[int]]]
 ) -> None:
     group = answers(bench, [KINDS["greedy"]] * 4)
-    drafter = Oracle([[answer.out_ids[0], 1, 2, 3] for answer in group], 3)
-    CudaDecoder(bench.model, drafter).step(group)  # type: ignore[arg-type]
+    drafting = oracle([[answer.out_ids[0], 1, 2, 3] for answer in group], 3)
+    CudaDecoder(bench.model, drafting).step(group)  # type: ignore[arg-type]
     assert [len(lengths) for _, lengths in planes] == [8, 8]
     assert all(len(answer.out_ids) >= 2 for answer in group)
 
@@ -450,8 +454,8 @@ def test_form__with_guesses__kept_and_tokens_of_a_run_without(
         answer.sampler = Sampler(
             KINDS["filters"], PLAIN, prompt_ids=[1, 2], vocab=VOCAB, constraint=form
         )
-        drafter = Oracle([one.out_ids for one in found], depth) if depth else NoDrafts()
-        decoder = CudaDecoder(bench.model, drafter)
+        drafting = oracle([one.out_ids for one in found], depth) if depth else Drafting()
+        decoder = CudaDecoder(bench.model, drafting)
         while len(answer.out_ids) < n_tokens:
             decoder.step([answer])  # type: ignore[list-item]
         assert not answer.errors

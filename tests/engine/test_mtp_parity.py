@@ -145,7 +145,7 @@ def test_head__chunks_and_single_tokens__equal_transformers(
     pack, ids, want = case
     options = {"activations": "float", "kv_format": "f32", "drafts": "mtp"}
     with loaded(pack, **options) as core, torch.inference_mode():
-        drafter = core.decoder.drafter
+        drafter = core.decoder.drafting.mtp
         assert isinstance(drafter, MtpDrafter)
         assert isinstance(drafter.head, CpuHead)
         sequence, own = core.kv.reserve(LENGTH), core.kv.reserve(LENGTH)

@@ -6,7 +6,7 @@ import pytest
 
 from moet_desk.engine.handle import GateInfo, GateSource, PromptReading, Quality
 from moet_desk.engine.scripted import Script
-from moet_desk.telemetry import LoadStep
+from moet_desk.telemetry import DraftChoice, LoadStep
 from moet_desk.ui.conversation import Wishes
 from moet_desk.ui.widgets.heatmap import Heatmap, Measure
 from tests.ui.support import Stage, dump
@@ -171,3 +171,19 @@ async def test_big_model__43_layers_256_experts__grouped_and_scrolled() -> None:
         screen = dump(stage.app)
     assert "L43" in screen
     assert "Layer 43, experts 0-3:" in screen
+
+
+async def test_guesses__made__tokens_of_a_step_and_who_guesses() -> None:
+    choice = DraftChoice("auto", "mtp", 2, gain=1.42, acceptance=(0.7, 0.5))
+    stage = Stage(Script(drafts=choice, tokens_per_step=1.92))
+    async with stage.open(130, 40) as pilot:
+        await stage.ready(pilot)
+        await stage.app.chat.ask("q")
+        await stage.play(pilot, 3.0)
+        chat = dump(stage.app).splitlines()
+        await pilot.press("f3")
+        await stage.play(pilot, 0.5)
+        cache = dump(stage.app).splitlines()
+    assert any("tok/s, 1.9 a step" in line for line in chat)
+    assert any("ms/step, 1.92 tok (mtp 2, x1.42)" in line for line in cache)
+    assert any("guesses    mtp 2, x1.42" in line for line in chat)

@@ -12,6 +12,7 @@ from textual.content import Content
 
 from moet_desk.telemetry import (
     CacheView,
+    DraftChoice,
     EngineSnapshot,
     EngineState,
     LoadStep,
@@ -25,6 +26,8 @@ from moet_desk.ui.widgets.gauges import (
     History,
     bar,
     context_meter,
+    guess_lines,
+    guessing,
     loading_lines,
     show_percent,
     sparkline,
@@ -126,6 +129,44 @@ def test_wait_line__promoted_experts__counted_where_there_is_room() -> None:
     wide = wait_line(promoted, History(), width=120, glyphs=UNICODE).plain
     assert wide.endswith("disk 1.0 MiB, 1,234 promoted")
     assert "promoted" not in wait_line(promoted, History(), width=100, glyphs=UNICODE).plain
+
+
+MTP = DraftChoice(
+    "auto", "mtp", 2, gain=1.424, acceptance=(0.71, 0.444), rows_ms=((1, 20.0), (3, 26.0))
+)
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (DraftChoice(), ""),
+        (DraftChoice("auto"), "off"),
+        (MTP, "mtp 2, x1.42"),
+        (replace(MTP, is_probe=True), "mtp 2?"),
+        (DraftChoice("lookup", "lookup", 3), "lookup 3"),
+    ],
+)
+def test_guessing__choice__who_how_far_and_for_what(choice: DraftChoice, words: str) -> None:
+    assert guessing(replace(SNAPSHOT, draft_choice=choice)) == words
+
+
+def test_guesses__made__steps_tokens_and_shares_shown() -> None:
+    snapshot = replace(SNAPSHOT, draft_choice=MTP, tokens_per_step=1.923, step_ms=25.0)
+    assert [line.plain for line in guess_lines(snapshot)] == [
+        "per step   1.92 tok, 40.0 /s",
+        "guesses    mtp 2, x1.42",
+        "right      71 % 44 %",
+    ]
+    wide = wait_line(snapshot, History(), width=120, glyphs=UNICODE).plain
+    assert "25 ms/step, 1.92 tok (mtp 2, x1.42)   moved 3.0 GiB, disk" in wide
+    assert "mtp" not in wait_line(snapshot, History(), width=100, glyphs=UNICODE).plain
+    assert all(cell_len(line.plain) <= 32 for line in guess_lines(snapshot))
+
+
+def test_guesses__nobody_may__no_lines() -> None:
+    assert guess_lines(replace(SNAPSHOT, tokens_per_step=1.0)) == []
+    unknown = replace(EngineSnapshot(), draft_choice=DraftChoice("auto"))
+    assert [line.plain[11:] for line in guess_lines(unknown)] == ["–, –", "off", "–"]
 
 
 def test_loading_lines__steps__glyph_bar_numbers_seconds() -> None:

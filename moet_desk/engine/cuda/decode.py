@@ -8,7 +8,7 @@ behind a wrong guess stored in the KV cache is overwritten: the sequence's lengt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.buffers import MAX_ROWS
 from moet_desk.engine.cuda.step import StepModel, StepRow
-from moet_desk.engine.draft import Acceptance, Drafter, NoDrafts
+from moet_desk.engine.drafting import Drafting, Round
 from moet_desk.engine.gate import Gate
 from moet_desk.engine.request import ActiveRequest
 from moet_desk.engine.sampling import Chosen
@@ -45,19 +45,24 @@ class Run:
 class CudaDecoder:
     """Makes tokens for the running requests, several rows per launch."""
 
-    def __init__(self, model: StepModel, drafter: Drafter | None = None) -> None:
+    def __init__(self, model: StepModel, drafting: Drafting | None = None) -> None:
         self._model = model
-        self.drafter: Drafter = NoDrafts() if drafter is None else drafter
-        self.gate, self.acceptance = Gate(), Acceptance()
+        self.drafting = Drafting() if drafting is None else drafting
+        self.gate = Gate()
 
     def step(self, requests: Sequence[ActiveRequest]) -> None:
         """A token for each request, and more where guesses were right. Rows that share a launch
         share its failure.
         """
         for plane in Plane:
-            runs = [run for r in requests if r.plane is plane for run in self._run_of(r)]
+            mine = [request for request in requests if request.plane is plane]
+            if not mine:
+                continue
+            step = self.drafting.begin(mine, self.gate.rerun_s)
+            runs = (Run(r, [_newest(r), *guesses][:MAX_ROWS]) for r, guesses in step.runs)
             for group in _groups(runs):
-                self._step(group, plane)
+                self._step(group, plane, step)
+            self.drafting.end(step, self.gate.rerun_s)
 
     def first(self, request: ActiveRequest, logits: Tensor) -> None:
         """The first token, from the scores [V] behind a prompt that was just read on the device.
@@ -74,16 +79,7 @@ class CudaDecoder:
         self._note(request, 0, 1)
         _accept(request, partial(request.sampler.choose, logits))
 
-    def _run_of(self, request: ActiveRequest) -> Iterator[Run]:
-        """The request's rows; none if guessing failed, which ends the request."""
-        try:
-            guesses = self.drafter.propose(request)
-        except MoetError as error:
-            request.fail(error)
-            return
-        yield Run(request, [_newest(request), *guesses][:MAX_ROWS])
-
-    def _step(self, runs: Sequence[Run], plane: Plane) -> None:
+    def _step(self, runs: Sequence[Run], plane: Plane, step: Round[ActiveRequest]) -> None:
         for run in runs:
             run.request.steps += 1
         picks = self._picks(runs, plane)
@@ -94,7 +90,8 @@ class CudaDecoder:
         for run, first in zip(runs, _first_rows(runs), strict=True):
             rows = slice(first, first + len(run.tokens))
             before = run.request.kv.length
-            stopped_at = self._go_along(run, picks[rows], sure[rows])
+            n_right, stopped_at = self._go_along(run, picks[rows], sure[rows])
+            self.drafting.checked(step, run.request, len(run.guesses), n_right)
             self._note(run.request, first, run.request.kv.length - before)
             if stopped_at is not None:
                 unsure.append((run.request, first + stopped_at))
@@ -102,9 +99,14 @@ class CudaDecoder:
             likeliest = self._model.judge(len(picks))
             self._rerun([request for request, _ in unsure], [likeliest[row] for _, row in unsure])
 
-    def _go_along(self, run: Run, picks: Sequence[Pick], sure: Sequence[float]) -> int | None:
-        """Take a token behind each row until one was guessed wrong; the place of a row that is too
-        unsure and must be made again, if there was one before that.
+    def _go_along(
+        self, run: Run, picks: Sequence[Pick], sure: Sequence[float]
+    ) -> tuple[int, int | None]:
+        """Take a token behind each row until one was guessed wrong.
+
+        Returns:
+            how many guesses were right, and the place of a row that is too unsure and must be made
+            again, if there was one before a wrong one.
         """
         request, n_right, unsure = run.request, 0, None
         for i, pick in enumerate(picks):
@@ -116,14 +118,12 @@ class CudaDecoder:
             if request.ended or i == len(run.guesses) or token != run.guesses[i]:
                 break
             n_right += 1
-        request.note_drafts(len(run.guesses), n_right)
-        self.acceptance.note(len(run.guesses), n_right)
-        return unsure
+        return n_right, unsure
 
     def _note(self, request: ActiveRequest, first: int, count: int) -> None:
-        """Tell the drafter what the newest step knew at rows that count."""
-        if self.drafter.wants_states and count and not request.ended:
-            self.drafter.note(request, self._model.states(first, count).clone())
+        """Let the head know what the newest step knew at rows that count."""
+        if count and not request.ended and self.drafting.follows(request):
+            self.drafting.note(request, self._model.states(first, count).clone())
 
     def _confidence(self, runs: Sequence[Run]) -> Sequence[float]:
         """How sure each row of the newest step is; NaN, which nobody reads, if no one asks.
@@ -207,7 +207,7 @@ def _first_rows(runs: Sequence[Run]) -> Iterator[int]:
     return accumulate((len(run.tokens) for run in runs[:-1]), initial=0)
 
 
-def _groups(runs: Sequence[Run]) -> Iterator[Sequence[Run]]:
+def _groups(runs: Iterable[Run]) -> Iterator[Sequence[Run]]:
     """Neighbouring runs with no more rows together than a launch has."""
     group: list[Run] = []
     for run in runs:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from moet_desk.engine.cuda.buffers import MAX_ROWS
 from moet_desk.engine.cuda.step import StepModel, StepRow
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.store.pack_format import Plane
@@ -13,6 +14,8 @@ from moet_desk.store.pack_format import Plane
 
 class DeviceHead:
     """See `engine.draft.Head`. One launch and one wait for up to 8 tokens."""
+
+    most_rows = MAX_ROWS
 
     def __init__(self, model: StepModel) -> None:
         self._model = model

@@ -20,7 +20,6 @@ import torch
 
 from moet_desk import hardware
 from moet_desk.engine import heat
-from moet_desk.engine.cuda.buffers import MAX_ROWS
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.chunk_sizes import most_places
 from moet_desk.engine.cuda.decode import CudaDecoder
@@ -33,16 +32,20 @@ from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
 from moet_desk.engine.cuda.prefill import ChunkModel, CudaPrefiller
 from moet_desk.engine.cuda.residency import CudaResidency
 from moet_desk.engine.cuda.step import StepModel, StepRow
-from moet_desk.engine.draft import Drafter, LookupDrafter, MtpDrafter, NoDrafts, running_layers
+from moet_desk.engine.draft import MtpDrafter
+from moet_desk.engine.drafting import drafting_of
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
 from moet_desk.engine.model_shape import (
     RowSizes,
+    check_head,
     device_kv_format,
     device_shape,
     kv_token_bytes,
+    loads_head,
+    running_layers,
     wishes_of,
 )
 from moet_desk.engine.sampling import Draw
@@ -146,7 +149,7 @@ def _load(
     report.begin("Dense layers")
     pools = {plane: _pool(plane, arena, opened, device) for plane in Plane}
     kv = KvCache(
-        spec.layers[0].mixer, n_layers=_n_kv_layers(spec, options), n_pages=plan.kv_pages,
+        spec.layers[0].mixer, n_layers=len(spec.layers) + opened.with_head, n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32, device=device)
@@ -156,7 +159,7 @@ def _load(
     model = StepModel(
         spec, DenseLoader(reader, device), kv, _step_experts(opened, pools, mailbox, arena),
         context=plan.context, device=device, error=error, server=server,
-        with_head=options.drafts == "mtp",
+        with_head=opened.with_head,
     )  # fmt: skip
     report.end()
     _fill_slots(pools[Plane.BASE], arena, opened.order[: plan.base_slots])
@@ -168,7 +171,8 @@ def _load(
         pools, arena, reader.layout, buffers, n_experts=reader.meta.n_experts, readers=readers,
         bounce=_bounce(opened, allocate),
     )  # fmt: skip
-    decoder = CudaDecoder(model, _drafter(model, options))
+    head = MtpDrafter(DeviceHead(model)) if opened.with_head else None
+    decoder = CudaDecoder(model, drafting_of(options, head, widths=widths))
     prefiller = CudaPrefiller(
         ChunkModel(model, kv, buffers, streamed), decoder, chunk=plan.prefill_chunk,
         fast=fast_reading(plan, len(opened.order)),
@@ -193,6 +197,7 @@ class _Opened:
         order: all rows of the layers that run, those that were hot last time first.
         moe_layers: model layer numbers of those layers.
         prefix_bytes: RAM for prompts that were read.
+        with_head: whether the MTP head is one of them.
     """
 
     reader: PackReader
@@ -202,6 +207,7 @@ class _Opened:
     order: list[int]
     moe_layers: tuple[int, ...]
     prefix_bytes: int
+    with_head: bool
 
     @property
     def all_in_ram(self) -> bool:
@@ -215,13 +221,16 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     has_mtp = reader.meta.moe_layers[-1] >= int(config["num_hidden_layers"])
     spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
     form = device_kv_format(options.kv_format)
-    plan, prefix_bytes = _plan(reader, spec, form, options, device)
-    layers = running_layers(spec, options.drafts)
+    check_head(spec, options)
+    with_head = loads_head(spec, options, on_card=True)
+    plan, prefix_bytes = _plan(reader, spec, form, options, device, with_head=with_head)
+    layers = running_layers(spec, with_head=with_head)
     n_rows = len(layers) * reader.meta.n_experts
     _say_reading(plan, n_rows, fast_reading(plan, n_rows))
     if not _all_in_ram(plan, n_rows):
         _pass_page_cache(reader)
-    return _Opened(reader, spec, form, plan, _hot_first(pack, n_rows), layers, prefix_bytes)
+    hot = _hot_first(pack, n_rows)
+    return _Opened(reader, spec, form, plan, hot, layers, prefix_bytes, with_head)
 
 
 def _to_ram(opened: _Opened, allocate: Allocate, report: LoadReport) -> Arena:
@@ -255,18 +264,6 @@ def _step_experts(
         )
         for plane, second in ((Plane.BASE, None), (Plane.FINE, fine))
     }  # fmt: skip
-
-
-def _drafter(model: StepModel, options: EngineOptions) -> Drafter:
-    """Who guesses tokens ahead; a step has room for 7 guesses."""
-    depth = min(options.draft_depth, MAX_ROWS - 1)
-    if options.drafts == "mtp":
-        return MtpDrafter(DeviceHead(model), depth)
-    return LookupDrafter(depth) if options.drafts == "lookup" else NoDrafts()
-
-
-def _n_kv_layers(spec: Spec, options: EngineOptions) -> int:
-    return len(spec.layers) + (options.drafts == "mtp")
 
 
 def fast_reading(plan: TierPlan, n_rows: int) -> Reading:
@@ -318,7 +315,13 @@ def _name(device: torch.device) -> str:
 
 
 def _plan(
-    reader: PackReader, spec: Spec, form: KvFormat, options: EngineOptions, device: torch.device
+    reader: PackReader,
+    spec: Spec,
+    form: KvFormat,
+    options: EngineOptions,
+    device: torch.device,
+    *,
+    with_head: bool,
 ) -> tuple[TierPlan, int]:
     """The tiers, and bytes of RAM for prompts that were read."""
     machine = hardware.probe()
@@ -332,11 +335,11 @@ def _plan(
     budget = DeviceBudget(options.vram_bytes or vram_budget(free), ram)
     wishes = wishes_of(options)
     wishes = with_context(
-        wishes, spec.context, kv_token_bytes(spec, form, options.drafts), budget.vram
+        wishes, spec.context, kv_token_bytes(spec, form, with_head=with_head), budget.vram
     )
     sizes = RowSizes(reader.layout, reader.meta.base_stride, reader.meta.fine_stride)
     dense_bytes = (reader.path / "dense.safetensors").stat().st_size
-    shape = device_shape(spec, sizes, form, wishes, dense_bytes=dense_bytes, drafts=options.drafts)
+    shape = device_shape(spec, sizes, form, wishes, dense_bytes=dense_bytes, with_head=with_head)
     return plan_device_tiers(shape, budget, wishes), prefix_bytes
 
 

@@ -65,6 +65,8 @@ class Setup:
         vram_bytes: all that may be used of the card.
         context: tokens of the model that each step sees, its own included.
         rows: rows of a step, neighbours in one sequence.
+        drafts: guesses of a further kind of step, which checks so many with a row for each; the
+            shape must have a head then, which is timed too.
         prefill: tokens of the prompt that is read at the end, 0 for none.
         plane: FINE measures exact steps.
         fine_slots: of the FP4 pool, for exact steps; at least those of a layer of a step, so that
@@ -78,6 +80,7 @@ class Setup:
     vram_bytes: int
     context: int
     rows: int = 1
+    drafts: int = 0
     prefill: int = 0
     plane: Plane = Plane.BASE
     fine_slots: int = 0
@@ -90,7 +93,12 @@ class Setup:
     def n_rows(self) -> int:
         """Rows of the base plane: one per expert and MoE layer."""
         spec = self.shape.spec
-        return len(spec.main_moe_layers) * spec.moe_ffn.router.n_experts
+        return len(spec.moe_layers) * spec.moe_ffn.router.n_experts
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the widest step."""
+        return max(self.rows, 1 + self.drafts)
 
     @property
     def layout(self) -> ExpertLayout:
@@ -100,7 +108,7 @@ class Setup:
     @property
     def entries(self) -> int:
         """KV entries that each step sees."""
-        return max(self.rows, self.shape.seen(self.context))
+        return max(self.most_rows, self.shape.seen(self.context))
 
     @property
     def chunk(self) -> int:
@@ -116,7 +124,8 @@ class Setup:
     def kv_token_bytes(self) -> int:
         """KV bytes per token of all layers."""
         spec = self.shape.spec
-        return len(spec.layers) * spec.layers[0].mixer.entry_bytes(KV_FORM)
+        n_layers = len(spec.layers) + (spec.mtp is not None)
+        return n_layers * spec.layers[0].mixer.entry_bytes(KV_FORM)
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -126,7 +135,7 @@ class Setup:
     @property
     def least_slots(self) -> int:
         """Slots that a layer of a step can need at once."""
-        return self.rows * self.shape.spec.moe_ffn.router.top_k
+        return self.most_rows * self.shape.spec.moe_ffn.router.top_k
 
     def n_fine_slots(self) -> int:
         """Slots of the FP4 pool; none for 2-bit steps."""
@@ -178,10 +187,19 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftFigures:
+    """Steps that check guesses, and milliseconds of one guess of the head."""
+
+    checks: Steps
+    guess_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """What was measured; None for what this device or request does not give.
 
     Attributes:
+        drafts: of steps with guesses.
         vram_bytes, pcie_bytes: per step, read in VRAM and brought over PCIe.
         by_group: milliseconds of a step by kernel group.
         attempts: popularities tried.
@@ -197,6 +215,7 @@ class Figures:
     bandwidth: Bandwidth | None
     prefill_tok_per_s: float | None
     peak_vram_bytes: int | None
+    drafts: DraftFigures | None = None
 
     @property
     def roofline_ratio(self) -> float | None:
@@ -251,7 +270,7 @@ class ShapeBench:
         progress: Callable[[str], None],
     ) -> None:
         spec, device, self._setup, self._progress = setup.shape.spec, setup.device, setup, progress
-        n_layers, router = len(spec.main_moe_layers), spec.moe_ffn.router
+        n_layers, router = len(spec.moe_layers), spec.moe_ffn.router
         n_slots = setup.n_slots()
         progress("Pinning rows")
         arenas = {
@@ -264,7 +283,8 @@ class ShapeBench:
         self.bandwidth = copy_bandwidth(rows.memory, device) if on_card else None
         progress("Making dense weights")
         self.kv = KvCache(
-            spec.layers[0].mixer, n_layers=len(spec.layers), n_pages=setup.kv_pages,
+            spec.layers[0].mixer, n_layers=len(spec.layers) + (spec.mtp is not None),
+            n_pages=setup.kv_pages,
             page_tokens=_PAGE_TOKENS, form=KV_FORM, device=device,
         )  # fmt: skip
         self.pools = {
@@ -284,6 +304,7 @@ class ShapeBench:
             spec, self.loader, self.kv, {setup.plane: experts},
             context=self.kv.free_tokens, device=device,
             error=torch.zeros(1, dtype=torch.int32, device=device),
+            with_head=spec.mtp is not None,
         )  # fmt: skip
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the pieces that weights were made from
@@ -291,7 +312,8 @@ class ShapeBench:
         popular = self.loader.rows_by_popularity()[:n_slots]
         places = rows.table[popular].tolist()
         self.pool.preload(popular[::-1], places[::-1], rows.memory)
-        self._capture(setup.rows)
+        for width in sorted({setup.rows, setup.most_rows}):
+            self._capture(width)
 
     def run(self, hit_rate: float) -> Figures:
         """Find the popularity that gives the hit rate, then measure everything there."""
@@ -318,7 +340,8 @@ class ShapeBench:
         steps = tried[popularity]
         if popularity != next(reversed(tried)):
             self._warm_up(popularity)
-        by_group, prefill_tok_per_s = self._by_group(steps), self._prefill()
+        by_group, drafts = self._by_group(steps), self._drafts()
+        prefill_tok_per_s = self._prefill()
         return Figures(
             steps=steps,
             n_slots=n_slots,
@@ -333,6 +356,7 @@ class ShapeBench:
             bandwidth=self.bandwidth,
             prefill_tok_per_s=prefill_tok_per_s,
             peak_vram_bytes=self._peak_vram(),
+            drafts=drafts,
         )
 
     def _warm_up(self, popularity: float) -> None:
@@ -340,50 +364,74 @@ class ShapeBench:
         if self._setup.warm:
             self.steps(self._setup.warm)
 
-    def steps(self, count: int) -> Steps:
-        """Run at least one step and say what they took.
+    def steps(self, count: int, rows: int | None = None) -> Steps:
+        """Run at least one step, of so many rows as the set-up says or `rows`, and say what they
+        took.
 
         Raises:
             MoetError: MD-ENG-04, the model gave numbers that are not finite.
         """
-        sequence, before, times = self._sequence(), self._counts(), []
-        found = self.pool.found[self._setup.rows - 1].n_uniq
+        rows = self._setup.rows if rows is None else rows
+        sequence, before, times = self._sequence(rows), self._counts(), []
+        found = self.pool.found[rows - 1].n_uniq
         distinct = torch.zeros_like(found)
         for _ in range(count):
             began = time.perf_counter()
-            self._step(sequence)
+            self._step(sequence, rows)
             times.append(1e3 * (time.perf_counter() - began))
             distinct += found  # of the last MoE layer, for all of them
         self.kv.release(sequence)
         done = {plane: (self._counts()[plane] - before[plane]).tolist() for plane in before}
         asked, hits, misses, _ = done[Plane.BASE]
         fine = done[Plane.FINE][2] if Plane.FINE in done else 0
-        n_layers = self.pool.tables.n_layers
+        n_layers = len(self._setup.shape.spec.main_moe_layers)
         per_step = int(distinct) * n_layers / count
         return Steps(tuple(times), hits / asked, misses / count, per_step, fine / count)
 
-    def _step(self, sequence: KvSequence) -> None:
-        rows = self._setup.rows
+    def _drafts(self) -> DraftFigures | None:
+        """Steps that check guesses, and the head by itself: a row behind the sequence's end."""
+        setup = self._setup
+        if not setup.drafts:
+            return None
+        self._progress(f"Steps that check {setup.drafts} guesses")
+        if setup.warm:
+            self.steps(setup.warm, setup.most_rows)
+        checks = self.steps(setup.steps, setup.most_rows)
+        sequence, times = self._sequence(1), []
+        state = torch.ones((1, setup.shape.spec.hidden), device=setup.device)
+        for _ in range(setup.warm + setup.steps):
+            token = int(self._random.integers(setup.shape.spec.vocab))
+            began = time.perf_counter()
+            guess = self.model.guess([StepRow(token, sequence)], setup.plane, state)
+            times.append(1e3 * (time.perf_counter() - began))
+            if guess[0] is None:
+                raise fail("MD-ENG-04", reason="a made-up head gave invalid numbers", model="MODEL")
+        self.kv.release(sequence)
+        return DraftFigures(checks, median(times[setup.warm :]))
+
+    def _step(self, sequence: KvSequence, rows: int) -> None:
         tokens = self._random.integers(self._setup.shape.spec.vocab, size=rows).tolist()
         steps = [StepRow(token, sequence, i) for i, token in enumerate(tokens)]
         if None in self.model.choose(steps, self._setup.plane, [GREEDY] * rows):
             raise fail("MD-ENG-04", reason="made-up weights gave invalid numbers", model="MODEL")
 
-    def _sequence(self) -> KvSequence:
-        """A sequence whose next step sees the whole context."""
+    def _sequence(self, rows: int) -> KvSequence:
+        """A sequence whose next step of so many rows sees the whole context."""
         sequence = self.kv.reserve(self._setup.entries)
         if sequence is None:
             raise ValueError("no KV pages are free")
-        sequence.length = self._setup.entries - self._setup.rows
+        sequence.length = self._setup.entries - rows
         return sequence
 
     def _capture(self, rows: int) -> None:
         """Run a step once, so that its kernels are compiled, then record it."""
         self._progress(f"Compiling the step of {rows} rows" if rows > 1 else "Compiling the step")
-        sequence = self._sequence()
+        sequence = self._sequence(rows)
         sequence.length = 0
         steps = [StepRow(0, sequence, i) for i in range(rows)]
         self.model.choose(steps, self._setup.plane, [Draw(temperature=1.0)] * rows)
+        if self.model.head is not None:
+            self.model.guess(steps, self._setup.plane, self.model.states(0, rows))
         if self._setup.device.type == "cuda":
             self.model.capture(rows, self._setup.plane)
         self.kv.release(sequence)
@@ -407,11 +455,12 @@ class ShapeBench:
         count = self._setup.traced
         if self._setup.device.type != "cuda":
             return None
-        sequence = self._sequence()
+        rows = self._setup.rows
+        sequence = self._sequence(rows)
 
         def some_steps() -> None:
             for _ in range(count):
-                self._step(sequence)
+                self._step(sequence, rows)
 
         times = kernel_times(some_steps)
         self.kv.release(sequence)

@@ -158,7 +158,12 @@ class CudaPrefiller:
         chunk: tokens of a chunk; chunks begin at multiples of it.
         fast: how prompts of fast and balanced requests are read.
         clock: seconds.
+
+    Attributes:
+        head_keeps_up: see `engine.prefill.Prefiller`.
     """
+
+    head_keeps_up = True
 
     def __init__(
         self,
@@ -216,7 +221,7 @@ class CudaPrefiller:
         begin, n = chunk.rows.start, chunk.rows.n
         is_last = begin + n == len(request.prompt_ids)
         logits = self._model.logits(chunk) if is_last else None
-        if self._decoder.drafter.wants_states:
+        if self._decoder.drafting.follows(request):
             behind = request.prompt_ids[begin + 1 : begin + n + 1]
             self._model.read_head(behind, state_of(request).sequence, chunk.reading)
         request.kv.length += n

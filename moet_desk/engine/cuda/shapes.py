@@ -9,7 +9,7 @@ torch here, so that the command line can list the names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moet_desk.engine.spec import (
     DenseFfn,
@@ -63,6 +63,11 @@ class Shape:
             f" decode reads {self.seen(1000) / 1000:.2f} entries per token of context, so that"
             " the KV bytes are the model's; a prompt's rows see all rows before them"
         )
+
+    def with_head(self) -> Shape:
+        """The same with an MTP head of DeepSeek-V3's kind, a layer like its last one."""
+        last = self.spec.layers[-1]
+        return replace(self, spec=replace(self.spec, mtp=replace(last, index=last.index + 1)))
 
     def seen(self, context: int) -> int:
         """Entries of its attention that have the bytes of the model's KV of `context` tokens."""

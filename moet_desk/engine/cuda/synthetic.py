@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ def stored_bytes(name: str, shape: tuple[int, ...]) -> int:
 
 
 def _is_fp8(name: str) -> bool:
-    return not name.endswith((".embed_tokens", "lm_head", ".gate"))
+    return not name.endswith((".embed_tokens", "lm_head", ".gate", "eh_proj"))
 
 
 def dense_bytes(spec: Spec) -> int:
@@ -55,9 +55,11 @@ def dense_bytes(spec: Spec) -> int:
 
 
 def dense_read_bytes(spec: Spec, rows: int) -> int:
-    """Bytes of dense weights that a step reads: all but the embedding's unused lines."""
+    """Bytes of dense weights that a step reads: all but the embedding's unused lines and the MTP
+    head.
+    """
     unused = 2 * (spec.vocab - rows) * spec.hidden
-    return dense_bytes(spec) - unused
+    return dense_bytes(replace(spec, mtp=None)) - unused
 
 
 @dataclass(slots=True)

@@ -59,6 +59,36 @@ def show_number(value: float | None, unit: str, digits: int = 1) -> str:
     return "–" if value is None else f"{value:.{digits}f} {unit}"
 
 
+def guessing(snapshot: EngineSnapshot) -> str:
+    """Who guesses words ahead now, how far and for what: "mtp 2, x1.42", "off"; "" if no one may.
+
+    The gain is the speed that is expected of it, 1 as without; a guesser on trial has "?".
+    """
+    choice = snapshot.draft_choice
+    if choice.asked == "off" or choice.source == "off":
+        return "" if choice.asked == "off" else "off"
+    who = f"{choice.source} {choice.depth}"
+    if choice.is_probe:
+        return f"{who}?"
+    return who if choice.gain is None else f"{who}, x{choice.gain:.2f}"
+
+
+def guess_lines(snapshot: EngineSnapshot) -> list[Content]:
+    """Steps, tokens of each, who guesses and how often that was right; nothing without guesses."""
+    if snapshot.draft_choice.asked == "off":
+        return []
+    steps_s = 1e3 / snapshot.step_ms if snapshot.step_ms else None
+    right = " ".join(show_percent(share, 0) for share in snapshot.draft_choice.acceptance)
+    return [
+        Content(
+            f"per step   {show_number(snapshot.tokens_per_step, 'tok', 2)},"
+            f" {show_number(steps_s, '/s')}"
+        ),
+        Content(f"guesses    {guessing(snapshot)}"),
+        Content(f"right      {right or '–'}"),
+    ]
+
+
 def tier_shares(snapshot: EngineSnapshot, digits: int) -> Content:
     """Who answered for experts lately, with letters: "G 96.1 % R 3.6 % N 0.3 %"."""
     if snapshot.tier_share is None:
@@ -151,11 +181,16 @@ class StatusLine(_Gauge):
             parts.append(shares)
         right = list(self._notes)
         if width >= 100 and snapshot.model:
-            right.append(show_number(snapshot.decode_tok_per_s, "tok/s"))
+            right.append(show_number(snapshot.decode_tok_per_s, "tok/s") + self._per_step(width))
         if snapshot.device:
             right.append(snapshot.device)
         left = Content(" ") + Content("   ").join(parts)
         return spread(left, Content("   ".join(right) + " "), width)
+
+    def _per_step(self, width: int) -> str:
+        """How many tokens a step gives, where guesses make it more than one."""
+        share = self._snapshot.tokens_per_step
+        return f", {share:.1f} a step" if width >= 120 and share and share >= 1.05 else ""
 
 
 class History:
@@ -196,10 +231,14 @@ def wait_line(snapshot: EngineSnapshot, history: History, *, width: int, glyphs:
         disk += f", {counters.promotions:,} promoted"
     wide = width >= 100 and history.bytes_per_s
     rate = f" ({show_rate(history.bytes_per_s or 0.0)})" if wide else ""
+    guesses = guessing(snapshot)
+    per_step = show_number(snapshot.tokens_per_step, "tok", 2)
+    steps = f", {per_step} ({guesses})" if guesses and width >= 110 else ""
     return Content.assemble(
         (f"waiting {show_percent(snapshot.wait_share, 0)} of time ", "bold"),
         (sparkline(history.wait_share, 12 if width >= 100 else 8, glyphs), "$status-ok"),
-        f"  {show_number(snapshot.step_ms, 'ms/step', 0)}   moved {moved}{rate}, disk {disk}",
+        f"  {show_number(snapshot.step_ms, 'ms/step', 0)}{steps}",
+        f"   moved {moved}{rate}, disk {disk}",
     ).truncate(width, ellipsis=True)
 
 
@@ -278,6 +317,7 @@ class Rail(_SnapshotGauge):
             Content.styled(sparkline(self._history.tok_per_s, HISTORY, glyphs), "$status-ok"),
             Content(f"waiting    {show_percent(snapshot.wait_share, 0)} of time"),
             Content(f"step       {show_number(snapshot.step_ms, 'ms')}"),
+            *guess_lines(snapshot),
             Content(f"reading    {show_number(snapshot.prefill_tok_per_s, 'tok/s', 0)}"),
             Content(""),
             Content(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moet_desk.engine.cuda.draft import DeviceHead
-from moet_desk.engine.draft import CpuHead, MtpDrafter, state_of
+from moet_desk.engine.draft import CpuHead, state_of
 from moet_desk.engine.sampling import Chosen, Draw
 from moet_desk.store.pack_format import Plane
 from tests.engine.oracle import loaded
@@ -80,8 +80,8 @@ def answered(core: Any, plane: Plane) -> Greedy:
 @pytest.mark.slow
 def test_head__prompt_in_chunks_and_steps__near_the_cpu_engine(pack: Path) -> None:
     with loaded(pack, **OPTIONS, drafts="mtp") as cpu, torch.inference_mode():
-        drafter = cpu.decoder.drafter
-        assert isinstance(drafter, MtpDrafter)
+        drafter = cpu.decoder.drafting.mtp
+        assert drafter is not None
         assert isinstance(drafter.head, CpuHead)
         kv, own = cpu.kv.reserve(32), cpu.kv.reserve(32)
         many = cpu.prefiller._experts[Plane.FINE]
@@ -99,7 +99,7 @@ def test_head__prompt_in_chunks_and_steps__near_the_cpu_engine(pack: Path) -> No
             assert not request.errors
         state = state_of(request)
         assert (state.sequence.length, len(state.pending)) == (len(IDS) - 2, 1)
-        head = core.decoder.drafter.head  # type: ignore[attr-defined]
+        head = core.decoder.drafting.mtp.head
         assert isinstance(head, DeviceHead)
         guess, found = head.read(IDS[-1:], state.pending[0][None], state.sequence, Plane.FINE)
         logits = core.model.buffers.logits[0]
@@ -115,7 +115,7 @@ def test_answers__with_the_head__equal_those_without(pack: Path) -> None:
         want = answered(core, Plane.BASE).out_ids
     with on_device(pack, drafts="mtp", draft_depth=1) as core:
         found = answered(core, Plane.BASE)
-        counts = core.decoder.acceptance.counters()
+        counts = core.decoder.drafting.acceptance.counters()
     assert found.out_ids == want
     assert counts.guessed[0] >= found.steps - 1  # none where the answer has no room
     assert found.steps + found.accepted == N_TOKENS - 1

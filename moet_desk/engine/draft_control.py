@@ -1,0 +1,466 @@
+"""Whether to guess, who guesses and how far: decisions from what steps took and what was right.
+
+Pure: no clock, no model. Times are measured by `drafting` and come in here, so the cost of a
+model's head, of a step's further rows and of the expert bytes these ask for are all in them. What
+is decided changes how soon an answer comes, never what it says.
+
+Guessing is bounded by an account in plain steps (steps without guesses). Every token earns a
+hundredth of one; a step that took longer than its tokens would have without guesses pays the
+difference; no step is taken that could overdraw. So over any 500 tokens at most
+`MOST_SPARE + 500 * EARNED` = 11 plain steps are lost, 2.2 %, whatever the estimates say. Engine
+thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from moet_desk.store.pack_format import Plane
+from moet_desk.telemetry import DraftChoice
+
+HOPELESS_GAIN = 0.9  # a probe ends early
+LEAST_GAIN = 1.03
+"""Below this speed over plain steps guessing is not worth its trouble (design §10)."""
+
+EARNED, MOST_SPARE = 0.01, 6.0
+LEARN_STEPS = 4  # plain steps before the first guess
+REFRESH_STEPS = 48  # steps with guesses before a plain one, so that its time stays known
+TRIED = 4  # guesses at a place before the next place is tried
+PROBE_STEPS = 8
+FIRST_REST, LONGEST_REST = 48, 4096  # tokens between fruitless probes
+WON_STEPS = 32  # steps with a gain after which rests are short again
+DEEPER_STEPS = 128  # steps with a gain before one place more is looked at again
+FOLLOWED_TOKENS = 64  # tokens that a head may lag behind
+MEMORY = 16  # measurements that a mean remembers
+CAUTION = 1.25
+HEAD_SHARE = 0.5  # of a plain step, for one read of a head that was never timed
+OUTLIER = 3.0
+
+
+class Source(Enum):
+    """Who guesses."""
+
+    OFF = "off"
+    MTP = "mtp"
+    LOOKUP = "lookup"
+
+
+GUESSERS = (Source.MTP, Source.LOOKUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Steps that are alike: experts of the same plane, and as many answers side by side."""
+
+    plane: Plane
+    is_gated: bool
+    n_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """How many tokens could be guessed in a step, for each of its requests.
+
+    Attributes:
+        mtp, lookup: most guesses by request, 0 for none.
+        behind: reads that the heads must make up for first.
+        most_rows: of the step, guesses and requests together.
+    """
+
+    mtp: tuple[int, ...] = ()
+    lookup: tuple[int, ...] = ()
+    behind: int = 0
+    most_rows: int = 8
+
+    def counts(self, source: Source, depth: int) -> tuple[int, ...]:
+        """Guesses by request at a depth."""
+        offered = self.mtp if source is Source.MTP else self.lookup
+        return tuple(min(depth, most) for most in offered)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to do in a step. `gain` is the speed expected of it, 1 as without guesses."""
+
+    source: Source = Source.OFF
+    depth: int = 0
+    gain: float | None = None
+    is_probe: bool = False
+
+
+OFF = Choice()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a step was like.
+
+    Attributes:
+        results: by request: guesses made, and how many were right before the first wrong one.
+        n_tokens: that all its requests got.
+        check_s: seconds of its rows, without reruns of the gate: a token has these anyway.
+        guess_s: seconds of guessing.
+        behind_s: seconds in which heads read what they had not read yet.
+    """
+
+    results: tuple[tuple[int, int], ...]
+    n_tokens: int
+    check_s: float
+    guess_s: float = 0.0
+    behind_s: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the step."""
+        return sum(1 + guessed for guessed, _ in self.results)
+
+
+class Policy(Protocol):
+    """Decides about guesses. `sources` are those that it may choose."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]: ...
+
+    def follows(self, plane: Plane) -> bool:
+        """Whether the head should read along with a request that begins."""
+        ...
+
+    def choose(self, regime: Regime, offer: Offer) -> Choice:
+        """What to do in the next step."""
+        ...
+
+    def note(self, regime: Regime, choice: Choice, seen: Seen) -> None:
+        """The step that was chosen last has been made."""
+        ...
+
+    def view(self) -> DraftChoice:
+        """The newest decision and its numbers."""
+        ...
+
+
+@dataclass(slots=True)
+class Fixed:
+    """The same in every step, whatever it brings."""
+
+    source: Source = Source.OFF
+    depth: int = 0
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """See `Policy`."""
+        return (self.source,)
+
+    def follows(self, plane: Plane) -> bool:
+        """See `Policy`."""
+        return self.source is Source.MTP
+
+    def choose(self, regime: Regime, offer: Offer) -> Choice:
+        """See `Policy`."""
+        return Choice(self.source, self.depth)
+
+    def note(self, regime: Regime, choice: Choice, seen: Seen) -> None:
+        """See `Policy`."""
+
+    def view(self) -> DraftChoice:
+        """See `Policy`."""
+        return DraftChoice(self.source.value, self.source.value, self.depth)
+
+
+@dataclass(slots=True)
+class Mean:
+    """The mean of the newest measurements: of all at first, then fading."""
+
+    value: float = 0.0
+    n: int = 0
+
+    def add(self, x: float) -> None:
+        """A measurement; what is far above the others is taken for an accident."""
+        if self.n >= TRIED:
+            x = min(x, OUTLIER * self.value)
+        self.n = min(self.n + 1, MEMORY)
+        self.value += (x - self.value) / self.n
+
+    def count(self, hit: bool) -> None:
+        """A yes or no, of which the mean is the share."""
+        self.n = min(self.n + 1, MEMORY)
+        self.value += (hit - self.value) / self.n
+
+    def doubt(self) -> None:
+        """Let the next measurements count for more."""
+        self.n = min(self.n, TRIED)
+
+
+@dataclass(slots=True)
+class _Rest:
+    """When a guesser that does not pay is tried again. Tokens are counted by its book."""
+
+    interval: int = FIRST_REST
+    due: int = 0
+    left: int = 0  # steps of a probe that are to come
+    won: int = 0  # steps with a gain since it last had none
+    deeper_in: int = DEEPER_STEPS
+    deeper_left: int = 0
+
+
+class _Book:
+    """What is known of the steps of one regime."""
+
+    def __init__(self, n_requests: int) -> None:
+        self.n_requests = n_requests
+        self.n_tokens = 0  # by request
+        self.since_plain = 0
+        self.rows: dict[int, Mean] = {}  # seconds of a step's rows
+        self.head = Mean()  # seconds of one read of the head
+        self.right: dict[Source, list[Mean]] = {source: [] for source in GUESSERS}
+        self.rests = {source: _Rest() for source in GUESSERS}
+
+    @property
+    def plain_s(self) -> float | None:
+        """Seconds of a step without guesses; None until it is known."""
+        mean = self.rows.get(self.n_requests)
+        return mean.value if mean is not None and mean.n >= LEARN_STEPS else None
+
+    def note(self, choice: Choice, seen: Seen) -> None:
+        """A step was made; one without guesses says what steps take without."""
+        self.n_tokens += max(1, seen.n_tokens // self.n_requests)
+        is_plain = seen.rows == self.n_requests
+        self.since_plain = 0 if is_plain else self.since_plain + 1
+        self.rows.setdefault(seen.rows, Mean()).add(self._plausible(seen))
+        if choice.source is Source.MTP and not is_plain:
+            self.head.add(seen.guess_s / sum(guessed for guessed, _ in seen.results))
+        if choice.source is not Source.OFF:
+            self._note_right(self.right[choice.source], seen.results)
+
+    def _plausible(self, seen: Seen) -> float:
+        """Seconds of the rows; a first run that compiled something says nothing of the next."""
+        plain = self.plain_s
+        if plain is None:
+            return seen.check_s
+        return min(seen.check_s, 2 * plain * seen.rows / self.n_requests)
+
+    def _note_right(self, means: list[Mean], results: Sequence[tuple[int, int]]) -> None:
+        """Shares of guesses that were right where those before them were."""
+        for guessed, right in results:
+            means += [Mean() for _ in range(guessed - len(means))]
+            for place in range(min(guessed, right + 1)):
+                means[place].count(place < right)
+
+    def gain(self, source: Source, counts: Sequence[int], behind: int) -> float:
+        """Speed of a step with guesses over that of plain ones. What was never seen is hoped for:
+        a first guess is right and a first further row is free.
+        """
+        plain = self.plain_s
+        assert plain is not None, "asked before plain steps are known"  # noqa: S101
+        taken = self._rows_s(self.n_requests + sum(counts))
+        if source is Source.MTP:
+            taken += self.head.value * (sum(counts) + behind)
+        tokens = self.n_requests + sum(
+            reach for count in counts for reach in self._reaches(source, count)
+        )
+        return tokens / self.n_requests * plain / taken if taken > 0 else 1.0
+
+    def _reaches(self, source: Source, count: int) -> Iterator[float]:
+        """The chance of each place that all guesses up to it are right."""
+        reach, share = 1.0, 1.0
+        for place in range(count):
+            means = self.right[source]
+            share = means[place].value if place < len(means) and means[place].n else share
+            reach *= share
+            yield reach
+
+    def _rows_s(self, rows: int) -> float:
+        """Seconds of a step; between and beyond what was measured on straight lines."""
+        known = sorted(self.rows)
+        if rows in self.rows:
+            return self.rows[rows].value
+        below = [r for r in known if r < rows]
+        above = [r for r in known if r > rows]
+        low = below[-1]
+        if above:
+            high = above[0]
+        elif len(below) > 1:
+            low, high = below[0], below[-1]
+        else:
+            return self.rows[low].value
+        slope = (self.rows[high].value - self.rows[low].value) / (high - low)
+        return max(self.rows[low].value + slope * (rows - low), 0.0)
+
+    def worst(self, source: Source, counts: Sequence[int], behind: int) -> float:
+        """Plain steps that are lost if no guess is right. A step of n rows takes no longer than n
+        of one row, and a read of the head no longer than half a plain step.
+        """
+        plain = self.plain_s
+        assert plain is not None, "asked before plain steps are known"  # noqa: S101
+        rows = self.n_requests + sum(counts)
+        mean = self.rows.get(rows)
+        taken = rows / self.n_requests
+        if mean is not None and mean.n >= TRIED:
+            taken = min(taken, CAUTION * mean.value / plain)
+        if source is Source.MTP:
+            head = HEAD_SHARE
+            if self.head.n >= TRIED:
+                head = CAUTION * self.head.value / plain
+            taken += head * (sum(counts) + behind)
+        return taken - 1.0
+
+    def tried(self, source: Source) -> int:
+        """Places at which this guesser was seen often enough."""
+        return sum(mean.n >= TRIED for mean in self.right[source])
+
+    def doubt(self, source: Source) -> None:
+        """A probe begins: let what it shows count."""
+        for mean in (*self.right[source], self.head):
+            mean.doubt()
+        for rows, mean in self.rows.items():
+            if rows != self.n_requests:
+                mean.doubt()
+
+
+@dataclass(slots=True)
+class Control:
+    """Chooses by what was measured.
+
+    Args:
+        depth: most guesses for a request.
+        sources: who could guess.
+        widths: numbers of rows that a step may have; empty: any.
+    """
+
+    depth: int
+    sources: tuple[Source, ...] = GUESSERS
+    widths: frozenset[int] = frozenset()
+    spare: float = MOST_SPARE  # plain steps that may be lost now
+    probes: int = 0
+    _books: dict[Regime, _Book] = field(default_factory=dict)
+    _newest: tuple[Regime, Choice] | None = None
+
+    def follows(self, plane: Plane) -> bool:
+        """See `Policy`: if the head guesses, or will be tried again before it is far behind."""
+        if Source.MTP not in self.sources:
+            return False
+        books = [book for regime, book in self._books.items() if regime.plane is plane]
+        rests = [(book.rests[Source.MTP], book.n_tokens) for book in books]
+        return not rests or any(
+            rest.won or rest.left or rest.due - n_tokens <= FOLLOWED_TOKENS
+            for rest, n_tokens in rests
+        )
+
+    def choose(self, regime: Regime, offer: Offer) -> Choice:
+        """See `Policy`."""
+        book = self._books.setdefault(regime, _Book(regime.n_requests))
+        chosen = self._chosen(book, offer)
+        self._newest = (regime, chosen)
+        return chosen
+
+    def _chosen(self, book: _Book, offer: Offer) -> Choice:
+        if book.plain_s is None or book.since_plain >= REFRESH_STEPS:
+            return OFF
+        found = [choice for s in self.sources if (choice := self._best(book, s, offer)) is not None]
+        paying = [choice for choice in found if (choice.gain or 0) >= LEAST_GAIN]
+        for choice in found:
+            if choice not in paying:
+                self._lost(book, choice.source)
+        if paying:
+            best = max(paying, key=lambda choice: choice.gain or 0)
+            return self._deeper(book, best, offer)
+        for choice in found:
+            if self._probes(book, choice):
+                return Choice(choice.source, choice.depth, choice.gain, is_probe=True)
+        return OFF
+
+    def _best(self, book: _Book, source: Source, offer: Offer) -> Choice | None:
+        """The depth of a guesser that promises most, of those that can be paid for."""
+        deepest = min(self.depth, book.tried(source) + 1)
+        choices = [
+            Choice(source, depth, book.gain(source, counts, offer.behind))
+            for depth in range(1, deepest + 1)
+            if self._fits(book, source, counts := offer.counts(source, depth), depth, offer)
+        ]
+        return max(choices, key=lambda choice: choice.gain or 0, default=None)
+
+    def _fits(
+        self, book: _Book, source: Source, counts: Sequence[int], depth: int, offer: Offer
+    ) -> bool:
+        if depth > max(counts, default=0):
+            return False
+        rows = book.n_requests + sum(counts)
+        if rows > offer.most_rows or (self.widths and rows not in self.widths):
+            return False
+        return book.worst(source, counts, offer.behind) <= self.spare
+
+    def _deeper(self, book: _Book, best: Choice, offer: Offer) -> Choice:
+        """The choice, or now and then one place more, which may have become worth it."""
+        rest = book.rests[best.source]
+        rest.won, rest.left = rest.won + 1, 0
+        if rest.won >= WON_STEPS:
+            rest.interval = FIRST_REST
+        rest.deeper_in -= 1
+        if rest.deeper_in <= 0:
+            rest.deeper_in, rest.deeper_left = DEEPER_STEPS, TRIED
+        if rest.deeper_left:
+            rest.deeper_left -= 1
+            depth = best.depth + 1
+            counts = offer.counts(best.source, depth)
+            if depth <= self.depth and self._fits(book, best.source, counts, depth, offer):
+                for mean in book.right[best.source][best.depth :]:
+                    mean.doubt()
+                return Choice(best.source, depth, best.gain, is_probe=True)
+        return best
+
+    def _lost(self, book: _Book, source: Source) -> None:
+        """A guesser has stopped paying: it rests from now on."""
+        rest = book.rests[source]
+        if rest.won >= WON_STEPS:
+            rest.due = book.n_tokens + rest.interval
+        rest.won = 0
+
+    def _probes(self, book: _Book, choice: Choice) -> bool:
+        """Whether a guesser that does not pay is looked at in this step."""
+        rest = book.rests[choice.source]
+        if not rest.left:
+            if book.n_tokens < rest.due:
+                return False
+            rest.left = PROBE_STEPS
+            self.probes += 1
+            book.doubt(choice.source)
+        rest.left -= 1
+        seen = PROBE_STEPS - rest.left > TRIED
+        if not rest.left or (seen and (choice.gain or 0) < HOPELESS_GAIN):
+            rest.left = 0
+            rest.due = book.n_tokens + rest.interval
+            rest.interval = min(2 * rest.interval, LONGEST_REST)
+        return True
+
+    def note(self, regime: Regime, choice: Choice, seen: Seen) -> None:
+        """See `Policy`."""
+        book = self._books.setdefault(regime, _Book(regime.n_requests))
+        n_tokens = seen.n_tokens / regime.n_requests
+        self.spare += EARNED * n_tokens
+        plain = book.plain_s
+        if plain is not None and choice.source is not Source.OFF:
+            taken = min(seen.check_s, OUTLIER * plain * seen.rows / regime.n_requests)
+            self.spare -= (taken + seen.guess_s + seen.behind_s) / plain - n_tokens
+        self.spare = min(self.spare, MOST_SPARE)
+        book.note(choice, seen)
+
+    def view(self) -> DraftChoice:
+        """See `Policy`."""
+        if self._newest is None:
+            return DraftChoice("auto")
+        regime, choice = self._newest
+        book = self._books[regime]
+        right = book.right.get(choice.source) or book.right[self.sources[0]]
+        return DraftChoice(
+            "auto", choice.source.value, choice.depth, gain=choice.gain, is_probe=choice.is_probe,
+            acceptance=tuple(mean.value for mean in right if mean.n),
+            rows_ms=_milliseconds(book.rows),
+            guess_ms=1e3 * book.head.value if book.head.n else None,
+            spare_steps=self.spare, probes=self.probes,
+        )  # fmt: skip
+
+
+def _milliseconds(rows: Mapping[int, Mean]) -> tuple[tuple[int, float], ...]:
+    return tuple((n, 1e3 * mean.value) for n, mean in sorted(rows.items()))
