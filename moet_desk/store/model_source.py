@@ -59,7 +59,7 @@ class ModelSource:
         # a folder may hold what the file lacks; the config must be what names and shapes follow
         beside = read_small(path) if path.is_dir() else {}
         kept = {name: data for name, data in beside.items() if name != _CONFIG}
-        model = open_gguf(path, needs_tokenizer=_TOKENIZER not in kept)
+        model = open_gguf(path, has_tokenizer=_TOKENIZER in kept)
         config_path = str(model.files[0])
         config = parse_config(model.small[_CONFIG], config_path)
         return cls(path, config_path, config, model.index, {**model.small, **kept})

@@ -399,12 +399,14 @@ def test_open__small_files_beside_it__count_except_the_config(
     (tmp_path / "m.gguf").write_bytes(model_file.read_bytes())
     (tmp_path / "config.json").write_text('{"model_type": "other"}')
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    data = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(data.replace(b"smollm", b"oddity"))  # not converted
     source = ModelSource.open(tmp_path)
     assert source.small["tokenizer.json"] == b'{"version": "1.0"}'
     assert source.config["model_type"] == "deepseek_v3"
-    assert "tokenizer_config.json" not in source.small
-    alone = ModelSource.open(tmp_path / "m.gguf")  # a file alone is itself
-    assert b"merges" in alone.small["tokenizer.json"]
+    assert json.loads(source.small["tokenizer_config.json"]) == {"add_bos_token": False}
+    with pytest.raises(MoetError, match="MD-GGUF-04"):
+        ModelSource.open(tmp_path / "m.gguf")  # a file alone is itself
 
 
 def test_repair__row_of_a_gguf_pack__is_made_again(model_file: Path, tmp_path: Path) -> None:
