@@ -1,6 +1,7 @@
 """How fast a synthetic checkpoint is packed, and what memory that takes.
 
     python bench/packing.py --kind mxfp4 --gigabytes 4 [--limit-s S] [--work DIR] [--threads N]
+    python bench/packing.py --kind gguf-q4_k ...    one file, random blocks of that type
 
 Makes a checkpoint of one dense tensor and experts of DeepSeek-V3's shape (7168 x 2048) with random
 weights in a temporary folder, packs it with the product's own packer in a process of its own, and
@@ -77,6 +78,50 @@ def write_checkpoint(folder: Path, kind: str, n_bytes: int) -> PackPlan:
         shard_of |= dict.fromkeys(tensors, shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
     (folder / "config.json").write_text('{"model_type": "synthetic"}')
+    return synthetic_plan(n_layers)
+
+
+def write_gguf(folder: Path, kind: str, n_bytes: int) -> PackPlan:
+    """One file with merged experts, as converters write them."""
+    import gguf
+    import numpy as np
+
+    from moet_desk.store.gguf.blocks import BLOCK_SIZES
+
+    name = kind.removeprefix("gguf-").upper()
+    per_block, block_bytes = BLOCK_SIZES[name]
+    per_expert = 3 * HIDDEN * INTER // per_block * block_bytes
+    n_layers = max(1, round(n_bytes / (per_expert * N_EXPERTS)))
+    writer = gguf.GGUFWriter(folder / "model.gguf", "deepseek2", use_temp_file=True)
+    counts = {
+        "block_count": n_layers + 1, "context_length": 4096, "embedding_length": HIDDEN,
+        "feed_forward_length": INTER, "attention.head_count": 8, "expert_used_count": 2,
+        "expert_count": N_EXPERTS, "attention.kv_lora_rank": 512, "attention.key_length": 192,
+        "attention.value_length": 128, "rope.dimension_count": 64, "expert_gating_func": 2,
+        "expert_feed_forward_length": INTER,
+    }  # fmt: skip
+    for key, value in counts.items():
+        writer.add_uint32(f"deepseek2.{key}", value)
+    writer.add_layer_norm_rms_eps(1e-6)
+    rng = np.random.default_rng(1)
+    dense = rng.normal(size=DENSE).astype(np.float32)
+    writer.add_tensor("token_embd.weight", gguf.quants.quantize(dense, gguf.GGMLQuantizationType.Q8_0),
+                      raw_dtype=gguf.GGMLQuantizationType.Q8_0)  # fmt: skip
+    for layer in range(1, n_layers + 1):
+        for part, (rows, columns) in PARTS.items():
+            shape = (N_EXPERTS, rows, columns // per_block * block_bytes)
+            blocks = rng.integers(0, 256, shape, dtype=np.uint8) & 0xBF  # no infinite scales
+            stored = f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight"
+            writer.add_tensor(stored, blocks, raw_dtype=gguf.GGMLQuantizationType[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (folder / "tokenizer.json").write_text("{}")
+    return synthetic_plan(n_layers)
+
+
+def synthetic_plan(n_layers: int) -> PackPlan:
     expert_name = "model.layers.{layer}.mlp.experts.{expert}."
     return PackPlan(
         model_type="synthetic",
@@ -148,9 +193,9 @@ def pack(folder: Path, threads: int, budget: int, limit_s: float) -> dict[str, o
     except JobPaused:
         is_whole = False
     all_s = time.perf_counter() - start
-    shards = list((folder / "source").glob("*.safetensors"))
+    shards = [*(folder / "source").glob("*.safetensors"), *(folder / "source").glob("*.gguf")]
     source_bytes = sum(path.stat().st_size for path in shards)
-    dense_bytes = 2 * DENSE[0] * DENSE[1]
+    dense_bytes = 2 * DENSE[0] * DENSE[1]  # about half of it in a GGUF file, of gigabytes
     (began_s, began_cpu_s, _), (end_s, end_cpu_s, n_done) = seen[0], seen[-1]
     rows_s, rows_cpu_s = end_s - began_s, end_cpu_s - began_cpu_s
     done_bytes = (source_bytes - dense_bytes) * n_done / plan.n_rows
@@ -182,7 +227,7 @@ def cpu_name() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kind", choices=["mxfp4", "bf16"], default="mxfp4")
+    parser.add_argument("--kind", default="mxfp4", help="mxfp4, bf16 or gguf-TYPE")
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--budget", type=parse_bytes, default=2 * GIB)
@@ -196,7 +241,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="packing-", dir=given.work))
     try:
         (folder / "source").mkdir()
-        plan = write_checkpoint(folder / "source", given.kind, int(given.gigabytes * 1e9))
+        write = write_gguf if given.kind.startswith("gguf-") else write_checkpoint
+        plan = write(folder / "source", given.kind, int(given.gigabytes * 1e9))
         (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
         command = [sys.executable, __file__, "--pack", str(folder)]
         command += ["--threads", str(given.threads), "--budget", str(given.budget)]

@@ -29,12 +29,14 @@ class ModelSource:
 
     Attributes:
         path: as it was given, a folder or a file.
+        config_path: where the config is, for messages.
         config: config.json.
         index: its tensors.
         small: the files of `COPIED_FILES` that it has, by name.
     """
 
     path: Path
+    config_path: str
     config: Mapping[str, Any]
     index: TensorIndex
     small: Mapping[str, bytes]
@@ -49,24 +51,23 @@ class ModelSource:
         """
         if not is_gguf(path):
             small = read_small(path)
-            config = _config(small, path)
-            return cls(path, config, TensorIndex.open(path), small)
+            config_path = str(path / _CONFIG)
+            if _CONFIG not in small:
+                raise fail("MD-SRC-01", path=str(path), missing=_CONFIG)
+            config = parse_config(small[_CONFIG], config_path)
+            return cls(path, config_path, config, TensorIndex.open(path), small)
         # a folder may hold what the file lacks; the config must be what names and shapes follow
         beside = read_small(path) if path.is_dir() else {}
         kept = {name: data for name, data in beside.items() if name != _CONFIG}
-        model = open_gguf(path, needs_tokenizer=_TOKENIZER not in kept)
-        small = {**model.small, **kept}
-        return cls(path, _config(small, path), model.index, small)
+        model = open_gguf(path, has_tokenizer=_TOKENIZER in kept)
+        config_path = str(model.files[0])
+        config = parse_config(model.small[_CONFIG], config_path)
+        return cls(path, config_path, config, model.index, {**model.small, **kept})
 
     @property
     def folder(self) -> Path:
         """Where its files are."""
         return self.path if self.path.is_dir() else self.path.parent
-
-    @property
-    def config_path(self) -> str:
-        """Where the config is, for messages."""
-        return str(self.path / _CONFIG) if self.path.is_dir() else str(self.path)
 
 
 def read_small(folder: Path) -> dict[str, bytes]:
@@ -84,12 +85,6 @@ def read_small(folder: Path) -> dict[str, bytes]:
         except OSError as error:
             raise damaged(name, error.strerror or str(error)) from error
     return found
-
-
-def _config(small: Mapping[str, bytes], path: Path) -> dict[str, Any]:
-    if _CONFIG not in small:
-        raise fail("MD-SRC-01", path=str(path), missing=_CONFIG)
-    return parse_config(small[_CONFIG], str(path / _CONFIG))
 
 
 def parse_config(data: bytes, path: str) -> dict[str, Any]:

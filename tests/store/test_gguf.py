@@ -193,6 +193,42 @@ def copy_fields(path: Path, writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
+def test_open__both_forms_of_kv_b__takes_the_whole_one(
+    tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    for name, split_kv in (("halves", True), ("whole", False)):
+        write_gguf(tmp_path / f"{name}.gguf", tensors, CONFIG, split_kv=split_kv)
+    writer = gguf.GGUFWriter(tmp_path / "both.gguf", "deepseek2")
+    for name in ("halves", "whole"):
+        for raw in map_file(tmp_path / f"{name}.gguf")[1]:
+            if name == "whole" or raw.name.endswith(("attn_k_b.weight", "attn_v_b.weight")):
+                writer.add_tensor(raw.name, raw.tensor().numpy())
+    copy_fields(tmp_path / "whole.gguf", writer)
+    name = "model.layers.2.self_attn.kv_b_proj"
+    index = ModelSource.open(tmp_path / "both.gguf").index
+    assert torch.equal(decode(index, name), tensors[f"{name}.weight"].float())
+    assert set(index.names()) == {n.removesuffix(".weight") for n in tensors}
+
+
+def test_open__half_of_kv_b__is_refused(model_file: Path, tmp_path: Path) -> None:
+    data = model_file.read_bytes().replace(b"blk.2.attn_v_b.weight", b"blk.2.attn_x_b.weight")
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(MoetError, match=r"attn_k_b.* is there without its other half"):
+        ModelSource.open(tmp_path / "m.gguf")
+
+
+def test_dense__vector_in_blocks__is_bf16_of_its_values(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=64).astype(np.float32)
+    data = gguf.quants.quantize(values, Kind.Q8_0)
+    header_file(tmp_path / "m.gguf", {"arch": "deepseek2"}, {"output_norm.weight": data}, "Q8_0")
+    _, raws = map_file(tmp_path / "m.gguf")
+    index = TensorIndex.of(logical_tensors(raws, ARCHS["deepseek2"], Sizes(1, 1, 0)), [])
+    want = torch.from_numpy(gguf.quants.dequantize(data, Kind.Q8_0)).bfloat16().float()
+    assert index.info("model.norm").shape == (64,)
+    assert torch.equal(decode(index, "model.norm"), want)
+    assert torch.equal(decode(index, "model.norm", rows=slice(3, 9)), want[3:9])
+
+
 def test_unpermuted__rows_of_each_head__are_halves_again(tmp_path: Path) -> None:
     """The converter of arch llama: (head, half, i) to (head, i, half)."""
     arch = gguf.MODEL_ARCH.LLAMA
@@ -363,12 +399,14 @@ def test_open__small_files_beside_it__count_except_the_config(
     (tmp_path / "m.gguf").write_bytes(model_file.read_bytes())
     (tmp_path / "config.json").write_text('{"model_type": "other"}')
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    data = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(data.replace(b"smollm", b"oddity"))  # not converted
     source = ModelSource.open(tmp_path)
     assert source.small["tokenizer.json"] == b'{"version": "1.0"}'
     assert source.config["model_type"] == "deepseek_v3"
-    assert "tokenizer_config.json" not in source.small
-    alone = ModelSource.open(tmp_path / "m.gguf")  # a file alone is itself
-    assert b"merges" in alone.small["tokenizer.json"]
+    assert json.loads(source.small["tokenizer_config.json"]) == {"add_bos_token": False}
+    with pytest.raises(MoetError, match="MD-GGUF-04"):
+        ModelSource.open(tmp_path / "m.gguf")  # a file alone is itself
 
 
 def test_repair__row_of_a_gguf_pack__is_made_again(model_file: Path, tmp_path: Path) -> None:
@@ -385,13 +423,18 @@ def test_repair__row_of_a_gguf_pack__is_made_again(model_file: Path, tmp_path: P
 # -- what is refused ---------------------------------------------------------------------------
 
 
-def header_file(path: Path, fields: dict[str, Any], tensors: dict[str, Any] | None = None) -> Path:
+def header_file(
+    path: Path,
+    fields: dict[str, Any],
+    tensors: dict[str, np.ndarray] | None = None,
+    kind: str = "F32",
+) -> Path:
     """A file with these fields, and no tensors unless they are given."""
     writer = gguf.GGUFWriter(path, fields.pop("arch"))
     for name, value in fields.items():
         writer.add_uint32(name, value)
     for name, values in (tensors or {}).items():
-        writer.add_tensor(name, values)
+        writer.add_tensor(name, values, raw_dtype=Kind[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -501,8 +544,14 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "unknown field type": (field(99, bytes(8)), "unknown type 99"),
     "text beyond the file": (field(8, struct.pack("<Q", 1 << 40)), "needs 1099511627776"),
-    "array beyond the file": (field(9, struct.pack("<IQ", 4, 1 << 61)), "an array needs"),
-    "texts beyond the file": (field(9, struct.pack("<IQ", 8, 1 << 61)), "an array claims"),
+    "array beyond the file": (field(9, struct.pack("<IQ", 4, 1 << 20)), "an array needs"),
+    "array of 2**61": (field(9, struct.pack("<IQ", 4, 1 << 61)), "an array claims"),
+    "texts beyond the file": (field(9, struct.pack("<IQ", 8, 1 << 20)), "a number needs"),
+    "texts, 2**61 of them": (field(9, struct.pack("<IQ", 8, 1 << 61)), "an array claims"),
+    "arrays of many values in all": (
+        field(9, struct.pack("<IQ", 9, 3) + (struct.pack("<IQ", 0, 1 << 21) + bytes(1 << 21)) * 3),
+        "an array claims 2097152",
+    ),
     "arrays in arrays": (field(9, struct.pack("<IQ", 9, 1) * 6 + bytes(99)), "too many deep"),
     "alignment 0": (field(4, struct.pack("<I", 0), "general.alignment"), "alignment is 0"),
     "alignment is a text": (field(8, text("x"), "general.alignment"), "alignment is 'x'"),

@@ -27,8 +27,6 @@ HARMLESS = frozenset(
 
 _SOFTMAX, _SIGMOID = 1, 2
 _SCORES = {_SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
-
-
 _NO_TEXT = ("clip",)  # the picture side of a model
 
 

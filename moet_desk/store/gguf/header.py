@@ -36,7 +36,7 @@ _MAX_DIMS = 4
 _MAX_SIZE = 1 << 63
 _MAX_FIELDS = 1 << 16
 _MAX_TENSORS = 1 << 20
-_MAX_ITEMS = 1 << 22  # of an array of texts or arrays
+_MAX_ITEMS = 1 << 22  # of all arrays; a large vocabulary has some hundred thousand, three times
 _DEFAULT_ALIGNMENT = 32
 _MIN_FIELD_BYTES = 13  # empty name, type, one byte
 _MIN_TENSOR_BYTES = 24  # empty name, no dimensions, type, offset
@@ -98,6 +98,7 @@ class _Reader:
 
     def __init__(self, data: memoryview, file: str) -> None:
         self.at = 0
+        self._items_left = _MAX_ITEMS
         self._data = data
         self._end = min(len(data), MAX_HEADER_BYTES)
         self._file = file
@@ -148,12 +149,13 @@ class _Reader:
         if depth == _MAX_DEPTH:
             raise damaged(self._file, "a field has arrays in arrays, too many deep")
         inner, length = self.number("I"), self.number("Q")
+        if length > self._items_left:
+            raise damaged(self._file, f"an array claims {length} values, more than can be")
+        self._items_left -= length
         if inner in _SCALARS:
             code = _SCALARS[inner]
             raw = self.take(length * struct.calcsize("<" + code), "an array")
             return list(struct.unpack(f"<{length}{code}", raw))
-        if length > _MAX_ITEMS or length * 8 > self._end - self.at:
-            raise damaged(self._file, f"an array claims {length} values, more than can be")
         return [self.value(inner, depth + 1) for _ in range(length)]
 
     def tensor(self) -> GgufEntry:

@@ -6,14 +6,13 @@ and tokenizer. Not bound to a thread.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moet_desk.store.gguf.archs import arch_of, config_of
-from moet_desk.store.gguf.fields import Fields
+from moet_desk.store.gguf.fields import Fields, as_json
 from moet_desk.store.gguf.files import model_files
 from moet_desk.store.gguf.header import GgufHeader, parse_gguf
 from moet_desk.store.gguf.tensors import Sizes, logical_tensors, raw_tensor
@@ -35,12 +34,12 @@ class GgufModel:
     small: Mapping[str, bytes]
 
 
-def open_gguf(path: Path, *, needs_tokenizer: bool = True) -> GgufModel:
+def open_gguf(path: Path, *, has_tokenizer: bool = False) -> GgufModel:
     """Open a GGUF file, any part of a split one, or the folder it is in.
 
     Args:
         path: the file or folder.
-        needs_tokenizer: make the tokenizer's files too.
+        has_tokenizer: the model's own tokenizer.json is beside it, so none is made.
 
     Raises:
         MoetError: MD-SRC-01, 02, 05 as for other sources; MD-GGUF-01..06.
@@ -58,14 +57,8 @@ def open_gguf(path: Path, *, needs_tokenizer: bool = True) -> GgufModel:
     names = {raw.name for raw in raws}
     config = config_of(fields, arch, names=names, vocab=vocab, tied_head=tied_head)
     small = {"config.json": as_json(config)}
-    if needs_tokenizer:
-        small |= tokenizer_files(fields, vocab)
+    small |= tokenizer_files(fields, vocab, has_own=has_tokenizer)
     return GgufModel(tuple(files), TensorIndex.of(tensors, files), small)
-
-
-def as_json(value: Mapping[str, Any]) -> bytes:
-    """Stable JSON: the same value gives the same bytes."""
-    return json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
 def map_file(path: Path) -> tuple[GgufHeader, list[RawTensor]]:

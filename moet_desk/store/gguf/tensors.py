@@ -112,6 +112,7 @@ def raw_tensor(
 
 def _named(raws: Sequence[RawTensor], arch: Arch, sizes: Sizes) -> Iterator[TensorInfo]:
     split: dict[str, dict[str, RawTensor]] = {}
+    whole = set()
     for raw in raws:
         found = _target(raw.name, arch)
         if found is None:
@@ -123,9 +124,11 @@ def _named(raws: Sequence[RawTensor], arch: Arch, sizes: Sizes) -> Iterator[Tens
         elif change in (Change.KEY_UP, Change.VALUE_UP):
             split.setdefault(target, {})[change.value] = raw
         else:
+            whole.add(target)
             yield _dense(target, raw, change, sizes)
     for target, parts in split.items():
-        yield _joined_up(target, parts)
+        if target not in whole:  # some forks' files hold both forms
+            yield _joined_up(target, parts)
 
 
 def _target(name: str, arch: Arch) -> tuple[str, Change] | None:

@@ -8,13 +8,12 @@ tokenizers. Pure, no torch.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moet_desk.errors import MoetError, fail
-from moet_desk.store.gguf.fields import Fields, decimal
+from moet_desk.store.gguf.fields import Fields, as_json, decimal
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "▁"
@@ -100,38 +99,42 @@ SPLITS: Mapping[str, _Splits] = {
 """tokenizer.ggml.pre -> how that tokenizer cuts text."""
 
 
-def tokenizer_files(fields: Fields, n_rows: int) -> dict[str, bytes]:
+def tokenizer_files(fields: Fields, n_rows: int, *, has_own: bool = False) -> dict[str, bytes]:
     """The small files of the text side, by name.
 
     Args:
         fields: the file's.
         n_rows: tokens that the model's embedding has.
+        has_own: the model's own tokenizer.json is there, so none is made.
 
     Raises:
         MoetError: MD-GGUF-04 this kind of tokenizer cannot be converted, MD-GGUF-05 its fields do
             not fit together.
     """
     vocabulary = _vocabulary(fields)
-    if len(vocabulary.tokens) > n_rows:
-        words = f"it lists {len(vocabulary.tokens)} tokens, its embedding has {n_rows}"
-        raise fields.wrong(words)
     kind = fields.text("tokenizer.ggml.model", "none")
-    if kind == "gpt2":
-        spec = _byte_level(fields, vocabulary)
-    elif kind == "llama":
-        spec = _sentencepiece(fields, vocabulary)
-    else:
-        raise _unconverted(fields, f'its kind is "{kind}"')
-    files = {
-        "tokenizer.json": spec,
-        "tokenizer_config.json": _settings(fields, vocabulary, kind),
-        "generation_config.json": _ends(fields, vocabulary),
-    }
-    made = {name: _as_json(value) for name, value in files.items()}
+    files = {} if has_own else {"tokenizer.json": _tokenizer(fields, vocabulary, kind, n_rows)}
+    files["tokenizer_config.json"] = _settings(fields, vocabulary, kind)
+    files["generation_config.json"] = _generation(fields, vocabulary)
+    made = {name: as_json(value) for name, value in files.items()}
     template = fields.get("tokenizer.chat_template")
     if isinstance(template, str) and template:
         made["chat_template.jinja"] = template.encode()
     return made
+
+
+def _tokenizer(fields: Fields, vocabulary: _Vocabulary, kind: str, n_rows: int) -> dict[str, Any]:
+    if kind not in _KINDS:
+        raise _unconverted(fields, f'its kind is "{kind}"')
+    if len(vocabulary.tokens) > n_rows:
+        words = f"it lists {len(vocabulary.tokens)} tokens, its embedding has {n_rows}"
+        raise fields.wrong(words)
+    seen: set[str] = set()
+    for i, token, _ in vocabulary.used():
+        if token in seen:
+            raise fields.wrong(f"its token {i} ({token!r}) is there twice")
+        seen.add(token)
+    return _KINDS[kind](fields, vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +165,7 @@ def _vocabulary(fields: Fields) -> _Vocabulary:
         kinds = [_NORMAL] * len(tokens)
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise fields.wrong("it has not one tokenizer.ggml.token_type for each token")
-    vocabulary = _Vocabulary(tokens, kinds)
-    seen: set[str] = set()
-    for i, token, _ in vocabulary.used():
-        if token in seen:
-            raise fields.wrong(f"its token {i} ({token!r}) is there twice")
-        seen.add(token)
-    return vocabulary
+    return _Vocabulary(tokens, kinds)
 
 
 def _texts(fields: Fields, name: str) -> list[str]:
@@ -239,6 +236,13 @@ def _sentencepiece(fields: Fields, vocabulary: _Vocabulary) -> dict[str, Any]:
         fuse_unk=True,
         byte_fallback=True,
     )
+
+
+_KINDS: Mapping[str, Callable[[Fields, _Vocabulary], dict[str, Any]]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+}
+"""tokenizer.ggml.model -> what makes its tokenizer.json."""
 
 
 def _merges_of(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[list[str]]:
@@ -315,7 +319,7 @@ def _settings(fields: Fields, vocabulary: _Vocabulary, kind: str) -> dict[str, A
     return settings
 
 
-def _ends(fields: Fields, vocabulary: _Vocabulary) -> dict[str, Any]:
+def _generation(fields: Fields, vocabulary: _Vocabulary) -> dict[str, Any]:
     ends = [_token_id(fields, vocabulary, name) for name in _END_FIELDS]
     found: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(i for i in ends if i is not None))}
     bos = _token_id(fields, vocabulary, "bos")
@@ -330,7 +334,3 @@ def _ends(fields: Fields, vocabulary: _Vocabulary) -> dict[str, Any]:
 
 def _unconverted(fields: Fields, reason: str) -> MoetError:
     return fail("MD-GGUF-04", file=fields.file, reason=reason)
-
-
-def _as_json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"

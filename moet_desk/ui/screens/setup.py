@@ -133,7 +133,7 @@ class SetupScreen(Screen[None]):
         with VerticalScroll(id="body"):
             yield Static("", id="page", markup=False)
             yield Offers(self._glyphs)
-            yield Input(placeholder="owner/name or a link, or a folder", compact=True)
+            yield Input(placeholder="owner/name or a link, or a folder or .gguf file", compact=True)
             yield Static("", id="about", markup=False)
         yield Footer(show_command_palette=False)
         yield SmallWindow(self._glyphs)
