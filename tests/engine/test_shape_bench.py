@@ -14,6 +14,7 @@ import torch
 
 from moet_desk.engine.cuda import measure as measuring
 from moet_desk.engine.cuda.bandwidth import Bandwidth
+from moet_desk.engine.cuda.blocks import Branch, GqaLaunches, LayerLaunches
 from moet_desk.engine.cuda.buffers import MAX_ROWS
 from moet_desk.engine.cuda.chunk_sizes import chunk_bytes, stage_bytes
 from moet_desk.engine.cuda.kernel_groups import GROUP_OF_KERNEL, Group, group_of, split
@@ -27,7 +28,7 @@ from moet_desk.engine.cuda.synthetic import (
     make_arena,
     stored_bytes,
 )
-from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mla, MoeFfn, Rope, Router, Spec
+from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mla, MoeFfn, QkNorm, Rope, Router, Spec
 from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.layouts import ExpertLayout
@@ -109,6 +110,20 @@ def test_loader__every_tensor__takes_the_bytes_that_are_counted() -> None:
         assert sum(t.numel() * t.element_size() for t in made) == stored_bytes(name, shape), name
     spec = tiny_spec()
     assert dense_bytes(spec) - dense_read_bytes(spec, 4) == 60 * 32 * 2
+
+
+def test_loader__grouped_query_layer__has_all_that_its_launches_ask_for() -> None:
+    rope = Rope(8, 1e4, interleaved=False)
+    mixer = Gqa(2, 1, 16, True, QkNorm.HEAD, norm_eps=1e-6, softmax_scale=0.25, rope=rope)
+    spec = tiny_spec()
+    spec = replace(spec, layers=tuple(replace(layer, mixer=mixer) for layer in spec.layers))
+    loader, branch = SyntheticLoader(spec, CPU), Branch(CPU)
+    for layer in spec.layers:
+        made = LayerLaunches(layer, loader, moe_layer=0, branch=branch)
+        assert isinstance(made.attention, GqaLaunches)
+        assert made.attention.bias is not None
+        assert made.attention.bias.shape == (64,)
+        assert made.attention.w_in.n == 64
 
 
 def test_loader__popularity__ranks_experts_in_place() -> None:

@@ -1,4 +1,4 @@
-"""Families with grouped-query attention: what a wrong spec does, 2-bit experts, and KV formats."""
+"""What each family computes: a wrong spec is noticed, 2-bit experts, and KV formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.loader import Core
 from moet_desk.engine.model import Model
-from moet_desk.engine.spec import Gqa, MoeFfn, QkNorm, Spec
+from moet_desk.engine.spec import Mla, MoeFfn, QkNorm, Spec
 from moet_desk.kernels.kinds import Activations, KvFormat, Score
 from moet_desk.kernels.reference import combine, expand_base, expert_mlp, quantize_activations
 from moet_desk.store.pack_format import Plane
@@ -23,6 +23,7 @@ from moet_desk.store.pack_reader import PackReader
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
 from tests.engine.tiny_models import (
+    CONFIGS,
     GQA_CONFIGS,
     LENGTH,
     random_model,
@@ -31,14 +32,15 @@ from tests.engine.tiny_models import (
 )
 
 Mutation = Callable[[Spec], Spec]
+MODELS = {**CONFIGS, **GQA_CONFIGS}
 
 
-@pytest.fixture(scope="module", params=list(GQA_CONFIGS))
+@pytest.fixture(scope="module", params=list(MODELS))
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, list[int], Tensor]:
     """A name, its packed model with large weights, token ids, and transformers' logits."""
-    model = random_model(GQA_CONFIGS[request.param], 0.25)
+    model = random_model(MODELS[request.param], 0.25)
     folder = tmp_path_factory.mktemp("gqa")
     save_source(model, folder / "source")
     ids = torch.randint(3, 256, (LENGTH,), generator=torch.Generator().manual_seed(2))
@@ -57,7 +59,6 @@ def attention(**changes: Any) -> Mutation:
 
     def mutate(spec: Spec) -> Spec:
         mixer = spec.layers[0].mixer
-        assert isinstance(mixer, Gqa)
         other = replace(mixer, **_values(mixer, changes))
         return replace(spec, layers=tuple(replace(layer, mixer=other) for layer in spec.layers))
 
@@ -92,30 +93,39 @@ def _values(old: Any, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 EVERYWHERE: dict[str, Mutation] = {
-    "rope pairing": rope(interleaved=True),
+    "rope pairing": rope(interleaved=lambda flag: not flag),
     "rope base": rope(base=lambda base: 2 * base),
-    "rope on another part": rope(dim=lambda dim: dim // 2),
     "softmax scale": attention(softmax_scale=lambda scale: 1.01 * scale),
     "weights renormalised or not": router(renormalize=lambda flag: not flag),
     "routed scale": router(scale=lambda scale: 1.01 * scale),
     "another score": router(score=lambda s: Score.SOFTMAX if s is Score.SIGMOID else Score.SIGMOID),
 }
+GROUPED = {**EVERYWHERE, "rope on another part": rope(dim=lambda dim: dim // 2)}
 WITH_NORM = {"no norm of queries and keys": attention(qk_norm=QkNorm.NONE)}
+SIGMOID = {
+    "no selection bias": router(selection_bias=False),
+    "no shared expert": experts(shared_inter=0),
+}
+NO_GROUPS = {"no groups": router(n_groups=1, kept_groups=1)}
+NO_YARN = {"no yarn": rope(yarn=None)}
 MUTATIONS: dict[str, dict[str, Mutation]] = {
+    "v3_groups_yarn": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN},
+    "v3_no_query_latent": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN},
+    "kimi_k2": {**EVERYWHERE, **SIGMOID, **NO_YARN},
+    "plain_rope": {**EVERYWHERE, **SIGMOID, **NO_GROUPS},
+    "glm_lite": {**EVERYWHERE, **SIGMOID},
     "glm": {
-        **EVERYWHERE, **WITH_NORM,
+        **GROUPED, **WITH_NORM, **SIGMOID,
         "no bias": attention(has_bias=False),
-        "no selection bias": router(selection_bias=False),
-        "no shared expert": experts(shared_inter=0),
         "rope on whole heads": rope(dim=lambda dim: 2 * dim),
     },
-    "glm_groups": {**EVERYWHERE, "no groups": router(n_groups=1, kept_groups=1)},
-    "qwen3": {**EVERYWHERE, **WITH_NORM},
-    "qwen3_dense_yarn": {**EVERYWHERE, **WITH_NORM, "no yarn": rope(yarn=None)},
-    "olmoe": {**EVERYWHERE, **WITH_NORM},
-    "mixtral": EVERYWHERE,
+    "glm_groups": {**GROUPED, **SIGMOID, **NO_GROUPS},
+    "qwen3": {**GROUPED, **WITH_NORM},
+    "qwen3_dense_yarn": {**GROUPED, **WITH_NORM, **NO_YARN},
+    "olmoe": {**GROUPED, **WITH_NORM},
+    "mixtral": GROUPED,
     "minimax": {
-        **EVERYWHERE, **WITH_NORM,
+        **GROUPED, **WITH_NORM,
         "no selection bias": router(selection_bias=False),
         "rope on whole heads": rope(dim=lambda dim: 2 * dim),
     },
@@ -158,10 +168,10 @@ def test_mutated_spec__any_part__parity_is_lost(
     assert unnoticed == []
 
 
-@pytest.mark.parametrize("name", ["glm", "qwen3", "olmoe", "mixtral", "minimax"])
+@pytest.mark.parametrize("name", ["plain_rope", "glm", "qwen3", "olmoe", "mixtral", "minimax"])
 def test_mutated_epsilon__small_weights__parity_is_lost(name: str, tmp_path: Path) -> None:
     """Only small weights show it: activations are near to epsilon there."""
-    model = random_model(GQA_CONFIGS[name], 0.02)
+    model = random_model(MODELS[name], 0.02)
     save_source(model, tmp_path / "source")
     pack = pack_source(tmp_path / "source", tmp_path / "pack")
     ids = list(range(3, 23))
@@ -172,7 +182,10 @@ def test_mutated_epsilon__small_weights__parity_is_lost(name: str, tmp_path: Pat
         near = 1e-4 * want.std()
         assert (logits_with(core, core.spec, ids) - want).abs().max() < near
         mutants = [replace(core.spec, norm_eps=2 * core.spec.norm_eps)]
-        if name != "mixtral":
+        mixer = core.spec.layers[0].mixer
+        if isinstance(mixer, Mla):
+            mutants.append(attention(latent_eps=lambda eps: 10 * eps)(core.spec))
+        elif mixer.qk_norm is not QkNorm.NONE:
             mutants.append(attention(norm_eps=lambda eps: 10 * eps)(core.spec))
         for mutant in mutants:
             assert (logits_with(core, mutant, ids) - want).abs().max() > near
