@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -189,6 +190,7 @@ def test_constraint__free_answer__none() -> None:
         (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "http://x.y/z"}'), "does not fetch"),
         (Grammar(GrammarKind.JSON_SCHEMA, "[]"), "the schema is not an object"),
         (Grammar(GrammarKind.JSON_SCHEMA, "{"), "the schema is not JSON"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "#"}'), "no answer has this form"),
         (Grammar(GrammarKind.REGEX, "a(?=b)"), "look-around"),
         (Grammar(GrammarKind.LARK, "start: x"), 'unknown name: "x"'),
     ],
@@ -199,6 +201,14 @@ def test_constraint__cannot_be_enforced__says_why(grammar: Grammar, words: str) 
     assert (caught.value.code, caught.value.spec.http) == ("MD-GRAM-01", 400)
     assert words in caught.value.cause
     assert "|" not in caught.value.cause
+
+
+def test_constraint__pattern_that_explodes__is_ready_soon() -> None:
+    text, request = demo_text(), json_request({"type": "string", "pattern": "^(a{1000}){1000}$"})
+    grammars_of(text)._tokenizer()
+    began = time.process_time()
+    allowed(constraint(text, request), text)
+    assert time.process_time() - began < 2
 
 
 def test_constraint__not_strict__leaves_out_what_cannot_be_enforced() -> None:
