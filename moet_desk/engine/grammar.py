@@ -35,6 +35,9 @@ _PLACE = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \|.*", re.DOTALL)
 """Where in our own grammar a problem is: nothing to the reader."""
 
 
+_NO_DETAILS = "\n<non-verbose/>"
+
+
 class Constraint:
     """Which tokens one answer may go on with."""
 
@@ -119,8 +122,9 @@ class Grammars:
         if not matcher.is_error():
             matcher.compute_bitmask()  # the dearest one; here it holds up no running answer
         if matcher.is_error():
-            nothing = matcher.stop_reason().startswith("NoExtension")
-            reason = "no answer has this form" if nothing else matcher.get_error()
+            reason = matcher.get_error().removesuffix(_NO_DETAILS)
+            if reason.startswith("NoExtension"):
+                reason = "no answer has this form"
             raise _refused(_parameter(request), reason)
         return self._begin(matcher, end)
 
