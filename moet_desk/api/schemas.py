@@ -48,13 +48,13 @@ REFUSED: Mapping[str, str] = {
     "repeat_penalty": "its name is repetition_penalty",
     "chat_template": "the model's own template is used",
     "chat_template_kwargs": "the model's template takes none",
-    "guided_json": "structured answers are not served",
-    "guided_regex": "structured answers are not served",
-    "guided_choice": "structured answers are not served",
-    "guided_grammar": "structured answers are not served",
-    "structured_outputs": "structured answers are not served",
-    "grammar": "structured answers are not served",
-    "json_schema": "structured answers are not served",
+    "guided_json": "use response_format",
+    "guided_regex": "use response_format",
+    "guided_choice": "use response_format",
+    "guided_grammar": "use response_format",
+    "structured_outputs": "use response_format",
+    "grammar": "use response_format",
+    "json_schema": "use response_format",
 }
 
 _AS_USUAL: Mapping[str, Any] = {

@@ -266,6 +266,11 @@ class CallRules:
         return self.lark.until(tag) + (f" {self.lark.literal(behind)}" if behind else "")
 
 
+def writes_json(calls: CallFormat) -> bool:
+    """Whether a format writes the arguments of a call as one JSON object."""
+    return _SHAPES[calls].parameter is None
+
+
 def on_channels(lark: Lark, answer: str | None, calls: str | None) -> str:
     """A harmony answer: maybe reasoning, then text of a form on the final channel, or a call."""
     analysis = lark.named(f"{lark.literal(_HARMONY_ANALYSIS)} {lark.until(_HARMONY_NEXT)}")

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import llguidance
@@ -19,8 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moet_desk.engine.call_grammar import MAX_CALLS, CallRules, Lark, json_schema, on_channels
+from moet_desk.engine.call_grammar import (
+    MAX_CALLS,
+    CallRules,
+    Lark,
+    json_schema,
+    on_channels,
+    writes_json,
+)
 from moet_desk.engine.handle import GenerateRequest, Grammar, GrammarKind
+from moet_desk.engine.json_numbers import DigitCount, begins_with_digit
 from moet_desk.engine.parsers.answers import CallFormat, PromptEnd
 from moet_desk.engine.parsers.arguments import ToolBook
 from moet_desk.engine.text import Text
@@ -38,14 +47,27 @@ _PLACE = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \|.*", re.DOTALL)
 _NO_DETAILS = "\n<non-verbose/>"
 
 
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a vocabulary has for numbers.
+
+    Attributes:
+        bytes_of: of a token.
+        digits: [V] bool, the tokens that begin with a digit.
+    """
+
+    bytes_of: Callable[[int], bytes]
+    digits: Tensor
+
+
 class Constraint:
     """Which tokens one answer may go on with."""
 
-    __slots__ = ("_close", "_eos", "_matcher", "_open", "_reasons")
+    __slots__ = ("_close", "_count", "_eos", "_matcher", "_numbers", "_open", "_reasons")
 
     def __init__(
         self, matcher: Any, *, eos: frozenset[int], opens: int | None, closes: int | None,
-        reasons: bool,
+        reasons: bool, numbers: Numbers | None = None,
     ) -> None:  # fmt: skip
         """Begin an answer.
 
@@ -55,7 +77,9 @@ class Constraint:
             opens: the token that begins reasoning, if the answer may begin with it.
             closes: the token that ends reasoning.
             reasons: the prompt ends inside of reasoning; that is free text up to `closes`.
+            numbers: limits the digits of numbers, for answers in JSON.
         """
+        self._numbers, self._count = numbers, DigitCount()
         self._matcher, self._eos = matcher, eos
         self._open, self._close, self._reasons = opens, closes, reasons
 
@@ -75,6 +99,9 @@ class Constraint:
             return logits.masked_fill(barred, -torch.inf)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = torch.from_numpy(np.unpackbits(bits, count=vocab, bitorder="little").astype(bool))
+        if self._numbers is not None and self._count.is_full:
+            shorter = allowed & ~self._numbers.digits[:vocab]
+            allowed = shorter if bool(shorter.any()) else allowed
         if self._open is not None:
             allowed[self._open] = True
         if self._matcher.is_error() or not bool(allowed.any()):
@@ -91,8 +118,12 @@ class Constraint:
             self._reasons = token_id != self._close
             return
         self._reasons, self._open = token_id == self._open, None
-        if not self._reasons and not self._matcher.consume_token(token_id):
+        if self._reasons:
+            return
+        if not self._matcher.consume_token(token_id):
             raise _broken(self._matcher)
+        if self._numbers is not None:
+            self._count.read(self._numbers.bytes_of(token_id))
 
 
 class Grammars:
@@ -102,6 +133,7 @@ class Grammars:
         self._text = text
         self._lock = threading.Lock()
         self._made: Any = None
+        self._numbers: Numbers | None = None
 
     def constraint(self, request: GenerateRequest, end: PromptEnd) -> Constraint | None:
         """The constraint of a request; None if its answer is free.
@@ -126,9 +158,11 @@ class Grammars:
             if reason.startswith("NoExtension"):
                 reason = "no answer has this form"
             raise _refused(_parameter(request), reason)
-        return self._begin(matcher, end)
+        is_json = request.grammar is None or request.grammar.kind is GrammarKind.JSON_SCHEMA
+        has_json = is_json and (not request.tools or writes_json(self._text.answers.calls))
+        return self._begin(matcher, end, self._numbers if has_json else None)
 
-    def _begin(self, matcher: Any, end: PromptEnd) -> Constraint:
+    def _begin(self, matcher: Any, end: PromptEnd, numbers: Numbers | None) -> Constraint:
         answers, controls = self._text.answers, self._text.controls
         opens = closes = None
         if answers.think is not None:
@@ -138,7 +172,7 @@ class Grammars:
         may_open = end is PromptEnd.UNSAID and closes is not None
         return Constraint(
             matcher, eos=self._text.eos_ids, opens=opens if may_open else None, closes=closes,
-            reasons=end is PromptEnd.REASONING,
+            reasons=end is PromptEnd.REASONING, numbers=numbers,
         )  # fmt: skip
 
     def _grammar(self, request: GenerateRequest) -> str:
@@ -175,6 +209,9 @@ class Grammars:
                 text = self._text
                 if not text.eos_ids:
                     raise _refused("model", "it has no end token")
+                spelt = [text.token_bytes(i) for i in range(text.vocab_size)]
+                digits = torch.tensor([begins_with_digit(one) for one in spelt])
+                self._numbers = Numbers(text.token_bytes, digits)
                 try:
                     self._made = llguidance.LLTokenizer(
                         text.control_spec(), n_vocab=text.vocab_size, eos_token=sorted(text.eos_ids)

@@ -23,6 +23,7 @@ from moet_desk.engine.handle import (
     Quality,
     Sampling,
 )
+from moet_desk.engine.json_numbers import DigitCount
 from moet_desk.engine.parsers.answers import THINK, AnswerFormat, CallFormat, PromptEnd
 from moet_desk.engine.parsers.events import Call
 from moet_desk.engine.parsers.formats import make_parser
@@ -237,6 +238,45 @@ def test_constraint__kinds(form: Grammar, good: str, bad: str) -> None:
     text = demo_text()
     assert goes_through(constraint(text, GenerateRequest(grammar=form)), text, good)
     assert not goes_through(constraint(text, GenerateRequest(grammar=form)), text, bad)
+
+
+# -- numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "is_full"),
+    [
+        ("12345678901234567890", True),
+        ("1234567890123456789", False),
+        ("123456789012.3456789012", False),  # each part by itself
+        ("0.12345678901234567890", True),
+        ("-1e99", True),
+        ("1e-99", True),
+        ("1e+9", False),
+        ("1e9, 12", False),
+        ('["12345678901234567890123', False),  # text
+        ('["\\"12345678901234567890123', False),
+        ('["\\\\", 12345678901234567890', True),
+    ],
+)
+def test_digit_count(text: str, is_full: bool) -> None:
+    count = DigitCount()
+    for byte in text.encode():
+        count.read(bytes([byte]))
+    whole = DigitCount()
+    whole.read(text.encode())
+    assert count.is_full == whole.is_full == is_full
+
+
+def test_numbers__enough_digits__must_end_unless_the_form_needs_more() -> None:
+    text = demo_text()
+    made = constraint(text, json_request({"type": "number"}))
+    for token in text.encode("0." + "7" * 25):
+        made.take(token)
+    assert {text.token_bytes(i)[:1] for i in allowed(made, text)} == {b"e", b"E", b"<"}
+    long = "1" * 30
+    assert goes_through(constraint(text, json_request({"const": int(long)})), text, long)
+    assert goes_through(constraint(text, json_request({"type": "string"})), text, f'"{long}"')
 
 
 # -- reasoning -------------------------------------------------------------------------------
