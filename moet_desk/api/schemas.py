@@ -7,6 +7,7 @@ are: the engine prepares and checks them for every front end. Pure; runs in the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -241,7 +242,7 @@ def _grammar(form: ResponseFormat | None) -> Grammar | None:
     given = form.json_schema or {}
     if not isinstance(given.get("schema"), dict):
         raise refuse("response_format", "json_schema.schema must be an object")
-    schema = msgspec.json.encode(given["schema"]).decode()
+    schema = json.dumps(given["schema"])
     return Grammar(GrammarKind.JSON_SCHEMA, schema, strict=given.get("strict") is not False)
 
 

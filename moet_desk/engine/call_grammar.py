@@ -62,7 +62,7 @@ class Lark:
 
     def json(self, schema: Schema, *, strict: bool) -> str:
         """JSON that a schema allows, on one line."""
-        text = json.dumps(json_schema(schema, strict=strict), ensure_ascii=False)
+        text = json.dumps(json_schema(schema, strict=strict))
         return self.named(f"%json {text}")
 
     def until(self, closer: str) -> str:

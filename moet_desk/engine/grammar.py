@@ -149,8 +149,12 @@ class Grammars:
             return None
         if request.ignore_eos:
             raise fail("MD-API-04", parameter="ignore_eos", reason="this answer has a set form")
-        grammar = self._grammar(request)
-        matcher = llguidance.LLMatcher(self._tokenizer(), grammar, log_level=0, limits=_LIMITS)
+        tokenizer = self._tokenizer()
+        try:
+            grammar = self._grammar(request)
+            matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+        except (ValueError, TypeError, RecursionError) as problem:  # half characters and the like
+            raise _refused(_parameter(request), str(problem)) from problem
         if not matcher.is_error():
             matcher.compute_bitmask()  # the dearest one; here it holds up no running answer
         if matcher.is_error():
@@ -242,7 +246,7 @@ def _check_schema(
 ) -> None:
     """Refuse a schema by itself: the reason is clearer than that of the grammar around it."""
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
-        dict(json_schema(schema, strict=strict))
+        json.dumps(json_schema(schema, strict=strict))
     )
     problem = llguidance.LLMatcher.validate_grammar(grammar, None, limits=_LIMITS)
     if problem and not problem.startswith("WARNING"):
