@@ -7,6 +7,7 @@ are: the engine prepares and checks them for every front end. Pure; runs in the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -48,13 +49,13 @@ REFUSED: Mapping[str, str] = {
     "repeat_penalty": "its name is repetition_penalty",
     "chat_template": "the model's own template is used",
     "chat_template_kwargs": "the model's template takes none",
-    "guided_json": "structured answers are not served",
-    "guided_regex": "structured answers are not served",
-    "guided_choice": "structured answers are not served",
-    "guided_grammar": "structured answers are not served",
-    "structured_outputs": "structured answers are not served",
-    "grammar": "structured answers are not served",
-    "json_schema": "structured answers are not served",
+    "guided_json": "use response_format",
+    "guided_regex": "use response_format",
+    "guided_choice": "use response_format",
+    "guided_grammar": "use response_format",
+    "structured_outputs": "use response_format",
+    "grammar": "use response_format",
+    "json_schema": "use response_format",
 }
 
 _AS_USUAL: Mapping[str, Any] = {
@@ -241,7 +242,7 @@ def _grammar(form: ResponseFormat | None) -> Grammar | None:
     given = form.json_schema or {}
     if not isinstance(given.get("schema"), dict):
         raise refuse("response_format", "json_schema.schema must be an object")
-    schema = msgspec.json.encode(given["schema"]).decode()
+    schema = json.dumps(given["schema"])
     return Grammar(GrammarKind.JSON_SCHEMA, schema, strict=given.get("strict") is not False)
 
 

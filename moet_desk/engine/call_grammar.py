@@ -62,7 +62,7 @@ class Lark:
 
     def json(self, schema: Schema, *, strict: bool) -> str:
         """JSON that a schema allows, on one line."""
-        text = json.dumps(json_schema(schema, strict=strict), ensure_ascii=False)
+        text = json.dumps(json_schema(schema, strict=strict))
         return self.named(f"%json {text}")
 
     def until(self, closer: str) -> str:
@@ -264,6 +264,11 @@ class CallRules:
         tag = closer.rstrip("\n")
         behind = closer[len(tag) :]
         return self.lark.until(tag) + (f" {self.lark.literal(behind)}" if behind else "")
+
+
+def writes_json(calls: CallFormat) -> bool:
+    """Whether a format writes the arguments of a call as one JSON object."""
+    return _SHAPES[calls].parameter is None
 
 
 def on_channels(lark: Lark, answer: str | None, calls: str | None) -> str:

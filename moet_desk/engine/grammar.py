@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import llguidance
@@ -19,28 +20,54 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moet_desk.engine.call_grammar import MAX_CALLS, CallRules, Lark, json_schema, on_channels
+from moet_desk.engine.call_grammar import (
+    MAX_CALLS,
+    CallRules,
+    Lark,
+    json_schema,
+    on_channels,
+    writes_json,
+)
 from moet_desk.engine.handle import GenerateRequest, Grammar, GrammarKind
+from moet_desk.engine.json_numbers import DigitCount, begins_with_digit
 from moet_desk.engine.parsers.answers import CallFormat, PromptEnd
 from moet_desk.engine.parsers.arguments import ToolBook
 from moet_desk.engine.text import Text
 from moet_desk.errors import MoetError, fail
 
-_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+# With the library's own limit a pattern like (a{1000}){1000} takes 12 s at its first mask, and a
+# running answer would wait for it; with this one 0.2 s. A schema of 1000 strings stays far below.
+_LIMITS = llguidance.LLParserLimits(verbose_errors=False, initial_lexer_fuel=50_000)
 
 
 _PLACE = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \|.*", re.DOTALL)
 """Where in our own grammar a problem is: nothing to the reader."""
 
 
+_NO_DETAILS = "\n<non-verbose/>"
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a vocabulary has for numbers.
+
+    Attributes:
+        bytes_of: of a token.
+        digits: [V] bool, the tokens that begin with a digit.
+    """
+
+    bytes_of: Callable[[int], bytes]
+    digits: Tensor
+
+
 class Constraint:
     """Which tokens one answer may go on with."""
 
-    __slots__ = ("_close", "_eos", "_matcher", "_open", "_reasons")
+    __slots__ = ("_close", "_count", "_eos", "_matcher", "_numbers", "_open", "_reasons")
 
     def __init__(
         self, matcher: Any, *, eos: frozenset[int], opens: int | None, closes: int | None,
-        reasons: bool,
+        reasons: bool, numbers: Numbers | None = None,
     ) -> None:  # fmt: skip
         """Begin an answer.
 
@@ -50,7 +77,9 @@ class Constraint:
             opens: the token that begins reasoning, if the answer may begin with it.
             closes: the token that ends reasoning.
             reasons: the prompt ends inside of reasoning; that is free text up to `closes`.
+            numbers: limits the digits of numbers, for answers in JSON.
         """
+        self._numbers, self._count = numbers, DigitCount()
         self._matcher, self._eos = matcher, eos
         self._open, self._close, self._reasons = opens, closes, reasons
 
@@ -70,6 +99,9 @@ class Constraint:
             return logits.masked_fill(barred, -torch.inf)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = torch.from_numpy(np.unpackbits(bits, count=vocab, bitorder="little").astype(bool))
+        if self._numbers is not None and self._count.is_full:
+            shorter = allowed & ~self._numbers.digits[:vocab]
+            allowed = shorter if bool(shorter.any()) else allowed
         if self._open is not None:
             allowed[self._open] = True
         if self._matcher.is_error() or not bool(allowed.any()):
@@ -86,8 +118,12 @@ class Constraint:
             self._reasons = token_id != self._close
             return
         self._reasons, self._open = token_id == self._open, None
-        if not self._reasons and not self._matcher.consume_token(token_id):
+        if self._reasons:
+            return
+        if not self._matcher.consume_token(token_id):
             raise _broken(self._matcher)
+        if self._numbers is not None:
+            self._count.read(self._numbers.bytes_of(token_id))
 
 
 class Grammars:
@@ -97,6 +133,7 @@ class Grammars:
         self._text = text
         self._lock = threading.Lock()
         self._made: Any = None
+        self._numbers: Numbers | None = None
 
     def constraint(self, request: GenerateRequest, end: PromptEnd) -> Constraint | None:
         """The constraint of a request; None if its answer is free.
@@ -112,13 +149,24 @@ class Grammars:
             return None
         if request.ignore_eos:
             raise fail("MD-API-04", parameter="ignore_eos", reason="this answer has a set form")
-        grammar = self._grammar(request)
-        matcher = llguidance.LLMatcher(self._tokenizer(), grammar, log_level=0, limits=_LIMITS)
+        tokenizer = self._tokenizer()
+        try:
+            grammar = self._grammar(request)
+            matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+        except (ValueError, TypeError, RecursionError) as problem:  # half characters and the like
+            raise _refused(_parameter(request), str(problem)) from problem
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the dearest one; here it holds up no running answer
         if matcher.is_error():
-            raise _refused(_parameter(request), matcher.get_error())
-        return self._begin(matcher, end)
+            reason = matcher.get_error().removesuffix(_NO_DETAILS)
+            if reason.startswith("NoExtension"):
+                reason = "no answer has this form"
+            raise _refused(_parameter(request), reason)
+        is_json = request.grammar is None or request.grammar.kind is GrammarKind.JSON_SCHEMA
+        has_json = is_json and (not request.tools or writes_json(self._text.answers.calls))
+        return self._begin(matcher, end, self._numbers if has_json else None)
 
-    def _begin(self, matcher: Any, end: PromptEnd) -> Constraint:
+    def _begin(self, matcher: Any, end: PromptEnd, numbers: Numbers | None) -> Constraint:
         answers, controls = self._text.answers, self._text.controls
         opens = closes = None
         if answers.think is not None:
@@ -128,7 +176,7 @@ class Grammars:
         may_open = end is PromptEnd.UNSAID and closes is not None
         return Constraint(
             matcher, eos=self._text.eos_ids, opens=opens if may_open else None, closes=closes,
-            reasons=end is PromptEnd.REASONING,
+            reasons=end is PromptEnd.REASONING, numbers=numbers,
         )  # fmt: skip
 
     def _grammar(self, request: GenerateRequest) -> str:
@@ -165,6 +213,9 @@ class Grammars:
                 text = self._text
                 if not text.eos_ids:
                     raise _refused("model", "it has no end token")
+                spelt = [text.token_bytes(i) for i in range(text.vocab_size)]
+                digits = torch.tensor([begins_with_digit(one) for one in spelt])
+                self._numbers = Numbers(text.token_bytes, digits)
                 try:
                     self._made = llguidance.LLTokenizer(
                         text.control_spec(), n_vocab=text.vocab_size, eos_token=sorted(text.eos_ids)
@@ -195,7 +246,7 @@ def _check_schema(
 ) -> None:
     """Refuse a schema by itself: the reason is clearer than that of the grammar around it."""
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
-        dict(json_schema(schema, strict=strict))
+        json.dumps(json_schema(schema, strict=strict))
     )
     problem = llguidance.LLMatcher.validate_grammar(grammar, None, limits=_LIMITS)
     if problem and not problem.startswith("WARNING"):

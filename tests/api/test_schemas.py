@@ -124,10 +124,10 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in ("now", "l
     [
         ({"type": "text"}, None),
         ({"type": "json_object"}, ('{"type": "object"}', True)),
-        ({"type": "json_schema", "json_schema": {"schema": {"a": 1}}}, ('{"a":1}', True)),
+        ({"type": "json_schema", "json_schema": {"schema": {"a": 1}}}, ('{"a": 1}', True)),
         (
             {"type": "json_schema", "json_schema": {"schema": {"a": 1}, "strict": False}},
-            ('{"a":1}', False),
+            ('{"a": 1}', False),
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -22,6 +23,7 @@ from moet_desk.engine.handle import (
     Quality,
     Sampling,
 )
+from moet_desk.engine.json_numbers import DigitCount
 from moet_desk.engine.parsers.answers import THINK, AnswerFormat, CallFormat, PromptEnd
 from moet_desk.engine.parsers.events import Call
 from moet_desk.engine.parsers.formats import make_parser
@@ -189,6 +191,7 @@ def test_constraint__free_answer__none() -> None:
         (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "http://x.y/z"}'), "does not fetch"),
         (Grammar(GrammarKind.JSON_SCHEMA, "[]"), "the schema is not an object"),
         (Grammar(GrammarKind.JSON_SCHEMA, "{"), "the schema is not JSON"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "#"}'), "no answer has this form"),
         (Grammar(GrammarKind.REGEX, "a(?=b)"), "look-around"),
         (Grammar(GrammarKind.LARK, "start: x"), 'unknown name: "x"'),
     ],
@@ -199,6 +202,39 @@ def test_constraint__cannot_be_enforced__says_why(grammar: Grammar, words: str) 
     assert (caught.value.code, caught.value.spec.http) == ("MD-GRAM-01", 400)
     assert words in caught.value.cause
     assert "|" not in caught.value.cause
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": "a\ud800", "parameters": {}},
+        {"name": "f", "parameters": {"properties": {"a\ud800": {"type": "string"}}}},
+        {"name": "f", "parameters": {"properties": []}},
+        {"name": "f", "parameters": {"required": 3, "properties": {"a": {"type": "strin"}}}},
+        {"name": "f", "parameters": {"properties": {"a": 3}}},
+        {"name": "f", "parameters": {"$defs": 7, "properties": {"a": {"$ref": "#/$defs/x/y"}}}},
+    ],
+)
+@pytest.mark.parametrize("calls", [CallFormat.HERMES, CallFormat.DSML, CallFormat.GLM45])
+def test_constraint__odd_tools__work_or_are_refused(calls: CallFormat, function: Any) -> None:
+    text = text_of(calls, with_tags=False)
+    tools = [{"type": "function", "function": function}]
+    request = GenerateRequest(tools=tools, must_call=(function["name"],))
+    try:
+        made = grammars_of(text).constraint(request, PromptEnd.ANSWER)
+    except MoetError as error:
+        refusal = error.code
+    else:
+        refusal = "none" if made is not None and allowed(made, text) else "nothing may come"
+    assert refusal in ("none", "MD-GRAM-01")
+
+
+def test_constraint__pattern_that_explodes__is_ready_soon() -> None:
+    text, request = demo_text(), json_request({"type": "string", "pattern": "^(a{1000}){1000}$"})
+    grammars_of(text)._tokenizer()
+    began = time.process_time()
+    allowed(constraint(text, request), text)
+    assert time.process_time() - began < 2
 
 
 def test_constraint__not_strict__leaves_out_what_cannot_be_enforced() -> None:
@@ -227,6 +263,47 @@ def test_constraint__kinds(form: Grammar, good: str, bad: str) -> None:
     text = demo_text()
     assert goes_through(constraint(text, GenerateRequest(grammar=form)), text, good)
     assert not goes_through(constraint(text, GenerateRequest(grammar=form)), text, bad)
+
+
+# -- numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "is_full"),
+    [
+        ("12345678901234567890", True),
+        ("1234567890123456789", False),
+        ("123456789012.3456789012", False),  # each part by itself
+        ("0.12345678901234567890", True),
+        ("-1e99", True),
+        ("1e-99", True),
+        ("1e+9", False),
+        ("1e9, 12", False),
+        ('["12345678901234567890123', False),  # text
+        ('["\\"12345678901234567890123', False),
+        ('["\\\\", 12345678901234567890', True),
+    ],
+)
+def test_digit_count(text: str, is_full: bool) -> None:
+    count = DigitCount()
+    for byte in text.encode():
+        count.read(bytes([byte]))
+    whole = DigitCount()
+    whole.read(text.encode())
+    assert count.is_full == whole.is_full == is_full
+
+
+def test_numbers__enough_digits__must_end() -> None:
+    text = demo_text()
+    made = constraint(text, json_request({"type": "number"}))
+    for token in text.encode("0." + "7" * 25):
+        made.take(token)
+    assert {text.token_bytes(i)[:1] for i in allowed(made, text)} == {b"e", b"E", b"<"}
+    long = "1" * 30
+    for number in (-(2**63), 2**63 - 1, -0.12345678901234568):
+        request = json_request({"const": number})
+        assert goes_through(constraint(text, request), text, json.dumps(number))
+    assert goes_through(constraint(text, json_request({"type": "string"})), text, f'"{long}"')
 
 
 # -- reasoning -------------------------------------------------------------------------------
