@@ -301,6 +301,12 @@ def c_compiler() -> str | None:
     return os.environ.get("CC")
 
 
+def certificates() -> Path | None:
+    """Return the file or folder of certificates that the environment names."""
+    named = os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR")
+    return Path(named) if named else None
+
+
 def child_environment(terminal: TerminalFacts) -> dict[str, str]:
     """Return the environment for child processes.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moet_desk.cli.doctor import describe
-from moet_desk.doctor import Examination
+from moet_desk.doctor import CHECKS, Examination
 from moet_desk.doctor import Finding as Found
 from moet_desk.errors import Severity
 from moet_desk.machine import MachineFacts
@@ -14,34 +14,12 @@ from moet_desk.ui.desk import DoctorView, Fact, Finding, MachineView, Mark
 
 _MARKS = {Severity.STOPS: Mark.BAD, Severity.LOWER: Mark.WARN}
 _LINE_OF_CHECK = {
-    "card": "GPU", "several-cards": "GPU", "torch": "GPU", "driver": "GPU", "compiler": "GPU",
-    "display": "GPU", "vram": "GPU", "link": "GPU", "swap": "RAM", "container": "RAM",
-    "wsl": "RAM", "memlock": "RAM", "drive": "Drive", "drive-rate": "Drive",
+    "card": "GPU", "several-cards": "GPU", "torch": "GPU", "torch-card": "GPU", "driver": "GPU",
+    "compiler": "GPU", "display": "GPU", "vram": "GPU", "link": "GPU", "swap": "RAM",
+    "container": "RAM", "wsl": "RAM", "memlock": "RAM", "drive": "Drive", "drive-rate": "Drive",
     "disk-space": "Drive",
 }  # fmt: skip
 """Which line of the computer a finding is shown under; the others are the doctor's alone."""
-
-_PASSED = {
-    "card": "A graphics card that can be used, or none is needed",
-    "several-cards": "One card, or the best one is chosen",
-    "torch": "torch fits this card",
-    "driver": "The driver is new enough",
-    "compiler": "Kernels can be compiled",
-    "display": "The display leaves the card's memory free",
-    "vram": "No other program holds the card's memory",
-    "link": "The card's slot is as quick as the card",
-    "swap": "Swap is not in use",
-    "container": "No container limits memory",
-    "wsl": "No limits of Windows around Linux",
-    "memlock": "Memory may be locked",
-    "drive": "Models are on a local drive",
-    "drive-rate": "The drive is quick enough",
-    "disk-space": "There is room on the drive",
-    "packs": "All packs are in order",
-    "gates": "Balanced answers are calibrated",
-    "measured": "The computer was measured",
-}
-"""What it says of a check that found nothing; a test holds it to the doctor's list."""
 
 
 def machine_view(
@@ -64,7 +42,7 @@ def _fact(name: str, text: str, findings: Sequence[Found]) -> Fact:
 def doctor_view(found: Examination, document: Mapping[str, Any]) -> DoctorView:
     """Findings, worst first, then what is in order."""
     rows = tuple(_finding(row) for row in found.findings)
-    passed = tuple(Finding(Mark.OK, _PASSED.get(name, name)) for name in found.passed)
+    passed = tuple(Finding(Mark.OK, CHECKS[name].passed) for name in found.passed)
     return DoctorView((*rows, *passed), document)
 
 
