@@ -495,6 +495,13 @@ _ROWS: tuple[ErrorSpec, ...] = (
         exit=ExitCode.USAGE,
     ),
     ErrorSpec(
+        "MD-PULL-03",
+        "This writes a large pack",
+        "{model} takes {size} more of disk; {option} covers {limit} at most.",
+        "Add {add}, or run it on a terminal and answer the question.",
+        exit=ExitCode.USAGE,
+    ),
+    ErrorSpec(
         "MD-JOB-01",
         "No such job",
         "{job} is not among the jobs in {path}.",

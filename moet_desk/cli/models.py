@@ -73,7 +73,7 @@ def pack_folder(
 
     if str(source) == DEMO and not source.exists():
         source, name = embedded_source(), DEMO if name is None else name
-    dest = invocation.library.path_for(_name_of(source) if name is None else name)
+    dest = invocation.library.path_for(name_of(source) if name is None else name)
     row_bytes = packing.row_bytes(packing.read_plan(source))
     report = packing.PackReport(invocation.format, row_bytes=row_bytes, quiet=invocation.quiet)
     with interruptible() as interrupt:
@@ -98,7 +98,7 @@ def pack_folder(
     return ExitCode.OK
 
 
-def _name_of(source: Path) -> str:
+def name_of(source: Path) -> str:
     """The name of a model by its folder; one in the hub library's cache is named in a parent."""
     snapshot = source.resolve()
     repo = snapshot.parent.parent.name
