@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -22,9 +21,9 @@ from textual.screen import Screen
 from textual.widgets import Footer, Input, OptionList, Static
 
 from moet_desk.errors import MoetError
-from moet_desk.ui.background import Background
 from moet_desk.ui.bridge import Bridge, Phase
-from moet_desk.ui.desk import Desk, JobState, JobView, MachineView, Offer, PlanView, PlanWishes
+from moet_desk.ui.desk import Desk, JobState, JobView, Offer, PlanView, PlanWishes
+from moet_desk.ui.setup_asks import SetupAsks
 from moet_desk.ui.setup_steps import (
     FIELDS,
     Setup,
@@ -41,22 +40,10 @@ from moet_desk.ui.setup_steps import (
 )
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.frame import SmallWindow
-from moet_desk.ui.widgets.job_lines import job_page
 from moet_desk.ui.widgets.offer_list import Offers
-from moet_desk.ui.widgets.problem import ConfirmDialog, problem_content
-from moet_desk.ui.widgets.setup_pages import (
-    OFFER_HEAD,
-    head_line,
-    machine_page,
-    offer_notes,
-    plan_page,
-    rows,
-    start_page,
-    wrapped,
-)
-from moet_desk.units import show_duration
-
-T = TypeVar("T")
+from moet_desk.ui.widgets.problem import ConfirmDialog
+from moet_desk.ui.widgets.setup_pages import head_line
+from moet_desk.ui.widgets.setup_text import SetupText
 
 _ON_STEP = {
     Step.MACHINE: {"again"},
@@ -117,12 +104,9 @@ class SetupScreen(Screen[None]):
         self._load = load
         self.setup = setup
         self._field = FIELDS[0]
-        self._machine: Background[MachineView] | None = None
-        self._offers: Background[tuple[Offer, ...]] | None = None
-        self._look_up: Background[Offer] | None = None
-        self._looked_up: tuple[Offer, ...] = ()
+        self._asks = SetupAsks(desk, bridge.clock)
+        self._text = SetupText(self._asks, bridge, glyphs)
         self._jobs: tuple[JobView, ...] = ()
-        self._since_s = bridge.clock.monotonic()
         self._again = False  # whether to measure although it was done before
         self._loads_before: int | None = None
         self._unkept = False
@@ -149,7 +133,7 @@ class SetupScreen(Screen[None]):
 
     def begin(self, setup: Setup) -> None:
         """Start anew or go on with kept answers."""
-        self._offers, self._looked_up = None, ()
+        self._asks.begin()
         if self._drawn_once:
             self.query_one(Offers).listed = None
         self._move(setup)
@@ -172,12 +156,12 @@ class SetupScreen(Screen[None]):
             self._unkept = True
 
     def _enter_step(self) -> None:
-        self._since_s = self._bridge.clock.monotonic()
+        self._asks.restart_clock()
         step = self.setup.step
-        if step is Step.MACHINE and self._machine is None:
-            self._machine = self._thread(partial(self._desk.machine, again=self._again), "machine")
-        elif step in (Step.MODEL, Step.PLAN, Step.GET) and self._offers is None:
-            self._offers = self._thread(self._desk.offers, "offers")
+        if step is Step.MACHINE and self._asks.machine is None:
+            self._asks.measure(again=self._again)
+        elif step in (Step.MODEL, Step.PLAN, Step.GET):
+            self._asks.list_offers()
         elif step is Step.START:
             self._load_now()
         on_list = step is Step.MODEL
@@ -191,9 +175,6 @@ class SetupScreen(Screen[None]):
             (self.query_one(Offers) if on_list else self.query_one("#body")).focus()
         self.refresh_bindings()
         self.draw()
-
-    def _thread(self, call: Callable[[], T], name: str) -> Background[T]:
-        return Background(call, name=f"setup-{name}")
 
     def _load_now(self) -> None:
         if self.setup.model is not None:
@@ -229,127 +210,70 @@ class SetupScreen(Screen[None]):
     @property
     def searching(self) -> bool:
         """Whether a thread still works for this step."""
-        threads = (self._machine, self._offers, self._look_up)
-        return any(thread is not None and not thread.ended for thread in threads)
+        return self._asks.searching
 
     # -- what is shown ---------------------------------------------------------------------------
 
     def draw(self) -> None:
         """Draw the step that is in front."""
-        width = self.size.width
+        width, text = self.size.width, self._text
+        text.width = width
         self._set("steps", head_line(self.setup, self._glyphs, width))
         match self.setup.step:
             case Step.MACHINE:
-                self._draw_machine(width)
+                self._set("page", text.machine())
             case Step.MODEL:
-                self._draw_model(width)
+                self._draw_models(width)
             case Step.PLAN:
-                self._draw_plan(width)
+                self._draw_plan()
             case Step.GET:
-                offer = self.offer()
-                title = self.setup.model or "" if offer is None else offer.title
-                page = job_page(self._job(), title=title, width=width, glyphs=self._glyphs)
-                self._set("page", page)
+                self._set("page", text.job(self.setup, self._job()))
             case Step.START:
-                self._draw_start(width)
+                self._set("page", text.start(self.setup))
 
     def _set(self, name: str, content: Content) -> None:
         static = self.query_one(f"#{name}", Static)
         if static.content != content:
             static.update(content)
 
-    def _waiting(self, words: str) -> Content:
-        return Content(f" {self._glyphs.now} {words}: {show_duration(self._elapsed_s())}")
-
-    def _elapsed_s(self) -> float:
-        return self._bridge.clock.monotonic() - self._since_s
-
-    def _draw_machine(self, width: int) -> None:
-        found = self._machine
-        if found is not None and found.error is not None:
-            self._set("page", problem_content(found.error, self._glyphs))
-            return
-        view = None if found is None else found.result
-        page = machine_page(view, elapsed_s=self._elapsed_s(), width=width, glyphs=self._glyphs)
-        self._set("page", page)
-
-    def _draw_model(self, width: int) -> None:
-        found, offers = self._offers, self.offers()
-        lines = [Content.styled(" Which model?", "bold"), Content("")]
-        if found is not None and found.error is not None:
-            lines = [problem_content(found.error, self._glyphs), Content("")]
-        elif not offers:
-            lines.append(self._waiting("What fits this computer is worked out"))
-        if offers:
-            lines.append(Content.styled(OFFER_HEAD, "$dim"))
-        self._set("page", rows(lines))
+    def _draw_models(self, width: int) -> None:
+        self._set("page", self._text.above_models())
+        found, offers = self._asks.listing, self._asks.offers()
         options = self.query_one(Offers)
         if offers != options.listed and (offers or (found is not None and found.ended)):
             first_run = self.setup.first is Step.MACHINE
             wanted = self.setup.offer or recommended(offers, first_run=first_run)
             options.show(offers, wanted=wanted, width=width)
-        self._draw_about(width)
+        self._draw_about()
 
-    def _draw_about(self, width: int) -> None:
-        lines: list[Content] = []
+    def _draw_about(self) -> None:
         options = self.query_one(Offers)
-        offer = options.chosen()
-        if self._look_up is not None and self._look_up.error is not None:
-            lines.append(problem_content(self._look_up.error, self._glyphs))
-        elif self._look_up is not None:
-            lines.append(self._waiting("Its config and headers are read"))
-        elif offer is not None:
-            lines = offer_notes(offer, width, self._glyphs)
-        elif options.listed is not None:
-            lines = wrapped("Only config.json and the headers are read before the plan.", width)
-        self._set("about", rows(lines))
+        is_listed = options.listed is not None
+        self._set("about", self._text.below_models(options.chosen(), is_listed=is_listed))
 
-    def _draw_plan(self, width: int) -> None:
+    def _draw_plan(self) -> None:
         offer = self.offer()
         if offer is None:
             self._draw_unknown_offer()
             return
-        page = plan_page(
-            offer, self._plan(offer), self.setup.wishes, field=self._field, width=width,
-            glyphs=self._glyphs,
-        )  # fmt: skip
+        page = self._text.plan(self.setup, offer, self._plan(offer), self._field)
         self._set("page", page)
 
     def _draw_unknown_offer(self) -> None:
         """A repository or folder of an earlier window is looked up again; what is gone is not."""
-        wanted = self.setup.offer or ""
-        if self._offers is not None and self._offers.ended and self._look_up is None:
-            self._look_up = self._thread(partial(self._desk.look_up, wanted), "look-up")
-        if self._look_up is not None and self._look_up.error is not None:
+        asks = self._asks
+        if asks.listing is not None and asks.listing.ended and asks.look_up is None:
+            asks.begin_look_up(self.setup.offer or "")
+        if asks.look_up_error is not None:
             self._move(replace(self.setup, step=Step.MODEL, offer=None))
         else:
-            self._set("page", self._waiting("Its shape is looked up"))
-
-    def _draw_start(self, width: int) -> None:
-        bridge = self._bridge
-        if bridge.phase is Phase.FAILED and bridge.error is not None:
-            hint = Content(" Enter tries it again, Esc goes back, F7 looks for causes.")
-            self._set(
-                "page", rows([problem_content(bridge.error, self._glyphs), Content(""), hint])
-            )
-            return
-        page = start_page(
-            self.setup.model or "", bridge.steps(), elapsed_s=bridge.elapsed_s(), width=width,
-            glyphs=self._glyphs,
-        )  # fmt: skip
-        self._set("page", page)
+            self._set("page", self._text.waiting("Its shape is looked up"))
 
     # -- what is known ---------------------------------------------------------------------------
 
-    def offers(self) -> tuple[Offer, ...]:
-        """All offers so far, those that were looked up last."""
-        known = (self._offers.result if self._offers is not None else None) or ()
-        ids = {offer.id for offer in self._looked_up}
-        return (*(offer for offer in known if offer.id not in ids), *self._looked_up)
-
     def offer(self) -> Offer | None:
         """The chosen offer."""
-        return next((offer for offer in self.offers() if offer.id == self.setup.offer), None)
+        return self._asks.offer(self.setup.offer)
 
     def _plan(self, offer: Offer) -> PlanView | None:
         return self._desk.plan(offer, self.setup.wishes)
@@ -358,10 +282,9 @@ class SetupScreen(Screen[None]):
         return next((job for job in self._jobs if job.id == self.setup.job), None)
 
     def _take_look_up(self) -> None:
-        if self._look_up is None or not self._look_up.ended or self._look_up.result is None:
+        offer = self._asks.take_look_up()
+        if offer is None:
             return
-        offer, self._look_up = self._look_up.result, None
-        self._looked_up = (*(o for o in self._looked_up if o.id != offer.id), offer)
         self.setup = replace(self.setup, offer=offer.id)
         if self.setup.step is Step.MODEL:
             self.query_one(Input).display = False
@@ -372,7 +295,7 @@ class SetupScreen(Screen[None]):
     def on_option_list_option_highlighted(self) -> None:
         if self.setup.step is Step.MODEL:
             self.query_one(Offers).point()
-            self._draw_about(self.size.width)
+            self._draw_about()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
@@ -384,8 +307,7 @@ class SetupScreen(Screen[None]):
             self._begin_look_up(text)
 
     def _begin_look_up(self, text: str) -> None:
-        self._since_s = self._bridge.clock.monotonic()
-        self._look_up = self._thread(lambda: self._desk.look_up(text), "look-up")
+        self._asks.begin_look_up(text)
         self.draw()
 
     def on_resize(self) -> None:
@@ -428,7 +350,7 @@ class SetupScreen(Screen[None]):
             wishes = self.setup.wishes if offer.id == self.setup.offer else self._fresh_wishes()
             self._move(replace(self.setup, step=Step.PLAN, offer=offer.id, wishes=wishes))
         elif options.listed is not None:
-            self._look_up = None
+            self._asks.look_up = None
             field = self.query_one(Input)
             field.display = True
             field.focus()
@@ -473,7 +395,7 @@ class SetupScreen(Screen[None]):
         """What Esc does: an open field first, then the step before."""
         field = self.query_one(Input)
         if field.display:
-            field.display, self._look_up = False, None
+            field.display, self._asks.look_up = False, None
             self.query_one(Offers).focus()
             self.draw()
             return
@@ -489,7 +411,7 @@ class SetupScreen(Screen[None]):
         self.post_message(self.Left(started=False))
 
     def action_again(self) -> None:
-        self._machine, self._offers, self._again = None, None, True
+        self._asks.machine, self._asks.listing, self._again = None, None, True
         self._enter_step()
 
     def action_field(self, by: int) -> None:
