@@ -307,6 +307,16 @@ def certificates() -> Path | None:
     return Path(named) if named else None
 
 
+def names_hub_token() -> bool:
+    """Return whether the environment holds a hub token, which counts before a stored one."""
+    return bool(os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"))
+
+
+def has_desktop() -> bool:
+    """Return whether windows can be opened beside the terminal."""
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
 def child_environment(terminal: TerminalFacts) -> dict[str, str]:
     """Return the environment for child processes.
 

@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("moet_desk.cli.run:run", "Ask a model one question, or talk with it line by line."),
     "serve": ("moet_desk.cli.serve:serve", "Serve a model to OpenAI clients."),
     "pull": ("moet_desk.cli.pull:pull", "Fetch a model from the hub and pack it; resumes."),
+    "login": ("moet_desk.cli.login:login", "Sign in to the hub, for models that ask for it."),
     "pack": ("moet_desk.cli.models:pack", "Make a pack from a model's files; resumes."),
     "verify": ("moet_desk.cli.models:verify", "Check every byte of a pack; mend it."),
     "ls": ("moet_desk.cli.models:ls", "List the models on this computer."),

@@ -1,10 +1,16 @@
-"""This computer as the wizard and the doctor screen show it. Pure: facts in, records out."""
+"""This computer as the wizard and the doctor screen show it: facts in, records out. And its
+desktop, where a folder can be shown.
+"""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from moet_desk import config
 from moet_desk.cli.doctor import describe
 from moet_desk.doctor import CHECKS, Examination
 from moet_desk.doctor import Finding as Found
@@ -37,6 +43,21 @@ def _fact(name: str, text: str, findings: Sequence[Found]) -> Fact:
         unknown = name == "Rates" and text == "not measured"
         return Fact(name, text, Mark.UNKNOWN if unknown else Mark.OK)
     return Fact(name, text, _MARKS[grave[0].severity], grave[0].title)
+
+
+def show_folder(path: Path) -> bool:
+    """Have the desktop show a folder; whether there is a desktop that can."""
+    opener = shutil.which("xdg-open")
+    if opener is None or not config.has_desktop():
+        return False
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    try:
+        subprocess.Popen(
+            [opener, str(path)], stderr=subprocess.DEVNULL, start_new_session=True, **quiet
+        )
+    except OSError:
+        return False
+    return True
 
 
 def doctor_view(found: Examination, document: Mapping[str, Any]) -> DoctorView:

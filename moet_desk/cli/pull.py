@@ -58,9 +58,8 @@ def pull(invocation: Invocation, /, model: str, **options: Any) -> int:
     """Fetch MODEL from the hub and pack it while it arrives.
 
     MODEL is a repository like deepseek-ai/DeepSeek-V3, or a folder with a model's files, which are
-    packed from where they are. The hub is huggingface.co, or the one of HF_ENDPOINT; who is signed
-    in there with "hf auth login" is signed in here. Interrupted at any moment, the same command
-    goes on.
+    packed from where they are. The hub is huggingface.co, or the one of HF_ENDPOINT; some models
+    there need moet-desk login first. Interrupted at any moment, the same command goes on.
     """
     from moet_desk.store.library import DEMO, embedded_source
 

@@ -19,6 +19,7 @@ COMMANDS = (
     ("chat", "Go to the end", "Follow the text again", "follow"),
     ("cache", "Cache measure", "Where experts are, or their heat", "measure"),
     ("cache", "Pause the cache picture", "The engine still runs", "pause"),
+    ("models", "Sign in to the hub", "For models that ask who fetches them", "sign_in"),
     ("doctor", "Check this computer again", "Findings with cause and fix", "again"),
 )
 """Screen, title, explanation and action of each entry that acts on a screen."""

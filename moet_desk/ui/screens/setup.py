@@ -25,12 +25,14 @@ from moet_desk.ui.bridge import Bridge, Phase
 from moet_desk.ui.desk import Desk, JobState, JobView, Offer, PlanView, PlanWishes
 from moet_desk.ui.setup_asks import SetupAsks
 from moet_desk.ui.setup_steps import (
-    FIELDS,
     Setup,
     Step,
     after_plan,
     back,
     change,
+    change_limit,
+    downloads,
+    fields,
     follow_job,
     obstacle,
     question,
@@ -39,17 +41,19 @@ from moet_desk.ui.setup_steps import (
     to_kept,
 )
 from moet_desk.ui.theme import Glyphs
+from moet_desk.ui.widgets.filter_line import FilterLine, matches
 from moet_desk.ui.widgets.frame import SmallWindow
 from moet_desk.ui.widgets.offer_list import Offers
 from moet_desk.ui.widgets.problem import ConfirmDialog
 from moet_desk.ui.widgets.setup_pages import head_line
 from moet_desk.ui.widgets.setup_text import SetupText
+from moet_desk.ui.widgets.sign_in import SignInDialog, may_sign_in, wants_consent
 
 _ON_STEP = {
     Step.MACHINE: {"again"},
-    Step.MODEL: set[str](),
+    Step.MODEL: {"filter", "sign_in"},
     Step.PLAN: {"change", "field", "json"},
-    Step.GET: {"pause", "stop", "background"},
+    Step.GET: {"pause", "stop", "background", "sign_in"},
     Step.START: set[str](),
 }
 
@@ -64,7 +68,8 @@ class SetupScreen(Screen[None]):
     SetupScreen Offers { height: auto; max-height: 60%; }
     SetupScreen Offers, SetupScreen Offers:focus { border: none; padding: 0; }
     SetupScreen #about { height: auto; padding-top: 1; }
-    SetupScreen Input { height: 1; border: none; padding: 0 1; margin: 1 0 0 0; display: none; }
+    SetupScreen #repository { height: 1; border: none; padding: 0 1; margin: 1 0 0 0; }
+    SetupScreen #repository { display: none; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -79,6 +84,8 @@ class SetupScreen(Screen[None]):
         Binding("p", "pause", "Pause", id="setup.pause"),
         Binding("x", "stop", "Stop", id="setup.stop"),
         Binding("b", "background", "Background", id="setup.background"),
+        Binding("slash", "filter", "Filter", id="setup.filter"),
+        Binding("ctrl+s", "sign_in", "Sign in", id="setup.sign_in"),
     ]
 
     class Left(Message):
@@ -103,7 +110,8 @@ class SetupScreen(Screen[None]):
         self._glyphs = glyphs
         self._load = load
         self.setup = setup
-        self._field = FIELDS[0]
+        self._field = "context"
+        self._refused: MoetError | None = None  # what the dialog was opened for by itself
         self._asks = SetupAsks(desk, bridge.clock)
         self._text = SetupText(self._asks, bridge, glyphs)
         self._jobs: tuple[JobView, ...] = ()
@@ -117,7 +125,10 @@ class SetupScreen(Screen[None]):
         with VerticalScroll(id="body"):
             yield Static("", id="page", markup=False)
             yield Offers(self._glyphs)
-            yield Input(placeholder="owner/name or a link, or a folder", compact=True)
+            yield FilterLine(self._refilter, self._to_offers)
+            yield Input(
+                id="repository", placeholder="owner/name or a link, or a folder", compact=True
+            )
             yield Static("", id="about", markup=False)
         yield Footer(show_command_palette=False)
         yield SmallWindow(self._glyphs)
@@ -168,7 +179,8 @@ class SetupScreen(Screen[None]):
         self.query_one(Offers).display = on_list
         self.query_one("#about", Static).display = on_list
         if not on_list:
-            self.query_one(Input).display = False
+            self._field_of_repository().display = False
+            self.query_one(FilterLine).display = False
         if step is Step.PLAN:
             self.set_focus(None)  # arrows change the values
         else:
@@ -187,6 +199,7 @@ class SetupScreen(Screen[None]):
             return
         self._jobs = tuple(jobs)
         self._take_look_up()
+        self._offer_sign_in()
         moved = follow_job(self.setup, self._jobs)
         if moved != self.setup:
             if moved.step is Step.START and self.setup.job is not None:
@@ -238,12 +251,13 @@ class SetupScreen(Screen[None]):
 
     def _draw_models(self, width: int) -> None:
         self._set("page", self._text.above_models())
-        found, offers = self._asks.listing, self._asks.offers()
+        found, wanted = self._asks.listing, self.query_one(FilterLine).text
+        offers = tuple(o for o in self._asks.offers() if matches(wanted, o.title, o.id, *o.about))
         options = self.query_one(Offers)
         if offers != options.listed and (offers or (found is not None and found.ended)):
             first_run = self.setup.first is Step.MACHINE
-            wanted = self.setup.offer or recommended(offers, first_run=first_run)
-            options.show(offers, wanted=wanted, width=width)
+            first = self.setup.offer or recommended(offers, first_run=first_run)
+            options.show(offers, wanted=first, width=width)
         self._draw_about()
 
     def _draw_about(self) -> None:
@@ -256,6 +270,8 @@ class SetupScreen(Screen[None]):
         if offer is None:
             self._draw_unknown_offer()
             return
+        names = self._fields()
+        self._field = self._field if self._field in names else names[0]
         page = self._text.plan(self.setup, offer, self._plan(offer), self._field)
         self._set("page", page)
 
@@ -268,6 +284,42 @@ class SetupScreen(Screen[None]):
             self._move(replace(self.setup, step=Step.MODEL, offer=None))
         else:
             self._set("page", self._text.waiting("Its shape is looked up"))
+
+    # -- signing in ------------------------------------------------------------------------------
+
+    def _refusal(self) -> MoetError | None:
+        """What the hub refused with in this step."""
+        job = self._job()
+        if self.setup.step is Step.MODEL:
+            return self._asks.look_up_error
+        if job is None or self.setup.step is not Step.GET or job.state is JobState.RUNNING:
+            return None
+        return job.error
+
+    def _offer_sign_in(self) -> None:
+        """Open the dialog once for each refusal."""
+        error = self._refusal()
+        is_new = wants_consent(error) and not _is_same(error, self._refused)
+        self._refused = error
+        if is_new and self.is_current:
+            self.action_sign_in()
+
+    def action_sign_in(self) -> None:
+        error = self._refusal()
+        refused = error if may_sign_in(error) else None
+        dialog = SignInDialog(self._desk, self._glyphs, refused)
+        self.app.push_screen(dialog, lambda yes: self._signed_in() if yes else None)
+
+    def _signed_in(self) -> None:
+        """Try again what was refused."""
+        error = self._refusal()
+        self._refused = None
+        if not may_sign_in(error):
+            self.notify("You are signed in.")
+        elif self.setup.step is Step.MODEL:
+            self._begin_look_up(self._asks.looked_for)
+        else:
+            self.action_pause()
 
     # -- what is known ---------------------------------------------------------------------------
 
@@ -287,7 +339,7 @@ class SetupScreen(Screen[None]):
             return
         self.setup = replace(self.setup, offer=offer.id)
         if self.setup.step is Step.MODEL:
-            self.query_one(Input).display = False
+            self._field_of_repository().display = False
             self.query_one(Offers).focus()
 
     # -- events ----------------------------------------------------------------------------------
@@ -320,6 +372,19 @@ class SetupScreen(Screen[None]):
         options.listed = None  # rows are cut to the width
         self.call_after_refresh(self.draw)
 
+    def action_filter(self) -> None:
+        self.query_one(FilterLine).open()
+
+    def _refilter(self) -> None:
+        if self.setup.step is Step.MODEL:
+            self._draw_models(self.size.width)
+
+    def _to_offers(self) -> None:
+        self.query_one(Offers).focus()
+
+    def _field_of_repository(self) -> Input:
+        return self.query_one("#repository", Input)
+
     # -- actions ---------------------------------------------------------------------------------
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -351,7 +416,7 @@ class SetupScreen(Screen[None]):
             self._move(replace(self.setup, step=Step.PLAN, offer=offer.id, wishes=wishes))
         elif options.listed is not None:
             self._asks.look_up = None
-            field = self.query_one(Input)
+            field = self._field_of_repository()
             field.display = True
             field.focus()
 
@@ -378,7 +443,9 @@ class SetupScreen(Screen[None]):
         wanted = after_plan(self.setup, offer)
         try:
             name = self._desk.name_of(offer)
-            job = self._desk.start(offer, wanted.wishes) if wanted.step is Step.GET else None
+            job = None
+            if wanted.step is Step.GET:
+                job = self._desk.start(offer, wanted.wishes, wanted.limit)
         except MoetError as error:
             self._say(error)
             return
@@ -386,14 +453,16 @@ class SetupScreen(Screen[None]):
 
     def _go_on(self) -> None:
         job = self._job()
-        if job is not None and job.state is not JobState.RUNNING:
+        if job is not None and may_sign_in(job.error):
+            self.action_sign_in()
+        elif job is not None and job.state is not JobState.RUNNING:
             self.action_pause()
         else:
             self.notify("The model starts as soon as it is packed. B leaves this running.")
 
     def action_back(self) -> None:
         """What Esc does: an open field first, then the step before."""
-        field = self.query_one(Input)
+        field = self._field_of_repository()
         if field.display:
             field.display, self._asks.look_up = False, None
             self.query_one(Offers).focus()
@@ -415,19 +484,28 @@ class SetupScreen(Screen[None]):
         self._enter_step()
 
     def action_field(self, by: int) -> None:
-        at = FIELDS.index(self._field) + by
-        self._field = FIELDS[max(0, min(len(FIELDS) - 1, at))]
+        names = self._fields()
+        at = names.index(self._field) if self._field in names else 0
+        self._field = names[max(0, min(len(names) - 1, at + by))]
         self.draw()
+
+    def _fields(self) -> tuple[str, ...]:
+        offer = self.offer()
+        if offer is None:
+            return ("answers",)
+        return fields(self._plan(offer), downloads=downloads(offer))
 
     def action_change(self, by: int) -> None:
         offer = self.offer()
         if offer is None:
             return
         plan = self._plan(offer)
-        if plan is None:
-            self._field, plan = "answers", PlanView((), 0, (), 0, ())
-        wishes = change(self.setup.wishes, plan, self._field, by)
-        self.setup = replace(self.setup, wishes=wishes)
+        if self._field == "limit":
+            self.setup = replace(self.setup, limit=change_limit(self.setup.limit, by))
+        else:
+            plan = plan or PlanView((), 0, (), 0, ())
+            wishes = change(self.setup.wishes, plan, self._field, by)
+            self.setup = replace(self.setup, wishes=wishes)
         self.keep()
         self.draw()
 
@@ -464,3 +542,8 @@ class SetupScreen(Screen[None]):
             f"{error.cause}\n{error.do}", title=f"{error.title}  {error.code}",
             severity="error", markup=False, timeout=10,
         )  # fmt: skip
+
+
+def _is_same(error: MoetError | None, before: MoetError | None) -> bool:
+    """Whether two reports are of one refusal: a job's error is read anew each time."""
+    return error is not None and before is not None and error.to_dict() == before.to_dict()

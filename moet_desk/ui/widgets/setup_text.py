@@ -24,6 +24,7 @@ from moet_desk.ui.widgets.setup_pages import (
     start_page,
     wrapped,
 )
+from moet_desk.ui.widgets.sign_in import may_sign_in
 from moet_desk.units import show_duration
 
 
@@ -66,6 +67,8 @@ class SetupText:
         asks, lines = self._asks, list[Content]()
         if asks.look_up_error is not None:
             lines.append(problem_content(asks.look_up_error, self._glyphs))
+            if may_sign_in(asks.look_up_error):
+                lines.append(Content(" Ctrl+S signs in to the hub."))
         elif asks.look_up is not None:
             lines.append(self.waiting("Its config and headers are read"))
         elif offer is not None:
@@ -78,7 +81,13 @@ class SetupText:
     def plan(self, setup: Setup, offer: Offer, plan: PlanView | None, field: str) -> Content:
         """How a model will live here."""
         return plan_page(
-            offer, plan, setup.wishes, field=field, width=self.width, glyphs=self._glyphs
+            offer,
+            plan,
+            setup.wishes,
+            field=field,
+            width=self.width,
+            glyphs=self._glyphs,
+            limit=setup.limit,
         )
 
     def job(self, setup: Setup, job: JobView | None) -> Content:

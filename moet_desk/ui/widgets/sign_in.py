@@ -1,0 +1,137 @@
+"""The dialog that asks for a hub token: where it comes from, a masked field, what went wrong.
+
+It hands the token to the desk in a thread and forgets it. Dismissed with True when whatever was
+refused may be tried again. UI thread.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Button, Input, Static
+
+from moet_desk.errors import MoetError
+from moet_desk.ui.background import Background
+from moet_desk.ui.desk import Desk
+from moet_desk.ui.text import clean_line
+from moet_desk.ui.theme import Glyphs
+from moet_desk.ui.widgets.problem import problem_content
+
+_POLL_S = 0.1
+_HUB = "https://huggingface.co"
+
+
+def wants_consent(error: MoetError | None) -> bool:
+    """Whether the hub asks who is there: the dialog opens by itself."""
+    return error is not None and error.code == "MD-HUB-02"
+
+
+def may_sign_in(error: MoetError | None) -> bool:
+    """Whether signing in may help: also when the hub does not say that a model is there."""
+    return error is not None and error.code in ("MD-HUB-01", "MD-HUB-02")
+
+
+class SignInDialog(ModalScreen[bool]):
+    """`error` is what the hub refused with; None: nothing was, it was asked for."""
+
+    DEFAULT_CSS = """
+    SignInDialog { align: center middle; }
+    SignInDialog > Vertical {
+        width: 68; max-width: 100%; height: auto; padding: 1 2;
+        background: $surface; border: round $primary;
+    }
+    SignInDialog Static { height: auto; }
+    SignInDialog Input { height: 1; border: none; padding: 0 1; margin: 1 0; }
+    SignInDialog Horizontal { height: auto; align-horizontal: right; padding-top: 1; }
+    SignInDialog Button { margin-left: 2; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", "Not now", id="sign_in.leave"),
+    ]
+
+    def __init__(self, desk: Desk, glyphs: Glyphs, error: MoetError | None = None) -> None:
+        super().__init__()
+        self._desk = desk
+        self._glyphs = glyphs
+        self._error = error
+        self._asking: Background[None] | None = None
+
+    def compose(self) -> ComposeResult:
+        with Vertical():
+            yield Static(Content.styled("Sign in to the hub\n", "bold"), markup=False)
+            yield Static(self._words(), markup=False)
+            yield Input(placeholder="hf_...", password=True, compact=True)
+            yield Static("", id="said", markup=False)
+            with Horizontal():
+                yield Button(Content("[ Not now ]"), id="leave", compact=True)
+                yield Button(Content("[ Sign in ]"), id="act", compact=True)
+
+    def _words(self) -> Content:
+        error, lines = self._error, list[str]()
+        facts = {} if error is None else error.facts
+        page = clean_line(str(facts.get("page", "")), 200)
+        if error is not None:
+            lines += [clean_line(error.cause, 300), ""]
+        if page:
+            lines.append(f"Accept its terms:  {page}")
+        lines.append(f"Make a token:      {_hub_of(page)}/settings/tokens")
+        lines.append("It needs to read only. Paste it here; Enter with an empty field tries")
+        lines.append("again without a new one. huggingface_hub keeps it, for you alone.")
+        return Content("\n".join(lines))
+
+    def on_mount(self) -> None:
+        self.query_one(Input).focus()
+        self.set_interval(_POLL_S, self._poll)
+
+    @property
+    def searching(self) -> bool:
+        """Whether the hub is asked."""
+        return self._asking is not None
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        self._act()
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        if event.button.id == "act":
+            self._act()
+        else:
+            self.action_leave()
+
+    def _act(self) -> None:
+        field = self.query_one(Input)
+        token, field.value = field.value.strip(), ""
+        if self._asking is not None:
+            return
+        if not token:
+            if self._error is not None:
+                self.dismiss(True)
+            return
+        self.query_one("#said", Static).update(Content(f"{self._glyphs.now} The hub is asked"))
+        self._asking = Background(partial(self._desk.sign_in, token), name="sign-in")
+
+    def _poll(self) -> None:
+        asking = self._asking
+        if asking is None or not asking.ended:
+            return
+        self._asking = None
+        if asking.error is None:
+            self.dismiss(True)
+        else:
+            self.query_one("#said", Static).update(problem_content(asking.error, self._glyphs))
+
+    def action_leave(self) -> None:
+        self.dismiss(False)
+
+
+def _hub_of(page: str) -> str:
+    """The hub that a model's page lies on."""
+    parts = page.split("/")
+    return "/".join(parts[:3]) if len(parts) > 3 else _HUB
