@@ -33,7 +33,13 @@ GO = (
 """Screen, title and explanation of each entry that changes the screen."""
 
 
-_KEY_WORDS = {"escape": "Esc", "question_mark": "?", "pageup": "PgUp", "pagedown": "PgDn"}
+_KEY_WORDS = {
+    "escape": "Esc",
+    "question_mark": "?",
+    "slash": "/",
+    "pageup": "PgUp",
+    "pagedown": "PgDn",
+}
 
 
 def show_key(key: str) -> str:

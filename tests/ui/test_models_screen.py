@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
+from textual.binding import Binding
 
 from moet_desk.engine.scripted import Script
 from moet_desk.errors import fail
 from moet_desk.ui.bridge import Phase
 from moet_desk.ui.desk import Finding, JobState, JobStep, Mark, PackCondition, PlanWishes
+from moet_desk.ui.palette import show_key
 from moet_desk.ui.screens.doctor import count_words
-from moet_desk.ui.screens.models import ModelList
+from moet_desk.ui.screens.models import ModelList, ModelsScreen
 from moet_desk.ui.setup_steps import Step
 from moet_desk.ui.widgets.filter_line import matches
 from moet_desk.ui.widgets.job_lines import figures, left_words
+from moet_desk.ui.widgets.model_rows import _MORE_KEYS
 from tests.ui.desk import DEMO, FINDINGS, FLASH, PULLING, READY
 from tests.ui.support import Stage, dump
 from tests.ui.test_setup_screen import press
@@ -281,3 +285,9 @@ def test_matches__every_word_in_any_text() -> None:
     assert matches("", "a")
     assert matches("QWEN 3b", "Qwen3", "35b a3b")
     assert not matches("qwen x", "Qwen3", "35b")
+
+
+def test_more_keys__are_the_screen_s_own() -> None:
+    shown = dict(re.findall(r"(\S) ([A-Z][a-z]+)", _MORE_KEYS))
+    bindings = {show_key(b.key): b for b in ModelsScreen.BINDINGS if isinstance(b, Binding)}
+    assert set(shown) == {key for key, b in bindings.items() if not b.show and len(key) == 1}

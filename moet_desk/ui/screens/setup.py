@@ -85,7 +85,7 @@ class SetupScreen(Screen[None]):
         Binding("x", "stop", "Stop", id="setup.stop"),
         Binding("b", "background", "Background", id="setup.background"),
         Binding("slash", "filter", "Filter", id="setup.filter"),
-        Binding("ctrl+s", "sign_in", "Sign in", id="setup.sign_in"),
+        Binding("ctrl+s", "sign_in", "Sign in", id="setup.sign_in", show=False),
     ]
 
     class Left(Message):

@@ -231,7 +231,9 @@ def _values(plan: PlanView | None, wishes: PlanWishes, limit: int | None) -> dic
     """The values that can be changed, in words."""
     values = {
         "answers": f"{wishes.quality}: {_QUALITY_WORDS[wishes.quality]}",
-        "limit": "none" if limit is None else f"{show_rate(limit)} of the line at most",
+        "limit": "none, a download may take the whole line"
+        if limit is None
+        else f"{show_rate(limit)} of the line at most",
     }
     if plan is not None:
         most = show_count(max(plan.contexts or (0,)))
