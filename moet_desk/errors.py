@@ -394,6 +394,13 @@ _ROWS: tuple[ErrorSpec, ...] = (
         exit=ExitCode.DAMAGED,
     ),
     ErrorSpec(
+        "MD-PACK-11",
+        "There is nothing to repair it from",
+        "{model} is damaged, was not fetched from a hub, and its source is not here.",
+        "Name the folder it was made from: moet-desk verify {model} --repair --source FOLDER",
+        exit=ExitCode.DAMAGED,
+    ),
+    ErrorSpec(
         "MD-LIB-01",
         "No such model",
         "{model} is not among the models in {path}.",

@@ -28,7 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "pull": ("moet_desk.cli.pull:pull", "Fetch a model from the hub and pack it; resumes."),
     "login": ("moet_desk.cli.login:login", "Sign in to the hub, for models that ask for it."),
     "pack": ("moet_desk.cli.models:pack", "Make a pack from a model's files; resumes."),
-    "verify": ("moet_desk.cli.models:verify", "Check every byte of a pack; mend it."),
+    "verify": ("moet_desk.cli.verify:verify", "Check every byte of a pack; mend it."),
     "ls": ("moet_desk.cli.models:ls", "List the models on this computer."),
     "plan": ("moet_desk.cli.plan:plan", "Show how a model would live on this computer."),
     "doctor": ("moet_desk.cli.doctor:doctor", "Look for what slows this computer down."),

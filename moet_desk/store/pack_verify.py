@@ -194,10 +194,31 @@ def repair_rows(
         if identity.hash != meta.identity:
             got, want = identity.short, meta.identity[:12]
             raise fail("MD-PACK-10", path=str(source), got=got, want=want)
-        with disk_errors(path), one_torch_thread():
-            written = _repair_experts(path, maker, report, progress)
-            written += _repair_files(path, source, maker, report)
-    return written
+        return mend(path, source, maker, report, progress=progress)
+
+
+def rows_to_make(report: VerifyReport) -> Sequence[int]:
+    """The rows that a repair makes again: without right digests nobody knows which are damaged."""
+    if report.digests is None:
+        return range(report.meta.n_rows)
+    return sorted({row for _, row in report.bad})
+
+
+def mend(
+    path: Path,
+    source: Path,
+    maker: RowMaker,
+    report: VerifyReport,
+    *,
+    progress: Report = lambda _: None,
+) -> int:
+    """Do what `repair_rows` says, under the pack's lock, for a source known to be the right one.
+
+    The source need only hold what the damaged parts are made from.
+    """
+    with disk_errors(path), one_torch_thread():
+        written = _repair_experts(path, maker, report, progress)
+        return written + _repair_files(path, source, maker, report)
 
 
 def _repair_experts(path: Path, maker: RowMaker, report: VerifyReport, progress: Report) -> int:
@@ -205,8 +226,7 @@ def _repair_experts(path: Path, maker: RowMaker, report: VerifyReport, progress:
     table = report.digests
     keys = [(plane, row) for plane in Plane for row in range(meta.n_rows)]
     digests = {key: b"" if table is None else table.of(*key) for key in keys}
-    # without a table nobody knows which rows are damaged, so all are made and compared
-    todo = range(meta.n_rows) if table is None else sorted({row for _, row in report.bad})
+    todo = rows_to_make(report)
     written = 0
     with contextlib.ExitStack() as stack:
         fds = {plane: _open_to_write(path, meta, plane, stack) for plane in Plane}

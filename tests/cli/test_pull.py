@@ -84,6 +84,22 @@ def test_pull__damaged_row__repaired_from_the_download(
     assert rows.read_bytes() == good
 
 
+def test_pull__reclaimed_and_damaged__repaired_from_the_hub(
+    hub: HubServer, moet: Command, data_dir: Path, source: Path
+) -> None:
+    moet("pull", NAME, "--yes", "--reclaim")
+    assert not (data_dir / "sources" / "tiny").exists()
+    rows = data_dir / "models" / "tiny" / "experts.fine"
+    good = rows.read_bytes()
+    rows.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    events = moet("verify", "tiny", "--repair", "--format", "ndjson").events
+    assert events[-1] == events[-1] | {"event": "verified", "repaired": 1}
+    fetched = [event for event in events if event["event"] == "fetch"]
+    assert fetched[-1]["done"] == fetched[-1]["total"] < 100_000
+    assert rows.read_bytes() == good
+    assert list((data_dir / "sources").iterdir()) == []
+
+
 def test_rm__pulled_model__download_goes_too(hub: HubServer, moet: Command, data_dir: Path) -> None:
     moet("pull", NAME, "--yes")
     source = data_dir / "sources" / "tiny"
