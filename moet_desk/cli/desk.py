@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from moet_desk.cli.context import Invocation
     from moet_desk.cli.desk_sources import Known
     from moet_desk.engine.handle import EngineHandle
-    from moet_desk.machine import MachineFacts
+    from moet_desk.machine import MachineFacts, Rates
     from moet_desk.settings import Settings
 
 SETUP_FILE = "wizard.json"
@@ -319,14 +319,33 @@ class AppDesk:
     # -- doctor ----------------------------------------------------------------------------------
 
     def doctor(self) -> DoctorView:
+        return self._examined(None)
+
+    def _examined(self, before: Rates | None) -> DoctorView:
+        """All findings; measured rates are compared with those `before`."""
         from moet_desk.cli.desk_machine import doctor_view
-        from moet_desk.cli.doctor import as_document
+        from moet_desk.cli.doctor import as_document, rates_words
         from moet_desk.cli.output import SCHEMA
         from moet_desk.doctor import examine
 
         facts = self._facts()
         found = examine(facts)
-        return doctor_view(found, {"schema": SCHEMA, **as_document(facts, found)})
+        document = {"schema": SCHEMA, **as_document(facts, found)}
+        return doctor_view(found, document, rates=rates_words(facts.rates, before))
+
+    def measure(self, say: Callable[[str], None]) -> DoctorView:
+        from moet_desk.cli.desk_machine import measure_in_child
+        from moet_desk.probing.rates import read_rates
+
+        before = read_rates(self._data_dir)
+        measure_in_child(self._data_dir, say)
+        return self._examined(before)
+
+    def put_in_order(self) -> tuple[str, ...]:
+        from moet_desk.store.tidy import tidy
+
+        tidied = tidy(self._invocation.locations)
+        return (*tidied.done, *tidied.failed)
 
     def save_report(self, view: DoctorView) -> Path:
         when = datetime.now().astimezone()

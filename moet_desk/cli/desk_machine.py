@@ -1,12 +1,14 @@
-"""This computer as the wizard and the doctor screen show it: facts in, records out. And its
-desktop, where a folder can be shown.
+"""This computer as the wizard and the doctor screen show it: facts in, records out. And what is
+done on it beside the app: measuring, and showing a folder.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from moet_desk import config
 from moet_desk.cli.doctor import describe
 from moet_desk.doctor import CHECKS, Examination
 from moet_desk.doctor import Finding as Found
-from moet_desk.errors import Severity
+from moet_desk.errors import MoetError, Severity, fail
 from moet_desk.machine import MachineFacts
+from moet_desk.store.jobs import error_of
 from moet_desk.ui.desk import DoctorView, Fact, Finding, MachineView, Mark
 
 _MARKS = {Severity.STOPS: Mark.BAD, Severity.LOWER: Mark.WARN}
@@ -60,10 +63,44 @@ def show_folder(path: Path) -> bool:
     return True
 
 
-def doctor_view(found: Examination, document: Mapping[str, Any]) -> DoctorView:
-    """Findings, worst first, then what is in order."""
+def measure_in_child(data_dir: Path, say: Callable[[str], None]) -> None:
+    """Measure this computer in a process of its own: the card is the engine's in this one.
+
+    Raises:
+        MoetError: what the process reported, MD-BUG-01 it ended without a word.
+    """
+    command = [sys.executable, "-m", "moet_desk", "--data-dir", str(data_dir)]
+    command += ["doctor", "--bench", "--format", "ndjson"]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    error: MoetError | None = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **pipes) as child:
+        for line in child.stdout or ():
+            event = _event(line)
+            error = error_of(event) or error
+            if event.get("event") == "measure":
+                say(str(event.get("what")))
+    if child.returncode and error is None:
+        reason = f"measuring ended with status {child.returncode}"
+        error = fail("MD-BUG-01", reason=reason, log=str(data_dir / "logs"))
+    if error is not None:
+        raise error
+
+
+def _event(line: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) else {}
+
+
+def doctor_view(found: Examination, document: Mapping[str, Any], *, rates: str = "") -> DoctorView:
+    """Findings, worst first, then what is in order; `rates` are words about what was measured."""
     rows = tuple(_finding(row) for row in found.findings)
-    passed = tuple(Finding(Mark.OK, CHECKS[name].passed) for name in found.passed)
+    passed = tuple(
+        Finding(Mark.OK, CHECKS[name].passed, cause=rates if name == "measured" else "")
+        for name in found.passed
+    )
     return DoctorView((*rows, *passed), document)
 
 

@@ -238,8 +238,9 @@ class JobView:
 class Desk(Protocol):
     """Everything these screens can ask for.
 
-    `machine`, `offers`, `look_up`, `sign_in`, `doctor`, `library`, `pack_offer` and `remove` may
-    take long and run in a thread; the others are quick. All raise catalogue errors.
+    `machine`, `offers`, `look_up`, `sign_in`, `doctor`, `measure`, `put_in_order`, `library`,
+    `pack_offer` and `remove` may take long and run in a thread; the others are quick. All raise
+    catalogue errors.
     """
 
     def machine(self, *, again: bool = False) -> MachineView:
@@ -322,6 +323,14 @@ class Desk(Protocol):
 
     def doctor(self) -> DoctorView:
         """Check this computer."""
+        ...
+
+    def measure(self, say: Callable[[str], None]) -> DoctorView:
+        """Measure this computer, then check it; `say` is told in this thread what is measured."""
+        ...
+
+    def put_in_order(self) -> tuple[str, ...]:
+        """Do what needs no question: folders, who may read files, leftovers. What was done."""
         ...
 
     def save_report(self, view: DoctorView) -> Path:

@@ -21,6 +21,8 @@ COMMANDS = (
     ("cache", "Pause the cache picture", "The engine still runs", "pause"),
     ("models", "Sign in to the hub", "For models that ask who fetches them", "sign_in"),
     ("doctor", "Check this computer again", "Findings with cause and fix", "again"),
+    ("doctor", "Measure this computer", "RAM, drive and card, for forecasts", "measure"),
+    ("doctor", "Put in order", "Folders, who may read files, leftovers", "fix"),
 )
 """Screen, title, explanation and action of each entry that acts on a screen."""
 

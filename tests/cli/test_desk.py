@@ -29,14 +29,15 @@ from moet_desk.engine.handle import EngineOptions, Quality
 from moet_desk.engine.planned_model import from_catalogue
 from moet_desk.engine.planning import plan_model
 from moet_desk.errors import MoetError
-from moet_desk.machine import MachineFacts, from_json
+from moet_desk.machine import MachineFacts, Rates, from_json
+from moet_desk.probing.rates import read_rates, save_rates
 from moet_desk.settings import Settings
 from moet_desk.store.library import embedded_source
 from moet_desk.store.state_file import read_record, write_record
 from moet_desk.ui.desk import Fit, JobState, JobStep, Mark, Offer, PackCondition, PlanWishes
 from moet_desk.ui.setup_steps import Setup, Step, to_kept
 from moet_desk.units import GIB
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, environment
 
 MACHINES = Path(__file__).resolve().parents[1] / "data" / "machines"
 OPTIONS = EngineOptions(device="auto")
@@ -99,6 +100,38 @@ def test_doctor__same_document_as_the_command(desk: AppDesk, moet: Command) -> N
     assert read_record(path)["findings"] == printed["findings"]
 
 
+def test_measure__in_a_child__rates_are_kept_and_compared(
+    desk: AppDesk, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(data_dir).items():
+        monkeypatch.setenv(name, value)
+    save_rates(data_dir, Rates(measured="2020-01-01T00:00:00Z", ram_copy=2e9))
+    said: list[str] = []
+    view = desk.measure(said.append)
+    assert said == ["RAM", "the drive", "the card"]
+    row = next(row for row in view.findings if row.title == "The computer was measured")
+    assert "(was 2.0 GB/s)" in row.cause
+    assert "before on 2020-01-01" in row.cause
+    kept = read_rates(data_dir)
+    assert kept is not None
+    assert kept.measured > "2026"
+
+
+def test_measure__folder_cannot_be_written__the_child_s_error(
+    desk: AppDesk, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(data_dir).items():
+        monkeypatch.setenv(name, value)
+    data_dir.write_text("a file in its place")
+    with pytest.raises(MoetError, match="MD-DISK-03"):
+        desk.measure(lambda what: None)
+
+
+def test_put_in_order__what_was_done(desk: AppDesk, data_dir: Path) -> None:
+    assert f"made the folder {data_dir}" in desk.put_in_order()
+    assert desk.put_in_order() == ()
+
+
 # -- plans -------------------------------------------------------------------------------------
 
 
@@ -139,6 +172,37 @@ def test_plan_view__nothing_fits__says_why_and_keeps_the_choices() -> None:
     assert view.problem is not None
     assert view.contexts
     assert view.keep_frees
+
+
+def test_plan_view__ram_beside_a_card__can_be_wished_for() -> None:
+    facts, big = recorded("5090-96gb"), model("deepseek-v3.1")
+    view = plan_view(facts, big, OPTIONS, PlanWishes())
+    assert view.ram in view.rams
+    less = plan_view(facts, big, OPTIONS, PlanWishes(ram=16 * GIB))
+    assert less.ram == 16 * GIB
+    (arena,) = [part for part in less.rows[1].parts if part.label == "packed experts"]
+    assert arena.n_bytes <= 16 * GIB
+    on_cpu = plan_view(recorded("cpu-only"), model("qwen3-30b-a3b"), OPTIONS, PlanWishes(ram=GIB))
+    assert on_cpu.rams == ()
+
+
+def test_pack_offer__installed__planned_with_what_is_kept(desk: AppDesk, moet: Command) -> None:
+    with pytest.raises(MoetError, match="MD-LIB-01"):
+        desk.pack_offer("demo")
+    assert moet("pack", "demo", "-q").code == 0
+    offer, wishes = desk.pack_offer("demo")
+    assert wishes == PlanWishes()
+    view = desk.plan(offer, PlanWishes(context=1024))
+    assert view is not None
+    assert (view.problem, view.context) == (None, 1024)
+    changed = PlanWishes(2048, 3 * GIB, "exact", 5 * GIB)
+    desk.opener("other", PlanWishes(1))()
+    desk.save_wishes("demo", changed)
+    assert desk.pack_offer("demo")[1] == changed
+    assert desk.opener("demo")() == ("opened", "demo", changed)
+    assert desk.wishes_for("other") == PlanWishes(1)
+    path, is_shown = desk.show_folder("demo")
+    assert (path.name, is_shown) == ("demo", False)
 
 
 def test_options_for__wishes__on_the_card_or_in_ram() -> None:

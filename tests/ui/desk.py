@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,8 @@ class FakeDesk:
         self.errors: dict[str, MoetError] = {}
         self.wishes: dict[str, PlanWishes] = {}
         self.has_desktop = False
+        self.measuring = threading.Event()  # set: measuring may end
+        self.tidied: tuple[str, ...] = ()
         self._open_engine = open_engine
 
     def _ask(self, *what: Any) -> None:
@@ -222,6 +225,17 @@ class FakeDesk:
     def doctor(self) -> DoctorView:
         self._ask("doctor")
         return DoctorView(FINDINGS, {"findings": [finding.code for finding in FINDINGS]})
+
+    def measure(self, say: Callable[[str], None]) -> DoctorView:
+        self._ask("measure")
+        say("the drive")
+        self.measuring.wait(10)
+        rates = Finding(Mark.OK, "The computer was measured", cause="drive 5.9 GB/s")
+        return DoctorView((*FINDINGS, rates), {})
+
+    def put_in_order(self) -> tuple[str, ...]:
+        self._ask("put_in_order")
+        return self.tidied
 
     def save_report(self, view: DoctorView) -> Path:
         self._ask("save_report", view.document)

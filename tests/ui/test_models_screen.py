@@ -291,3 +291,50 @@ def test_more_keys__are_the_screen_s_own() -> None:
     shown = dict(re.findall(r"(\S) ([A-Z][a-z]+)", _MORE_KEYS))
     bindings = {show_key(b.key): b for b in ModelsScreen.BINDINGS if isinstance(b, Binding)}
     assert set(shown) == {key for key, b in bindings.items() if not b.show and len(key) == 1}
+
+
+@pytest.mark.asyncio
+async def test_doctor__measure__in_the_background_with_what_and_how_long() -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await press(stage, pilot, "f7")
+        await pilot.press("b")
+        stage.time.seconds += 3
+        screen = ""
+        for _ in range(100):
+            await pilot.pause(0.01)
+            stage.app.pull_gauges()
+            screen = dump(stage.app)
+            if "measuring the drive" in screen:
+                break
+        assert "measuring the drive, 3 s" in screen
+        await pilot.press("b", "r", "f")  # one thing at a time
+        stage.desk.measuring.set()
+        await stage.threads(pilot)
+        assert "drive 5.9 GB/s" in dump(stage.app)
+        assert [what[0] for what in stage.desk.asked if what[0] != "library"] == [
+            "doctor", "measure",
+        ]  # fmt: skip
+
+
+@pytest.mark.asyncio
+async def test_doctor__measuring_fails__the_error_is_shown() -> None:
+    stage = Stage()
+    stage.desk.errors["measure"] = fail("MD-DISK-03", path="/d", reason="no")
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        assert "MD-DISK-03" in await press(stage, pilot, "f7", "b")
+
+
+@pytest.mark.asyncio
+async def test_doctor__put_in_order__says_what_and_checks_again() -> None:
+    stage = Stage()
+    stage.desk.tidied = ("made the folder /x",)
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await press(stage, pilot, "f7", "f")
+        said = [note.message for note in stage.app._notifications]
+        assert said == ["made the folder /x"]
+        asked = [what[0] for what in stage.desk.asked if what[0] != "library"]
+        assert asked == ["doctor", "put_in_order", "doctor"]
