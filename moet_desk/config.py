@@ -307,6 +307,11 @@ def certificates() -> Path | None:
     return Path(named) if named else None
 
 
+def hub_endpoint() -> str:
+    """Return the address of the hub, as its library takes it from the environment."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
 def names_hub_token() -> bool:
     """Return whether the environment holds a hub token, which counts before a stored one."""
     return bool(os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"))

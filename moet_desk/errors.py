@@ -511,14 +511,14 @@ _ROWS: tuple[ErrorSpec, ...] = (
     ErrorSpec(
         "MD-PULL-02",
         "This is a large download",
-        "{model} is {size} to fetch; {option} covers {limit} at most.",
+        "{model} is {size} to fetch, and {agreed}.",
         "Add {add}, or run it on a terminal and answer the question.",
         exit=ExitCode.USAGE,
     ),
     ErrorSpec(
         "MD-PULL-03",
-        "This writes a large pack",
-        "{model} takes {size} more of disk; {option} covers {limit} at most.",
+        "This pack needs your word",
+        "{model} takes {size} more of disk, and {agreed}.",
         "Add {add}, or run it on a terminal and answer the question.",
         exit=ExitCode.USAGE,
     ),

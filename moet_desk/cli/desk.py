@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moet_desk import config
 from moet_desk.cli.context import engine_options
 from moet_desk.cli.desk_jobs import AppJobs
 from moet_desk.errors import MoetError
@@ -262,6 +263,10 @@ class AppDesk:
         offer = judged(known.offer, facts, known.model, engine_options(self._settings))
         self._known[offer.id] = replace(known, offer=offer)
         return self._known[offer.id]
+
+    @property
+    def token_page(self) -> str:
+        return f"{config.hub_endpoint()}/settings/tokens"
 
     def sign_in(self, token: str) -> None:
         from moet_desk.store.hub import Hub

@@ -15,6 +15,8 @@ from moet_desk.errors import ExitCode, Severity, fail
 from moet_desk.units import show_disk, show_memory, show_rate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from moet_desk.doctor import Examination, Finding
     from moet_desk.machine import MachineFacts, Rates
     from moet_desk.store.tidy import Tidied
@@ -80,9 +82,7 @@ def _measure(invocation: Invocation) -> None:
         if invocation.format is Format.NDJSON:
             print_event("measure", what=what)
 
-    rates = measure(places.models_dir, say_next)
-    say_next("the card")
-    rates = _with_card(rates)
+    rates = _with_card(measure(places.models_dir, say_next), say_next)
     try:
         save_rates(places.data_dir, rates)
     except OSError as error:
@@ -90,12 +90,13 @@ def _measure(invocation: Invocation) -> None:
         raise fail("MD-DISK-03", path=str(places.data_dir), reason=reason) from error
 
 
-def _with_card(rates: Rates) -> Rates:
+def _with_card(rates: Rates, say: Callable[[str], None]) -> Rates:
     """The rates with those of the card, if the driver shows one."""
     from moet_desk.probing.gpus import look_for_gpus
 
     if not look_for_gpus().gpus:
         return rates  # torch takes seconds to import
+    say("the card")
     from moet_desk import hardware
     from moet_desk.engine.cuda.bandwidth import measure_card
 

@@ -272,12 +272,12 @@ def is_agreed(model: str, n_bytes: int, options: dict[str, Any], *, code: str, a
         return True
     if sys.stdin.isatty() and sys.stderr.isatty():
         return click.confirm(f"{ask} {show_disk(n_bytes)}?", err=True)
+    covered = show_disk(YES_COVERS_BYTES)
     raise fail(
         code,
         model=model,
         size=show_disk(n_bytes),
-        option="--yes" if options["yes"] else "no option",
-        limit=show_disk(YES_COVERS_BYTES) if options["yes"] else "nothing",
+        agreed=f"--yes covers {covered} at most" if options["yes"] else "nobody agreed to that",
         add="--yes-really" if is_large else "--yes",
         size_bytes=n_bytes,
     )

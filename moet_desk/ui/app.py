@@ -330,9 +330,9 @@ class MoetDeskApp(App[int]):
 
     async def on_models_screen_load(self, event: ModelsScreen.Load) -> None:
         is_here = event.name == self.model and self.bridge.phase is Phase.READY
-        ready = is_here and not event.again
+        ready = is_here and event.wishes is None
         if not ready:
-            self.load_model(event.name)
+            self.load_model(event.name, event.wishes)
         if ready or not self.conversation.busy:
             await self.action_go("chat")
 

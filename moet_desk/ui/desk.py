@@ -255,6 +255,11 @@ class Desk(Protocol):
         """The offer for a repository's name or a folder. Reads headers only, no weights."""
         ...
 
+    @property
+    def token_page(self) -> str:
+        """Where the hub lets people make tokens."""
+        ...
+
     def sign_in(self, token: str) -> None:
         """Ask the hub whether it knows a token, and keep it."""
         ...

@@ -180,6 +180,10 @@ class FakeDesk:
         self._ask("save_wishes", name, wishes)
         self.wishes[name] = wishes
 
+    @property
+    def token_page(self) -> str:
+        return "https://hub.example/settings/tokens"
+
     def sign_in(self, token: str) -> None:
         self._ask("sign_in", token)
         if token != "hf_right":

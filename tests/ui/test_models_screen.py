@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from textual.binding import Binding
 
+from moet_desk.engine.handle import Quality
 from moet_desk.engine.scripted import Script
 from moet_desk.errors import fail
 from moet_desk.ui.bridge import Phase
@@ -224,6 +225,8 @@ async def test_plan__changed_and_saved__loaded_again_if_wanted() -> None:
         await press(stage, pilot, "right", "enter")
         await stage.ready(pilot)
         assert stage.app.bridge.loads == n_loads + 1
+        assert ("opener", "demo", wishes) in stage.desk.asked
+        assert stage.app.conversation.wishes.quality is Quality.BALANCED
         assert stage.app.current_mode == "chat"
         await press(stage, pilot, "f4", "down", "c", "right", "escape")
         assert "other" not in stage.desk.wishes

@@ -277,7 +277,7 @@ async def test_plan__limit_of_the_line__handed_to_the_job() -> None:
     async with stage.open() as pilot:
         await stage.threads(pilot)
         screen = await press(stage, pilot, "down")
-        assert "< none >" in screen
+        assert "< none, a download" in screen
         assert "100.0 MB/s" in await press(stage, pilot, "left", "left")
         await press(stage, pilot, "enter")
         assert stage.desk.asked[-1] == ("start", "small", PlanWishes(), 100_000_000)

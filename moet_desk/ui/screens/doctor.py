@@ -42,11 +42,11 @@ class DoctorScreen(Screen[None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("r", "again", "Run again", id="doctor.again"),
+        Binding("r", "again", "Again", id="doctor.again"),
         Binding("b", "measure", "Measure", id="doctor.measure"),
-        Binding("f", "fix", "Put in order", id="doctor.fix"),
+        Binding("f", "fix", "Tidy", id="doctor.fix"),
         Binding("c", "copy", "Copy", id="doctor.copy"),
-        Binding("s", "save", "Save as JSON", id="doctor.save"),
+        Binding("s", "save", "Save", id="doctor.save"),
         Binding("escape", "app.go('chat')", "Chat", id="doctor.back"),
     ]
 

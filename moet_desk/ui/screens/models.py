@@ -91,12 +91,12 @@ class ModelsScreen(Screen[None]):
     ]
 
     class Load(Message):
-        """A pack is to be loaded, or chatted with if it is and need not be loaded `again`."""
+        """A pack is to be loaded, or chatted with if it is; with `wishes` it is loaded again."""
 
-        def __init__(self, name: str, *, again: bool = False) -> None:
+        def __init__(self, name: str, wishes: PlanWishes | None = None) -> None:
             super().__init__()
             self.name = name
-            self.again = again
+            self.wishes = wishes
 
     class Add(Message):
         """The wizard is wanted, for this offer if one is given."""
@@ -375,10 +375,10 @@ class ModelsScreen(Screen[None]):
         title = f"Load {clean_line(name, 40)} again now?"
         body = "The new plan is kept. It counts from when the model is loaded next."
         dialog = ConfirmDialog(title, body=body, act="Load again", keep="Later")
-        self.app.push_screen(dialog, lambda yes: self._load_again(name) if yes else None)
+        self.app.push_screen(dialog, lambda yes: self._load_so(name, wishes) if yes else None)
 
-    def _load_again(self, name: str) -> None:
-        self.post_message(self.Load(name, again=True))
+    def _load_so(self, name: str, wishes: PlanWishes) -> None:
+        self.post_message(self.Load(name, wishes))
 
     def action_filter(self) -> None:
         self.query_one(FilterLine).open()

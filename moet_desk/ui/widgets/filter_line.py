@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import Input
+from textual.containers import Horizontal
+from textual.content import Content
+from textual.widgets import Input, Static
 
 
 def matches(wanted: str, *texts: str) -> bool:
@@ -18,12 +21,13 @@ def matches(wanted: str, *texts: str) -> bool:
     return all(word in whole for word in wanted.casefold().split())
 
 
-class FilterLine(Input):
+class FilterLine(Horizontal):
     """`changed` is called after every change, `leave` when the list is to have the focus again."""
 
     DEFAULT_CSS = """
-    FilterLine { height: 1; border: none; padding: 0 1; margin: 1 0 0 0; display: none; }
-    FilterLine:focus { border: none; }
+    FilterLine { height: 1; margin: 1 0 0 0; display: none; }
+    FilterLine Static { width: 3; }
+    FilterLine Input { width: 1fr; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -32,22 +36,26 @@ class FilterLine(Input):
     ]
 
     def __init__(self, changed: Callable[[], None], leave: Callable[[], object]) -> None:
-        super().__init__(placeholder="only rows with these words", compact=True, id="filter")
+        super().__init__(id="filter")
         self._changed = changed
         self._leave = leave
 
+    def compose(self) -> ComposeResult:
+        yield Static(Content(" / "), markup=False)
+        yield Input(placeholder="only rows with these words", compact=True)
+
     @property
     def text(self) -> str:
-        return self.value if self.display else ""
+        return self.query_one(Input).value if self.display else ""
 
     def open(self) -> None:
         """Show the line and type into it."""
         self.display = True
-        self.focus()
+        self.query_one(Input).focus()
 
     def action_close(self) -> None:
         """Show all rows again."""
-        self.value, self.display = "", False
+        self.query_one(Input).value, self.display = "", False
         self._changed()
         self._leave()
 

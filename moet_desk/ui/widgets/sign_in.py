@@ -21,10 +21,8 @@ from moet_desk.ui.background import Background
 from moet_desk.ui.desk import Desk
 from moet_desk.ui.text import clean_line
 from moet_desk.ui.theme import Glyphs
-from moet_desk.ui.widgets.problem import problem_content
 
 _POLL_S = 0.1
-_HUB = "https://huggingface.co"
 
 
 def wants_consent(error: MoetError | None) -> bool:
@@ -43,7 +41,7 @@ class SignInDialog(ModalScreen[bool]):
     DEFAULT_CSS = """
     SignInDialog { align: center middle; }
     SignInDialog > Vertical {
-        width: 68; max-width: 100%; height: auto; padding: 1 2;
+        width: 72; max-width: 100%; height: auto; padding: 1 2;
         background: $surface; border: round $primary;
     }
     SignInDialog Static { height: auto; }
@@ -81,9 +79,11 @@ class SignInDialog(ModalScreen[bool]):
             lines += [clean_line(error.cause, 300), ""]
         if page:
             lines.append(f"Accept its terms:  {page}")
-        lines.append(f"Make a token:      {_hub_of(page)}/settings/tokens")
-        lines.append("It needs to read only. Paste it here; Enter with an empty field tries")
-        lines.append("again without a new one. huggingface_hub keeps it, for you alone.")
+        lines.append(f"Make a token:      {self._desk.token_page}")
+        lines.append("It only has to read. Paste it here; huggingface_hub keeps it in a")
+        lines.append("file that you alone can read.")
+        if error is not None:
+            lines.append("Enter on the empty field tries again as you are.")
         return Content("\n".join(lines))
 
     def on_mount(self) -> None:
@@ -125,13 +125,13 @@ class SignInDialog(ModalScreen[bool]):
         if asking.error is None:
             self.dismiss(True)
         else:
-            self.query_one("#said", Static).update(problem_content(asking.error, self._glyphs))
+            self.query_one("#said", Static).update(_failure(asking.error, self._glyphs))
 
     def action_leave(self) -> None:
         self.dismiss(False)
 
 
-def _hub_of(page: str) -> str:
-    """The hub that a model's page lies on."""
-    parts = page.split("/")
-    return "/".join(parts[:3]) if len(parts) > 3 else _HUB
+def _failure(error: MoetError, glyphs: Glyphs) -> Content:
+    """What went wrong, in the few rows that there are; what to do stands above the field."""
+    head = (f"{glyphs.bad} {error.title}", "bold $status-bad")
+    return Content.assemble(head, (f"  {error.code}\n", "$dim"), clean_line(error.cause, 180))
