@@ -14,7 +14,7 @@ from moet_desk.cli.app import Start, plan_start
 from moet_desk.cli.context import Invocation
 from moet_desk.cli.desk import APP_FILE, AppDesk
 from moet_desk.cli.desk_jobs import steps_of
-from moet_desk.cli.desk_machine import _LINE_OF_CHECK, doctor_view, machine_view
+from moet_desk.cli.desk_machine import _LINE_OF_CHECK, doctor_view, machine_view, show_folder
 from moet_desk.cli.desk_plans import (
     catalogue_offer,
     context_choices,
@@ -23,7 +23,7 @@ from moet_desk.cli.desk_plans import (
     plan_view,
     ranked,
 )
-from moet_desk.cli.desk_sources import repository_in
+from moet_desk.cli.desk_sources import Known, pull_arguments, repository_in
 from moet_desk.doctor import CHECKS, examine
 from moet_desk.engine.handle import EngineOptions, Quality
 from moet_desk.engine.planned_model import from_catalogue
@@ -347,6 +347,61 @@ def until(reached: Any, timeout_s: float = 60.0) -> None:
     while not reached():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_start_and_repair__the_commands_of_the_jobs(
+    desk: AppDesk, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[str, str, list[str]]] = []
+
+    def start(kind: str, model: str, arguments: list[str]) -> str:
+        started.append((kind, model, arguments))
+        return "id"
+
+    monkeypatch.setattr(desk._jobs, "start", start)
+    offer = Offer("a/b", "b")
+    arguments = pull_arguments("a/b", "b", reclaim=True)
+    desk._known["a/b"] = Known(offer, "b", None, "pull", arguments)
+    first = ["--data-dir", str(data_dir)]
+    assert desk.start(offer, PlanWishes(), 10**6) == "id"
+    desk.start(offer, PlanWishes())
+    demo = next(offer for offer in desk.offers() if offer.id == "demo")
+    desk.start(demo, PlanWishes(), 10**6)
+    desk.repair("b")
+    assert started[0] == ("pull", "b", [*first, *arguments, "--limit-rate", "1000000"])
+    assert started[1] == ("pull", "b", [*first, *arguments])
+    assert "--limit-rate" not in started[2][2]  # nothing is fetched
+    assert started[3] == ("repair", "b", [*first, "verify", "b", "--repair"])
+
+
+def test_steps_of__a_repair__fetching_when_there_is_something() -> None:
+    latest = {
+        "verify": {"done": 16, "total": 16, "unit": "rows", "bytes": 0},
+        "fetch": {"done": 3, "total": 9, "unit": "bytes", "rate_bytes_per_s": 1.0},
+    }
+    verify, fetch, repair = steps_of("repair", latest, is_done=False)
+    assert verify.finished
+    assert (fetch.name, fetch.done, fetch.total) == ("Fetch", 3, 9)
+    assert not repair.total
+
+
+def test_show_folder__with_a_desktop__it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opener = tmp_path / "bin" / "xdg-open"
+    opener.parent.mkdir()
+    opener.write_text(f'#!/bin/sh\nprintf %s "$1" > {tmp_path}/shown\n')
+    opener.chmod(0o755)
+    monkeypatch.setenv("PATH", str(opener.parent))
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    assert not show_folder(tmp_path)
+    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
+    assert show_folder(tmp_path)
+    until(lambda: (tmp_path / "shown").is_file() and (tmp_path / "shown").read_text())
+    assert (tmp_path / "shown").read_text() == str(tmp_path)
+    opener.unlink()
+    assert not show_folder(tmp_path)
 
 
 def test_steps_of__a_pull__download_and_packing_beside_each_other() -> None:

@@ -31,7 +31,7 @@ class FilterLine(Horizontal):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "close", "All rows", id="filter.end"),
+        Binding("escape", "close", "All rows", id="filter.close"),
         Binding("down", "leave", "To the list", id="filter.list", show=False),
     ]
 
