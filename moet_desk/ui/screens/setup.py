@@ -18,7 +18,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import Footer, Input, OptionList, Static
+from textual.widgets import Footer, OptionList, Static
 
 from moet_desk.errors import MoetError
 from moet_desk.ui.bridge import Bridge, Phase
@@ -41,13 +41,12 @@ from moet_desk.ui.setup_steps import (
     to_kept,
 )
 from moet_desk.ui.theme import Glyphs
-from moet_desk.ui.widgets.filter_line import FilterLine, matches
 from moet_desk.ui.widgets.frame import SmallWindow
-from moet_desk.ui.widgets.offer_list import Offers
+from moet_desk.ui.widgets.model_choice import ModelChoice
 from moet_desk.ui.widgets.problem import ConfirmDialog
 from moet_desk.ui.widgets.setup_pages import head_line
 from moet_desk.ui.widgets.setup_text import SetupText
-from moet_desk.ui.widgets.sign_in import SignInDialog, may_sign_in, wants_consent
+from moet_desk.ui.widgets.sign_in import HubGate, may_sign_in
 
 _ON_STEP = {
     Step.MACHINE: {"again"},
@@ -65,11 +64,6 @@ class SetupScreen(Screen[None]):
     SetupScreen #steps { height: 2; border-bottom: solid $line; }
     SetupScreen #body { height: 1fr; }
     SetupScreen #page { height: auto; }
-    SetupScreen Offers { height: auto; max-height: 60%; }
-    SetupScreen Offers, SetupScreen Offers:focus { border: none; padding: 0; }
-    SetupScreen #about { height: auto; padding-top: 1; }
-    SetupScreen #repository { height: 1; border: none; padding: 0 1; margin: 1 0 0 0; }
-    SetupScreen #repository { display: none; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -111,7 +105,7 @@ class SetupScreen(Screen[None]):
         self._load = load
         self.setup = setup
         self._field = "context"
-        self._refused: MoetError | None = None  # what the dialog was opened for by itself
+        self._gate = HubGate(self, desk, glyphs, self._refusal, self._signed_in)
         self._asks = SetupAsks(desk, bridge.clock)
         self._text = SetupText(self._asks, bridge, glyphs)
         self._jobs: tuple[JobView, ...] = ()
@@ -124,12 +118,7 @@ class SetupScreen(Screen[None]):
         yield Static("", id="steps", markup=False)
         with VerticalScroll(id="body"):
             yield Static("", id="page", markup=False)
-            yield Offers(self._glyphs)
-            yield FilterLine(self._refilter, self._to_offers)
-            yield Input(
-                id="repository", placeholder="owner/name or a link, or a folder", compact=True
-            )
-            yield Static("", id="about", markup=False)
+            yield ModelChoice(self._glyphs, self._redraw_models)
         yield Footer(show_command_palette=False)
         yield SmallWindow(self._glyphs)
 
@@ -146,7 +135,7 @@ class SetupScreen(Screen[None]):
         """Start anew or go on with kept answers."""
         self._asks.begin()
         if self._drawn_once:
-            self.query_one(Offers).listed = None
+            self._choice.forget()
         self._move(setup)
 
     def _move(self, setup: Setup) -> None:
@@ -175,16 +164,14 @@ class SetupScreen(Screen[None]):
             self._asks.list_offers()
         elif step is Step.START:
             self._load_now()
-        on_list = step is Step.MODEL
-        self.query_one(Offers).display = on_list
-        self.query_one("#about", Static).display = on_list
-        if not on_list:
-            self._field_of_repository().display = False
-            self.query_one(FilterLine).display = False
+        self._choice.close_all()
+        self._choice.display = step is Step.MODEL
         if step is Step.PLAN:
             self.set_focus(None)  # arrows change the values
+        elif step is Step.MODEL:
+            self._choice.focus_list()
         else:
-            (self.query_one(Offers) if on_list else self.query_one("#body")).focus()
+            self.query_one("#body").focus()
         self.refresh_bindings()
         self.draw()
 
@@ -199,7 +186,7 @@ class SetupScreen(Screen[None]):
             return
         self._jobs = tuple(jobs)
         self._take_look_up()
-        self._offer_sign_in()
+        self._gate.poll()
         moved = follow_job(self.setup, self._jobs)
         if moved != self.setup:
             if moved.step is Step.START and self.setup.job is not None:
@@ -251,19 +238,20 @@ class SetupScreen(Screen[None]):
 
     def _draw_models(self, width: int) -> None:
         self._set("page", self._text.above_models())
-        found, wanted = self._asks.listing, self.query_one(FilterLine).text
-        offers = tuple(o for o in self._asks.offers() if matches(wanted, o.title, o.id, *o.about))
-        options = self.query_one(Offers)
-        if offers != options.listed and (offers or (found is not None and found.ended)):
-            first_run = self.setup.first is Step.MACHINE
-            first = self.setup.offer or recommended(offers, first_run=first_run)
-            options.show(offers, wanted=first, width=width)
-        self._draw_about()
+        choice, listing, offers = self._choice, self._asks.listing, self._asks.offers()
+        first_run = self.setup.first is Step.MACHINE
+        first = self.setup.offer or recommended(offers, first_run=first_run)
+        is_all = listing is not None and listing.ended
+        choice.show(offers, first=first, width=width, is_all=is_all)
+        choice.say(self._text.below_models(choice.chosen, is_listed=choice.is_listed))
 
-    def _draw_about(self) -> None:
-        options = self.query_one(Offers)
-        is_listed = options.listed is not None
-        self._set("about", self._text.below_models(options.chosen(), is_listed=is_listed))
+    def _redraw_models(self) -> None:
+        if self._drawn_once and self.setup.step is Step.MODEL:
+            self._draw_models(self.size.width)
+
+    @property
+    def _choice(self) -> ModelChoice:
+        return self.query_one(ModelChoice)
 
     def _draw_plan(self) -> None:
         offer = self.offer()
@@ -296,27 +284,12 @@ class SetupScreen(Screen[None]):
             return None
         return job.error
 
-    def _offer_sign_in(self) -> None:
-        """Open the dialog once for each refusal."""
-        error = self._refusal()
-        is_new = wants_consent(error) and not _is_same(error, self._refused)
-        self._refused = error
-        if is_new and self.is_current:
-            self.action_sign_in()
-
     def action_sign_in(self) -> None:
-        error = self._refusal()
-        refused = error if may_sign_in(error) else None
-        dialog = SignInDialog(self._desk, self._glyphs, refused)
-        self.app.push_screen(dialog, lambda yes: self._signed_in() if yes else None)
+        self._gate.ask()
 
     def _signed_in(self) -> None:
         """Try again what was refused."""
-        error = self._refusal()
-        self._refused = None
-        if not may_sign_in(error):
-            self.notify("You are signed in.")
-        elif self.setup.step is Step.MODEL:
+        if self.setup.step is Step.MODEL:
             self._begin_look_up(self._asks.looked_for)
         else:
             self.action_pause()
@@ -339,24 +312,16 @@ class SetupScreen(Screen[None]):
             return
         self.setup = replace(self.setup, offer=offer.id)
         if self.setup.step is Step.MODEL:
-            self._field_of_repository().display = False
-            self.query_one(Offers).focus()
+            self._choice.close_field()
 
     # -- events ----------------------------------------------------------------------------------
-
-    def on_option_list_option_highlighted(self) -> None:
-        if self.setup.step is Step.MODEL:
-            self.query_one(Offers).point()
-            self._draw_about()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
         self.action_next()
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        text = event.value.strip()
-        if text:
-            self._begin_look_up(text)
+    def on_model_choice_look_up(self, event: ModelChoice.LookUp) -> None:
+        self._begin_look_up(event.text)
 
     def _begin_look_up(self, text: str) -> None:
         self._asks.begin_look_up(text)
@@ -365,31 +330,20 @@ class SetupScreen(Screen[None]):
     def on_resize(self) -> None:
         if not self._drawn_once:
             return
-        options = self.query_one(Offers)
-        here = options.chosen()
+        here = self._choice.chosen
         if here is not None and self.setup.step is Step.MODEL:
             self.setup = replace(self.setup, offer=here.id)  # the cursor stays
-        options.listed = None  # rows are cut to the width
+        self._choice.forget()  # rows are cut to the width
         self.call_after_refresh(self.draw)
-
-    def action_filter(self) -> None:
-        self.query_one(FilterLine).open()
-
-    def _refilter(self) -> None:
-        if self.setup.step is Step.MODEL:
-            self._draw_models(self.size.width)
-
-    def _to_offers(self) -> None:
-        self.query_one(Offers).focus()
-
-    def _field_of_repository(self) -> Input:
-        return self.query_one("#repository", Input)
 
     # -- actions ---------------------------------------------------------------------------------
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         on_other_steps = set().union(*_ON_STEP.values()) - _ON_STEP[self.setup.step]
         return action not in on_other_steps
+
+    def action_filter(self) -> None:
+        self._choice.open_filter()
 
     def action_next(self) -> None:
         """What Enter does."""
@@ -407,18 +361,15 @@ class SetupScreen(Screen[None]):
                     self._load_now()
 
     def _choose(self) -> None:
-        options = self.query_one(Offers)
-        offer = options.chosen()
+        offer = self._choice.chosen
         if offer is not None and size_is_open(offer):
             self._begin_look_up(offer.id)
         elif offer is not None:
             wishes = self.setup.wishes if offer.id == self.setup.offer else self._fresh_wishes()
             self._move(replace(self.setup, step=Step.PLAN, offer=offer.id, wishes=wishes))
-        elif options.listed is not None:
+        elif self._choice.is_listed:
             self._asks.look_up = None
-            field = self._field_of_repository()
-            field.display = True
-            field.focus()
+            self._choice.open_field()
 
     def _fresh_wishes(self) -> PlanWishes:
         """For another model: memory is planned anew, the quality stays."""
@@ -462,10 +413,9 @@ class SetupScreen(Screen[None]):
 
     def action_back(self) -> None:
         """What Esc does: an open field first, then the step before."""
-        field = self._field_of_repository()
-        if field.display:
-            field.display, self._asks.look_up = False, None
-            self.query_one(Offers).focus()
+        if self.setup.step is Step.MODEL and self._choice.field_is_open:
+            self._asks.look_up = None
+            self._choice.close_field()
             self.draw()
             return
         before = back(self.setup)
@@ -542,8 +492,3 @@ class SetupScreen(Screen[None]):
             f"{error.cause}\n{error.do}", title=f"{error.title}  {error.code}",
             severity="error", markup=False, timeout=10,
         )  # fmt: skip
-
-
-def _is_same(error: MoetError | None, before: MoetError | None) -> bool:
-    """Whether two reports are of one refusal: a job's error is read anew each time."""
-    return error is not None and before is not None and error.to_dict() == before.to_dict()

@@ -6,6 +6,7 @@ refused may be tried again. UI thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, Screen
 from textual.widgets import Button, Input, Static
 
 from moet_desk.errors import MoetError
@@ -129,6 +130,54 @@ class SignInDialog(ModalScreen[bool]):
 
     def action_leave(self) -> None:
         self.dismiss(False)
+
+
+class HubGate:
+    """Opens the dialog on a screen: once by itself for each refusal that asks for it, and when it
+    is wanted. `again` is called when what `refusal` tells of may be tried again.
+    """
+
+    def __init__(
+        self,
+        screen: Screen[None],
+        desk: Desk,
+        glyphs: Glyphs,
+        refusal: Callable[[], MoetError | None],
+        again: Callable[[], None],
+    ) -> None:
+        self._screen = screen
+        self._desk = desk
+        self._glyphs = glyphs
+        self._refusal = refusal
+        self._again = again
+        self._known: MoetError | None = None
+
+    def poll(self) -> None:
+        """Look whether the hub has refused something."""
+        error = self._refusal()
+        is_new = wants_consent(error) and not _is_same(error, self._known)
+        self._known = error
+        if is_new and self._screen.is_current:
+            self.ask()
+
+    def ask(self) -> None:
+        """Open the dialog."""
+        error = self._refusal()
+        refused = error if may_sign_in(error) else None
+        dialog = SignInDialog(self._desk, self._glyphs, refused)
+        self._screen.app.push_screen(dialog, lambda yes: self._answered(refused) if yes else None)
+
+    def _answered(self, refused: MoetError | None) -> None:
+        self._known = None
+        if refused is None:
+            self._screen.notify("You are signed in.")
+        else:
+            self._again()
+
+
+def _is_same(error: MoetError | None, before: MoetError | None) -> bool:
+    """Whether two reports are of one refusal: a job's error is read anew each time."""
+    return error is not None and before is not None and error.to_dict() == before.to_dict()
 
 
 def _failure(error: MoetError, glyphs: Glyphs) -> Content:
