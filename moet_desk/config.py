@@ -301,6 +301,27 @@ def c_compiler() -> str | None:
     return os.environ.get("CC")
 
 
+def certificates() -> Path | None:
+    """Return the file or folder of certificates that the environment names."""
+    named = os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR")
+    return Path(named) if named else None
+
+
+def hub_endpoint() -> str:
+    """Return the address of the hub, as its library takes it from the environment."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+def names_hub_token() -> bool:
+    """Return whether the environment holds a hub token, which counts before a stored one."""
+    return bool(os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN"))
+
+
+def has_desktop() -> bool:
+    """Return whether windows can be opened beside the terminal."""
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
 def child_environment(terminal: TerminalFacts) -> dict[str, str]:
     """Return the environment for child processes.
 

@@ -136,6 +136,33 @@ class PackFact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """Seconds since 1970: what the clock says, and when our newest file was written by it."""
+
+    now_s: float
+    newest_file_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificates:
+    """Where the certificates that a hub is trusted by are read from, and whether any are there."""
+
+    place: str
+    usable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminal:
+    """The window this runs in."""
+
+    name: str  # TERM
+    columns: int
+    rows: int
+    utf8: bool
+    colours: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
     """A whole computer.
 
@@ -147,6 +174,7 @@ class MachineFacts:
         driver_cuda: newest CUDA version it can run.
         is_wsl: Linux inside Windows.
         container: kind of container, None outside of one.
+        clock, certificates, terminal: of this moment; a record of another computer has none.
     """
 
     memory: Memory
@@ -163,6 +191,9 @@ class MachineFacts:
     tools: Tools = Tools()
     rates: Rates | None = None
     packs: tuple[PackFact, ...] = ()
+    clock: Clock | None = None
+    certificates: Certificates | None = None
+    terminal: Terminal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +224,9 @@ def choose_gpu(gpus: Sequence[Gpu]) -> GpuChoice | None:
 
 
 def without_names(facts: MachineFacts, home: str) -> MachineFacts:
-    """The same computer for somebody else's eyes: no home folder, no card's id, no models."""
+    """The same computer for somebody else's eyes: no home folder, no card's id, no models, and
+    nothing of this moment.
+    """
     drives = tuple(
         replace(drive, folder="~" + drive.folder.removeprefix(home))
         if drive.folder.startswith(home)
@@ -201,7 +234,8 @@ def without_names(facts: MachineFacts, home: str) -> MachineFacts:
         for drive in facts.drives
     )
     gpus = tuple(replace(gpu, uuid=f"GPU-{gpu.index}") for gpu in facts.gpus)
-    return replace(facts, drives=drives, gpus=gpus, packs=())
+    kept = replace(facts, clock=None, certificates=None, terminal=None)
+    return replace(kept, drives=drives, gpus=gpus, packs=())
 
 
 def to_json(facts: MachineFacts) -> bytes:

@@ -34,11 +34,14 @@ from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.screens.doctor import DoctorScreen
 from moet_desk.ui.screens.help import HelpPanel
 from moet_desk.ui.screens.models import ModelList, ModelsScreen
+from moet_desk.ui.screens.pack_plan import PackPlan
 from moet_desk.ui.screens.setup import SetupScreen
+from moet_desk.ui.widgets.filter_line import FilterLine
 from moet_desk.ui.widgets.heatmap import Heatmap
 from moet_desk.ui.widgets.offer_list import Offers
 from moet_desk.ui.widgets.problem import ConfirmDialog
 from moet_desk.ui.widgets.prompt import Prompt
+from moet_desk.ui.widgets.sign_in import SignInDialog
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
 
@@ -271,11 +274,14 @@ _SCREENS: Mapping[str, tuple[Any, ...]] = {
     "Chat (F2)": (ChatScreen, Prompt),
     "Cache (F3)": (CacheScreen, Heatmap),
     "Models (F4)": (ModelsScreen, ModelList),
+    "Plan of a model": (PackPlan,),
     "Doctor (F7)": (DoctorScreen,),
     "Set-up, and adding a model": (SetupScreen, Offers),
     "Earlier chats": (ChatList,),
     "Help": (HelpPanel,),
+    "Filter of a list": (FilterLine,),
     "Questions": (ConfirmDialog,),
+    "Signing in": (SignInDialog,),
 }
 
 

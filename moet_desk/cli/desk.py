@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moet_desk import config
 from moet_desk.cli.context import engine_options
 from moet_desk.cli.desk_jobs import AppJobs
 from moet_desk.errors import MoetError
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from moet_desk.cli.context import Invocation
     from moet_desk.cli.desk_sources import Known
     from moet_desk.engine.handle import EngineHandle
-    from moet_desk.machine import MachineFacts
+    from moet_desk.machine import MachineFacts, Rates
     from moet_desk.settings import Settings
 
 SETUP_FILE = "wizard.json"
@@ -104,6 +105,12 @@ class AppDesk:
     def remove(self, name: str) -> int:
         return self._library.remove(name)
 
+    def show_folder(self, name: str) -> tuple[Path, bool]:
+        from moet_desk.cli.desk_machine import show_folder
+
+        path = self._library.find(name).path
+        return path, show_folder(path)
+
     def opener(self, name: str, wishes: PlanWishes | None = None) -> Callable[[], EngineHandle]:
         def open_engine() -> EngineHandle:
             wanted = wishes if wishes is not None else self.wishes_for(name)
@@ -112,6 +119,21 @@ class AppDesk:
             return handle
 
         return open_engine
+
+    def pack_offer(self, name: str) -> tuple[Offer, PlanWishes]:
+        from moet_desk.cli.desk_sources import Known
+        from moet_desk.engine.planned_model import from_pack
+
+        model = from_pack(self._library.ready(name))
+        offer = Offer(f"pack:{name}", name, download_bytes=0, ready=True)
+        self._known[offer.id] = Known(offer, name, model, "", ())
+        self._last_facts = self._facts()
+        quality = self._settings.answers.quality
+        return offer, self.wishes_for(name) or PlanWishes(quality=quality)
+
+    def save_wishes(self, name: str, wishes: PlanWishes) -> None:
+        path = self._data_dir / APP_FILE
+        write_record(path, _with_wishes(read_record(path), name, wishes))
 
     # -- what is remembered ----------------------------------------------------------------------
 
@@ -132,13 +154,9 @@ class AppDesk:
 
     def _remember(self, name: str, wishes: PlanWishes | None) -> None:
         path = self._data_dir / APP_FILE
-        record = read_record(path)
-        wanted = record.get("wishes")
-        wanted = wanted if isinstance(wanted, dict) else {}
-        if wishes is not None:
-            wanted[name] = asdict(wishes)
+        record = _with_wishes(read_record(path), name, wishes) | {"model": name}
         with suppress(MoetError):  # a full disk is no reason not to load a model
-            write_record(path, {"schema": 1, "model": name, "wishes": wanted})
+            write_record(path, record)
 
     def load_setup(self) -> Mapping[str, Any]:
         return read_record(self._data_dir / SETUP_FILE)
@@ -248,6 +266,15 @@ class AppDesk:
         self._known[offer.id] = replace(known, offer=offer)
         return self._known[offer.id]
 
+    @property
+    def token_page(self) -> str:
+        return f"{config.hub_endpoint()}/settings/tokens"
+
+    def sign_in(self, token: str) -> None:
+        from moet_desk.store.hub import Hub
+
+        Hub().sign_in(token)
+
     def plan(self, offer: Offer, wishes: PlanWishes) -> PlanView | None:
         from moet_desk.cli.desk_plans import plan_view
 
@@ -260,11 +287,13 @@ class AppDesk:
         known = self._known.get(offer.id)
         return offer.id if known is None else known.name
 
-    def start(self, offer: Offer, wishes: PlanWishes) -> str:
+    def start(self, offer: Offer, wishes: PlanWishes, limit: int | None = None) -> str:
         known = self._known[offer.id]
         if known.name == DEMO:
             self._library.drop_other_format(DEMO)
         command = ["--data-dir", str(self._data_dir), *known.arguments]
+        if limit is not None and known.kind == "pull":
+            command += ["--limit-rate", str(limit)]
         return self._jobs.start(known.kind, known.name, command)
 
     # -- jobs ------------------------------------------------------------------------------------
@@ -272,6 +301,10 @@ class AppDesk:
     def verify(self, name: str) -> str:
         command = ["--data-dir", str(self._data_dir), "verify", name]
         return self._jobs.start("verify", name, command)
+
+    def repair(self, name: str) -> str:
+        command = ["--data-dir", str(self._data_dir), "verify", name, "--repair"]
+        return self._jobs.start("repair", name, command)
 
     def jobs(self) -> tuple[JobView, ...]:
         return self._jobs.views()
@@ -293,14 +326,33 @@ class AppDesk:
     # -- doctor ----------------------------------------------------------------------------------
 
     def doctor(self) -> DoctorView:
+        return self._examined(None)
+
+    def _examined(self, before: Rates | None) -> DoctorView:
+        """All findings; measured rates are compared with those `before`."""
         from moet_desk.cli.desk_machine import doctor_view
-        from moet_desk.cli.doctor import as_document
+        from moet_desk.cli.doctor import as_document, rates_words
         from moet_desk.cli.output import SCHEMA
         from moet_desk.doctor import examine
 
         facts = self._facts()
         found = examine(facts)
-        return doctor_view(found, {"schema": SCHEMA, **as_document(facts, found)})
+        document = {"schema": SCHEMA, **as_document(facts, found)}
+        return doctor_view(found, document, rates=rates_words(facts.rates, before))
+
+    def measure(self, say: Callable[[str], None]) -> DoctorView:
+        from moet_desk.cli.desk_machine import measure_in_child
+        from moet_desk.probing.rates import read_rates
+
+        before = read_rates(self._data_dir)
+        measure_in_child(self._data_dir, say)
+        return self._examined(before)
+
+    def put_in_order(self) -> tuple[str, ...]:
+        from moet_desk.store.tidy import tidy
+
+        tidied = tidy(self._invocation.locations)
+        return (*tidied.done, *tidied.failed)
 
     def save_report(self, view: DoctorView) -> Path:
         when = datetime.now().astimezone()
@@ -321,13 +373,21 @@ def pack_details(pack: InstalledPack) -> tuple[str, ...]:
     )
 
 
+def _with_wishes(record: Mapping[str, Any], name: str, wishes: PlanWishes | None) -> dict[str, Any]:
+    """The app's record with what is wished for a model; None leaves that as it is."""
+    kept = record.get("wishes")
+    kept = dict(kept) if isinstance(kept, dict) else {}
+    if wishes is not None:
+        kept[name] = asdict(wishes)
+    return {"schema": 1, "model": record.get("model"), "wishes": kept}
+
+
 def wishes_from(kept: Mapping[str, Any]) -> PlanWishes:
     """Wishes of a file; a value of a wrong type is left to the planner."""
-    context, keep_free = (
+    context, keep_free, ram = (
         value if isinstance(value, int) and value > 0 else None
-        for value in (kept.get("context"), kept.get("keep_free"))
+        for value in (kept.get("context"), kept.get("keep_free"), kept.get("ram"))
     )
     quality = str(kept.get("quality"))
-    return PlanWishes(
-        context, keep_free, quality if quality in ("fast", "balanced", "exact") else "fast"
-    )
+    quality = quality if quality in ("fast", "balanced", "exact") else "fast"
+    return PlanWishes(context, keep_free, quality, ram)

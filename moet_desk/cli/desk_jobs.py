@@ -37,6 +37,7 @@ _STEPS = {
     "pull": (("Download", "download"), ("Dense", "dense"), ("Pack", "pack")),
     "pack": (("Dense", "dense"), ("Pack", "pack")),
     "verify": (("Verify", "verify"),),
+    "repair": (("Verify", "verify"), ("Fetch", "fetch"), ("Repair", "repair")),
 }
 _WAITING = {"Dense": "weights that are no experts", "Pack": "begins when files are there"}
 

@@ -1,47 +1,34 @@
-"""This computer as the wizard and the doctor screen show it. Pure: facts in, records out."""
+"""This computer as the wizard and the doctor screen show it: facts in, records out. And what is
+done on it beside the app: measuring, and showing a folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from moet_desk import config
 from moet_desk.cli.doctor import describe
-from moet_desk.doctor import Examination
+from moet_desk.doctor import CHECKS, Examination
 from moet_desk.doctor import Finding as Found
-from moet_desk.errors import Severity
+from moet_desk.errors import MoetError, Severity, fail
 from moet_desk.machine import MachineFacts
+from moet_desk.store.jobs import error_of
 from moet_desk.ui.desk import DoctorView, Fact, Finding, MachineView, Mark
 
 _MARKS = {Severity.STOPS: Mark.BAD, Severity.LOWER: Mark.WARN}
 _LINE_OF_CHECK = {
-    "card": "GPU", "several-cards": "GPU", "torch": "GPU", "driver": "GPU", "compiler": "GPU",
-    "display": "GPU", "vram": "GPU", "link": "GPU", "swap": "RAM", "container": "RAM",
-    "wsl": "RAM", "memlock": "RAM", "drive": "Drive", "drive-rate": "Drive",
+    "card": "GPU", "several-cards": "GPU", "torch": "GPU", "torch-card": "GPU", "driver": "GPU",
+    "compiler": "GPU", "display": "GPU", "vram": "GPU", "link": "GPU", "swap": "RAM",
+    "container": "RAM", "wsl": "RAM", "memlock": "RAM", "drive": "Drive", "drive-rate": "Drive",
     "disk-space": "Drive",
 }  # fmt: skip
 """Which line of the computer a finding is shown under; the others are the doctor's alone."""
-
-_PASSED = {
-    "card": "A graphics card that can be used, or none is needed",
-    "several-cards": "One card, or the best one is chosen",
-    "torch": "torch fits this card",
-    "driver": "The driver is new enough",
-    "compiler": "Kernels can be compiled",
-    "display": "The display leaves the card's memory free",
-    "vram": "No other program holds the card's memory",
-    "link": "The card's slot is as quick as the card",
-    "swap": "Swap is not in use",
-    "container": "No container limits memory",
-    "wsl": "No limits of Windows around Linux",
-    "memlock": "Memory may be locked",
-    "drive": "Models are on a local drive",
-    "drive-rate": "The drive is quick enough",
-    "disk-space": "There is room on the drive",
-    "packs": "All packs are in order",
-    "gates": "Balanced answers are calibrated",
-    "measured": "The computer was measured",
-}
-"""What it says of a check that found nothing; a test holds it to the doctor's list."""
 
 
 def machine_view(
@@ -61,10 +48,59 @@ def _fact(name: str, text: str, findings: Sequence[Found]) -> Fact:
     return Fact(name, text, _MARKS[grave[0].severity], grave[0].title)
 
 
-def doctor_view(found: Examination, document: Mapping[str, Any]) -> DoctorView:
-    """Findings, worst first, then what is in order."""
+def show_folder(path: Path) -> bool:
+    """Have the desktop show a folder; whether there is a desktop that can."""
+    opener = shutil.which("xdg-open")
+    if opener is None or not config.has_desktop():
+        return False
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    try:
+        subprocess.Popen(
+            [opener, str(path)], stderr=subprocess.DEVNULL, start_new_session=True, **quiet
+        )
+    except OSError:
+        return False
+    return True
+
+
+def measure_in_child(data_dir: Path, say: Callable[[str], None]) -> None:
+    """Measure this computer in a process of its own: the card is the engine's in this one.
+
+    Raises:
+        MoetError: what the process reported, MD-BUG-01 it ended without a word.
+    """
+    command = [sys.executable, "-m", "moet_desk", "--data-dir", str(data_dir)]
+    command += ["doctor", "--bench", "--format", "ndjson"]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    error: MoetError | None = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **pipes) as child:
+        for line in child.stdout or ():
+            event = _event(line)
+            error = error_of(event) or error
+            if event.get("event") == "measure":
+                say(str(event.get("what")))
+    if child.returncode and error is None:
+        reason = f"measuring ended with status {child.returncode}"
+        error = fail("MD-BUG-01", reason=reason, log=str(data_dir / "logs"))
+    if error is not None:
+        raise error
+
+
+def _event(line: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) else {}
+
+
+def doctor_view(found: Examination, document: Mapping[str, Any], *, rates: str = "") -> DoctorView:
+    """Findings, worst first, then what is in order; `rates` are words about what was measured."""
     rows = tuple(_finding(row) for row in found.findings)
-    passed = tuple(Finding(Mark.OK, _PASSED.get(name, name)) for name in found.passed)
+    passed = tuple(
+        Finding(Mark.OK, CHECKS[name].passed, cause=rates if name == "measured" else "")
+        for name in found.passed
+    )
     return DoctorView((*rows, *passed), document)
 
 

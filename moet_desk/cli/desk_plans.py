@@ -30,16 +30,19 @@ _SMALLEST_CONTEXT = 1024
 def options_for(facts: MachineFacts, options: EngineOptions, wishes: PlanWishes) -> EngineOptions:
     """What the engine is told: the settings, and what was wished for this model.
 
-    Memory that is kept free is taken from what is free now, on the card if one computes.
+    Memory that is kept free is taken from what is free now, on the card if one computes; only then
+    the RAM for experts is wished for apart.
     """
     options = replace(
         options,
         quality=Quality(wishes.quality),
         context=options.context if wishes.context is None else wishes.context,
     )
+    gpu = None if options.device == "cpu" else choose_gpu(facts.gpus)
+    if gpu is not None and wishes.ram is not None:
+        options = replace(options, ram_bytes=wishes.ram)
     if wishes.keep_free is None:
         return options
-    gpu = None if options.device == "cpu" else choose_gpu(facts.gpus)
     if gpu is not None:
         return replace(options, vram_bytes=max(1, gpu.gpu.vram_free - wishes.keep_free))
     return replace(options, ram_bytes=max(1, facts.memory.available - wishes.keep_free))
@@ -60,6 +63,7 @@ def plan_view(
         choices = keep_free_choices(facts.memory.available, free)
         return PlanView((), context, contexts, free, choices, problem=problem, document=fields)
     available = _available(facts, plan)
+    ram = 0 if plan.gpu is None else wishes.ram or plan.budget.ram
     kept = available - (plan.budget.vram if plan.gpu is not None else plan.budget.ram)
     kept = wishes.keep_free if wishes.keep_free is not None else max(0, kept)
     return PlanView(
@@ -71,6 +75,8 @@ def plan_view(
         forecast=forecast_words(plan),
         notes=_notes(model, answer),
         problem=problem,
+        ram=ram,
+        rams=ram_choices(facts.memory.available, ram) if ram else (),
         document=fields,
     )
 
@@ -91,6 +97,12 @@ def context_choices(model_context: int) -> tuple[int, ...]:
 def keep_free_choices(available: int, kept: int) -> tuple[int, ...]:
     """Round amounts below what is free, and the one in use."""
     return tuple(sorted({*(size for size in _KEEP_FREE if size < available), kept}))
+
+
+def ram_choices(available: int, ram: int) -> tuple[int, ...]:
+    """Round amounts of RAM for experts up to what is free, and the one in use."""
+    steps = (GIB << n for n in range(12))
+    return tuple(sorted({*(size for size in steps if size < available), ram}))
 
 
 def forecast_words(plan: ModelPlan) -> str:

@@ -1,4 +1,4 @@
-"""`pack`, `verify`, `ls`, `show`, `rm`: the models on this computer. Runs in the main thread."""
+"""`pack`, `ls`, `show`, `rm`: the models on this computer. Runs in the main thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from moet_desk.cli.output import (
     print_document,
     print_event,
     print_table,
-    print_text,
     report_error,
     say,
 )
@@ -36,7 +35,7 @@ def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) 
     return sorted(name for name in names if name.startswith(incomplete))
 
 
-# -- pack and verify -------------------------------------------------------------------------
+# -- pack ------------------------------------------------------------------------------------
 
 
 @click.command()
@@ -111,48 +110,6 @@ def print_made(invocation: Invocation, event: str, made: InstalledPack) -> None:
         invocation.say(f"{verb} {made.name}: {made.rows} experts, {show_disk(made.bytes)}.")
         if sys.stderr.isatty():
             invocation.say(f"Next: moet-desk run {made.name}")
-
-
-@click.command()
-@click.argument("model", default="demo", shell_complete=complete_model)
-@click.option("--repair", is_flag=True, help="Make damaged rows again from the source.")
-@click.option("--source", type=click.Path(path_type=Path), help="Folder or file it was made from.")
-@output_options
-@click.pass_obj
-def verify(invocation: Invocation, model: str, source: Path | None, *, repair: bool) -> int:
-    """Compare every byte of MODEL with its checksums; --repair mends what differs."""
-    from moet_desk.cli import packing
-    from moet_desk.store.library import DEMO, embedded_source
-    from moet_desk.store.pack_verify import repair_rows, verify_pack
-
-    folder = invocation.library.find(model).path
-    if repair and source is None:
-        fetched = invocation.locations.sources_dir / model
-        source = embedded_source() if model == DEMO else fetched
-        if not (source / "config.json").is_file():
-            raise click.UsageError("--repair needs --source, what the pack was made from")
-    report = packing.PackReport(invocation.format, row_bytes=0, quiet=invocation.quiet)
-    try:
-        found = verify_pack(folder, progress=report)
-        written = 0
-        if repair and source is not None and not found.ok:
-            plan = packing.read_plan(source)
-            written = repair_rows(folder, source, plan, found, progress=report)
-            found = verify_pack(folder, progress=report)
-    finally:
-        report.close()
-    error = found.error(folder)
-    if error is not None:
-        raise error
-    fields = {"model": model, "ok": True, "rows": 2 * found.meta.n_rows, "repaired": written}
-    if invocation.format is Format.NDJSON:
-        print_event("verified", **fields)
-    elif invocation.format is Format.JSON:
-        print_document(fields)
-    else:
-        mended = f" {written} rows and files were mended." if written else ""
-        print_text(f"{model}: all {2 * found.meta.n_rows} rows and all files are right.{mended}")
-    return ExitCode.OK
 
 
 # -- ls, show, rm ----------------------------------------------------------------------------

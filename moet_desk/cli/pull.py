@@ -48,7 +48,7 @@ YES_COVERS_BYTES = 10 * GB
 @click.option(
     "--memory-budget", type=Size(), default="2GiB", show_default=True, help="RAM for packing."
 )
-@click.option("-y", "--yes", is_flag=True, help="Do not ask about downloads up to 10 GB.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask about sizes up to 10 GB.")
 @click.option("--yes-really", is_flag=True, help="Do not ask, whatever the size.")
 @click.option("--dry-run", is_flag=True, help="Say what it takes, and stop there.")
 @click.option("--background", is_flag=True, help="Go on without this window; see: moet-desk ps")
@@ -58,15 +58,21 @@ def pull(invocation: Invocation, /, model: str, **options: Any) -> int:
     """Fetch MODEL from the hub and pack it while it arrives.
 
     MODEL is a repository like deepseek-ai/DeepSeek-V3, or a folder with a model's files or a .gguf
-    file, which are packed where they are. The hub is huggingface.co, or the one of HF_ENDPOINT; who
-    is signed in there with "hf auth login" is signed in here. Interrupted at any moment, the same
+    file, which are packed from where they are. The hub is huggingface.co, or the one of
+    HF_ENDPOINT; some models there need moet-desk login first. Interrupted at any moment, the same
     command goes on.
     """
-    from moet_desk.store.library import DEMO
+    from moet_desk.store.library import DEMO, embedded_source
     from moet_desk.store.source_paths import is_local
 
     if is_local(model) or model == DEMO:
-        return _pack_local(invocation, Path(model).expanduser(), options)
+        from moet_desk.cli.pull_local import pull_local
+
+        if is_local(model):
+            return pull_local(invocation, Path(model).expanduser(), options)
+        # what comes with the program is packed without a question everywhere
+        options |= {"name": options["name"] or DEMO, "yes_really": True}
+        return pull_local(invocation, embedded_source(), options)
     from moet_desk.cli.signals import interruptible
 
     with interruptible() as interrupt:
@@ -77,54 +83,6 @@ def pull(invocation: Invocation, /, model: str, **options: Any) -> int:
                 raise
             report_error(error, invocation.format)
             return interrupt.exit_code
-
-
-def _pack_local(invocation: Invocation, path: Path, options: dict[str, Any]) -> int:
-    for name in ("reclaim", "revision", "limit_rate", "background"):
-        if options[name]:
-            flag = name.replace("_", "-")
-            raise click.UsageError(f"--{flag} is for downloads, and {path} is here already")
-    if options["dry_run"]:
-        return _look_at_local(invocation, path, options["name"])
-    from moet_desk.cli.models import pack_folder
-
-    budget = options["memory_budget"]
-    return pack_folder(invocation, path, options["name"], memory_budget=budget, wait=False)
-
-
-def _look_at_local(invocation: Invocation, path: Path, name: str | None) -> int:
-    """Say what packing files of this computer takes."""
-    from moet_desk.cli.desk_sources import planned_local
-    from moet_desk.store.durable import free_bytes
-    from moet_desk.store.library import DEMO, embedded_source
-    from moet_desk.store.source_paths import source_name
-
-    if str(path) == DEMO and not path.exists():
-        path, name = embedded_source(), name or DEMO
-    dest = invocation.library.path_for(name or source_name(path))
-    maker, model = planned_local(path, dest.name)
-    free = free_bytes(dest)
-    fields = {
-        "model": dest.name,
-        "path": str(path),
-        "family": maker.plan.model_type,
-        "source_format": maker.source_format,
-        "experts": maker.plan.n_rows,
-        "files": len(maker.index.files),
-        "download_bytes": 0,
-        "pack_bytes": model.pack_bytes,
-        "free_bytes": free,
-        "fits": model.pack_bytes <= free,
-    }
-    if invocation.format is Format.NDJSON:
-        print_event("plan", **fields)
-    elif invocation.format is Format.JSON:
-        print_document(fields)
-    invocation.say(
-        f"{path}: {maker.plan.model_type}, {maker.plan.n_rows} experts in {maker.source_format}."
-        f" The pack takes {show_disk(model.pack_bytes)}; {show_disk(free)} are free."
-    )
-    return ExitCode.OK
 
 
 def _pull(invocation: Invocation, model: str, options: dict[str, Any], interrupt: Interrupt) -> int:
@@ -178,10 +136,11 @@ def _may_begin(invocation: Invocation, prepared: Prepared, options: dict[str, An
     check_room(prepared)
     if options["dry_run"]:
         return False
-    is_agreed = _agreed(prepared, options)
-    if not is_agreed:
+    name, left = prepared.asked.dest.name, prepared.figures.left
+    agreed = is_agreed(name, left, options, code="MD-PULL-02", ask="Fetch")
+    if not agreed:
         say("Nothing was fetched.")
-    return is_agreed
+    return agreed
 
 
 def _run(
@@ -304,26 +263,25 @@ def _say_figures(invocation: Invocation, prepared: Prepared, *, is_all: bool) ->
         )
 
 
-def _agreed(prepared: Prepared, options: dict[str, Any]) -> bool:
-    """Whether the download may begin.
+def is_agreed(model: str, n_bytes: int, options: dict[str, Any], *, code: str, ask: str) -> bool:
+    """Whether so much may be fetched (or written); `ask` is the verb of the question.
 
     Raises:
-        MoetError: MD-PULL-02 it is larger than what was agreed to, and nobody can be asked.
+        MoetError: `code`, it is more than what was agreed to and nobody can be asked.
     """
-    left = prepared.figures.left
-    is_large = left > YES_COVERS_BYTES
-    if left == 0 or options["yes_really"] or (options["yes"] and not is_large):
+    is_large = n_bytes > YES_COVERS_BYTES
+    if n_bytes == 0 or options["yes_really"] or (options["yes"] and not is_large):
         return True
     if sys.stdin.isatty() and sys.stderr.isatty():
-        return click.confirm(f"Fetch {show_disk(left)}?", err=True)
+        return click.confirm(f"{ask} {show_disk(n_bytes)}?", err=True)
+    covered = show_disk(YES_COVERS_BYTES)
     raise fail(
-        "MD-PULL-02",
-        model=prepared.asked.dest.name,
-        size=show_disk(left),
-        option="--yes" if options["yes"] else "no option",
-        limit=show_disk(YES_COVERS_BYTES) if options["yes"] else "nothing",
+        code,
+        model=model,
+        size=show_disk(n_bytes),
+        agreed=f"--yes covers {covered} at most" if options["yes"] else "nobody agreed to that",
         add="--yes-really" if is_large else "--yes",
-        size_bytes=left,
+        size_bytes=n_bytes,
     )
 
 

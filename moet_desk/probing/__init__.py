@@ -14,6 +14,7 @@ from moet_desk.machine import MachineFacts, PackFact, Rates
 from moet_desk.probing.drives import look_at_drive
 from moet_desk.probing.gpus import look_for_gpus
 from moet_desk.probing.memory import SystemFiles, read_memory
+from moet_desk.probing.surroundings import find_certificates, look_at_clock, look_at_terminal
 from moet_desk.probing.system import find_container, find_tools, is_wsl, look_at_cpu
 
 
@@ -48,4 +49,7 @@ def look(
         tools=find_tools(),
         rates=rates,
         packs=packs,
+        clock=look_at_clock(folders.values()),
+        certificates=find_certificates(),
+        terminal=look_at_terminal(),
     )

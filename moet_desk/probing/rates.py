@@ -11,6 +11,7 @@ import mmap
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -57,6 +58,7 @@ def save_rates(data_dir: Path, rates: Rates) -> None:
     data_dir.mkdir(parents=True, exist_ok=True)
     path = data_dir / RATES_FILE
     partial = path.with_name(path.name + ".partial")
+    partial.touch(0o600)
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(rates), indent=1) + b"\n")
     partial.replace(path)
 
@@ -64,12 +66,14 @@ def save_rates(data_dir: Path, rates: Rates) -> None:
 _VALUES = ("ram_copy", "drive_read", "drive_direct", "pcie", "vram")
 
 
-def measure(folder: Path) -> Rates:
+def measure(folder: Path, say: Callable[[str], None] = lambda what: None) -> Rates:
     """Measure RAM and the drive behind `folder`; about two seconds and 256 MiB of writing.
 
-    A drive that cannot be written or is too full gives None.
+    `say` is told what is measured next. A drive that cannot be written or is too full gives None.
     """
+    say("RAM")
     ram = _ram_copy()
+    say("the drive")
     drive, direct = _drive_read(folder)
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return Rates(measured=now, ram_copy=ram, drive_read=drive, drive_direct=direct)

@@ -99,14 +99,15 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def replace_file(path: Path, chunks: Iterable[Buffer]) -> None:
+def replace_file(path: Path, chunks: Iterable[Buffer], *, mode: int = 0o644) -> None:
     """Put a new file in the place of `path`: after a crash it is the old one or the whole new one.
+    `mode` is that of the new one.
 
     Raises:
         OSError: the disk refused; `path` is unchanged.
     """
     partial = path.with_name(path.name + PARTIAL)
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         at = 0
         for chunk in chunks:

@@ -321,6 +321,41 @@ def fetch_start(line: Line, listing: Listing, file: RemoteFile, size_of: SizeOf)
     return bytes(data[: size_of(bytes(data))])
 
 
+def fetch_span(
+    line: Line, listing: Listing, file: RemoteFile, span: range, write: Callable[[bytes, int], None]
+) -> None:
+    """Bring the bytes of a file at the places `span`, and hand them in order to `write`, with the
+    place of the first. Nobody has a checksum of a part: the caller has to know them.
+
+    Raises:
+        MoetError, Stopped: as `fetch_file`.
+    """
+    at = span.start
+
+    def attempt() -> None:
+        nonlocal at
+        while at < span.stop:
+            before = at
+            with line.hub.open(listing, file.name, start=at, end=span.stop) as body:
+                if body.start not in (0, at):
+                    raise _nonsense(line, f"sent another part of {file.name}")
+                place = body.start
+                for chunk in body.chunks():
+                    line.count(len(chunk))
+                    line.wait(line.limiter.delay_s(len(chunk)))
+                    wanted = chunk[max(0, at - place) : max(0, span.stop - place)]
+                    place += len(chunk)
+                    if wanted:
+                        write(wanted, at)
+                        at += len(wanted)
+                    if at >= span.stop:
+                        break
+            if at == before:
+                raise _nonsense(line, f"sent nothing of {file.name}")
+
+    line.patiently(attempt, lambda: at)
+
+
 def save(path: Path, data: bytes) -> None:
     """Keep a small file durably. Raises MD-DISK-02 or 03."""
     with disk_errors(path):

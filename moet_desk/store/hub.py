@@ -22,13 +22,14 @@ from huggingface_hub import constants
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from moet_desk import __version__
+from moet_desk import __version__, config
 from moet_desk.errors import MoetError, fail
 
 # else the library asks the hub for a list of other programs, looks for them in the environment, and
 # tells the hub which of them and which torch it found; docs/privacy.md says we do not
 constants.HF_HUB_DISABLE_TELEMETRY = True
 
+_TOKEN = re.compile(r"[!-~]+")  # what a header can carry; the hub says whether it is one
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TIMEOUT = httpx2.Timeout(20.0, read=15.0)  # a connection that is silent for longer is dead
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
@@ -88,6 +89,11 @@ class Hub:
             endpoint=self.endpoint, library_name="moet-desk", library_version=__version__
         )
 
+    @property
+    def token_page(self) -> str:
+        """Where a person makes tokens."""
+        return f"{self.endpoint}/settings/tokens"
+
     def listing(self, repo: str, revision: str | None) -> Listing:
         """The files of a repository at a branch, tag or commit.
 
@@ -144,6 +150,32 @@ class Hub:
         """The file in the library's own cache of downloads, unchecked; None: it is not there."""
         found = huggingface_hub.try_to_load_from_cache(listing.repo, name, revision=listing.commit)
         return Path(found) if isinstance(found, str) else None
+
+    def sign_in(self, token: str) -> None:
+        """Ask the hub whether it knows a token, and keep it in the library's own place for tokens,
+        which only this user can read. It counts for every `Hub` that is made from now on.
+
+        Raises:
+            MoetError: MD-HUB-05 the hub does not know it, MD-HUB-06 the environment holds another;
+                MD-NET-.., MD-HUB-04 the connection; MD-DISK-03 it cannot be kept.
+        """
+        if config.names_hub_token():
+            raise fail("MD-HUB-06")
+        token = token.strip()
+        unknown = fail("MD-HUB-05", host=self.host, page=self.token_page)
+        if _TOKEN.fullmatch(token) is None:
+            raise unknown
+        try:
+            with self._refusals("the token", None):
+                huggingface_hub.login(token, add_to_git_credential=False)
+        except MoetError as error:
+            raise (unknown if error.code == "MD-HUB-02" else error) from None
+        except Passing as passing:
+            raise fail(passing.error.code, **{**passing.error.facts, "attempts": 1}) from None
+        except ValueError:  # of an organisation, which the hub does not let read
+            raise unknown from None
+        except OSError as error:
+            raise fail("MD-DISK-03", path=constants.HF_TOKEN_PATH, reason=str(error)) from None
 
     def _check_commit(self, listing: Listing, response: httpx2.Response) -> None:
         for answer in (*response.history, response):

@@ -129,7 +129,7 @@ class Job:
         return list(_parse(lines))
 
     def _take_error(self, event: dict[str, Any]) -> bool:
-        error = _error_of(event)
+        error = error_of(event)
         self._error = error or self._error
         return error is not None
 
@@ -270,7 +270,7 @@ class JobStore:
     def _look_at(self, record: JobRecord) -> JobView:
         pid = _holder(self._path(record.id, ".lock"))  # before reading, as in `poll`
         events, silent_s = _tail(self._path(record.id, ".ndjson"))
-        error = next((e for event in reversed(events) if (e := _error_of(event))), None)
+        error = next((e for event in reversed(events) if (e := error_of(event))), None)
         newest = events[-1] if events else {}
         if not pid and newest.get("event") not in _DONE_EVENTS and error is None:
             error = _crashed(None, self._path(record.id, ".log"))
@@ -383,7 +383,8 @@ def _parse(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def _error_of(event: dict[str, Any]) -> MoetError | None:
+def error_of(event: dict[str, Any]) -> MoetError | None:
+    """The error that an event of a child reports, if it does."""
     record = event.get("error")
     if not isinstance(record, dict) or record.get("code") not in CATALOGUE:
         return None

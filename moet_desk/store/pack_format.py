@@ -67,6 +67,7 @@ class Phase(Enum):
     ROWS = "pack experts"
     FINISH = "write the index"
     VERIFY = "verify rows"
+    FETCH = "fetch what is damaged"
     REPAIR = "repair rows"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,10 +195,31 @@ def repair_rows(
         if identity.hash != meta.identity:
             got, want = identity.short, meta.identity[:12]
             raise fail("MD-PACK-10", path=str(source), got=got, want=want)
-        with disk_errors(path), one_torch_thread():
-            written = _repair_experts(path, maker, report, progress)
-            written += _repair_files(path, opened, maker, report)
-    return written
+        return mend(path, opened.small, maker, report, progress=progress)
+
+
+def rows_to_make(report: VerifyReport) -> Sequence[int]:
+    """The rows that a repair makes again: without right digests nobody knows which are damaged."""
+    if report.digests is None:
+        return range(report.meta.n_rows)
+    return sorted({row for _, row in report.bad})
+
+
+def mend(
+    path: Path,
+    small: Mapping[str, bytes],
+    maker: RowMaker,
+    report: VerifyReport,
+    *,
+    progress: Report = lambda _: None,
+) -> int:
+    """Do what `repair_rows` says, under the pack's lock, for a source known to be the right one.
+
+    The source need only hold what the damaged parts are made from; `small` are its small files.
+    """
+    with disk_errors(path), one_torch_thread():
+        written = _repair_experts(path, maker, report, progress)
+        return written + _repair_files(path, small, maker, report)
 
 
 def _repair_experts(path: Path, maker: RowMaker, report: VerifyReport, progress: Report) -> int:
@@ -206,8 +227,7 @@ def _repair_experts(path: Path, maker: RowMaker, report: VerifyReport, progress:
     table = report.digests
     keys = [(plane, row) for plane in Plane for row in range(meta.n_rows)]
     digests = {key: b"" if table is None else table.of(*key) for key in keys}
-    # without a table nobody knows which rows are damaged, so all are made and compared
-    todo = range(meta.n_rows) if table is None else sorted({row for _, row in report.bad})
+    todo = rows_to_make(report)
     written = 0
     with contextlib.ExitStack() as stack:
         fds = {plane: _open_to_write(path, meta, plane, stack) for plane in Plane}
@@ -246,15 +266,17 @@ def _repair_digests(
     return 1
 
 
-def _repair_files(path: Path, source: ModelSource, maker: RowMaker, report: VerifyReport) -> int:
+def _repair_files(
+    path: Path, small: Mapping[str, bytes], maker: RowMaker, report: VerifyReport
+) -> int:
     if not report.dense_ok:
         index, plan = maker.index, maker.plan
         _want_hash(path / DENSE_FILE, dense_chunks(index, plan), report.meta.dense_blake3)
         replace_file(path / DENSE_FILE, dense_chunks(index, plan))
     want = {file.name: file.blake3 for file in report.meta.copied}
     for name in report.files:
-        data = source.small.get(name, b"")
-        _want_hash(source.path / name, [data], want[name])
+        data = small.get(name, b"")
+        _want_hash(path / name, [data], want[name])
         replace_file(path / name, [data])
     return (not report.dense_ok) + len(report.files)
 

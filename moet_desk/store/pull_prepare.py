@@ -112,28 +112,48 @@ def prepare(asked: Asked, line: Line, make_plan: MakePlan) -> Prepared | None:
     if _is_complete(asked, listing):
         return None
     _keep(asked, state)
-    _fetch_small(asked.work, listing, line)
-    shards = _shards(asked.work, listing)
-    headers, index, homes = _index(asked.work, listing, shards, line, fresh=False)
+    seen = look_at_model(asked.work, listing, line, make_plan)
+    return Prepared(
+        asked=asked,
+        state=state,
+        shards=seen.shards,
+        maker=seen.maker,
+        homes=seen.homes,
+        headers=seen.headers,
+        figures=_figures(asked, state, seen.shards, seen.maker),
+        moved=moved,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SeenModel:
+    """A model by its small files and headers; the weights need not be here."""
+
+    shards: tuple[RemoteFile, ...]
+    headers: Mapping[str, bytes]
+    homes: Mapping[str, WeightFile]
+    maker: RowMaker
+
+
+def look_at_model(work: Path, listing: Listing, line: Line, make_plan: MakePlan) -> SeenModel:
+    """Bring small files and headers into `work`, and check the plan against them.
+
+    Raises:
+        MoetError: as `prepare`.
+        Stopped: asked to stop.
+    """
+    _fetch_small(work, listing, line)
+    shards = _shards(work, listing)
+    headers, index, homes = _index(work, listing, shards, line, fresh=False)
     try:
-        maker = _maker(asked.work, index, make_plan)
+        maker = _maker(work, index, make_plan)
     except MoetError as error:
         if not error.code.startswith("MD-SRC"):
             raise
         # headers alone have no checksum: look twice before a model is blamed
-        headers, index, homes = _index(asked.work, listing, shards, line, fresh=True)
-        maker = _maker(asked.work, index, make_plan)
-    figures = _figures(asked, state, shards, maker)
-    return Prepared(
-        asked=asked,
-        state=state,
-        shards=shards,
-        maker=maker,
-        homes=homes,
-        headers=headers,
-        figures=figures,
-        moved=moved,
-    )
+        headers, index, homes = _index(work, listing, shards, line, fresh=True)
+        maker = _maker(work, index, make_plan)
+    return SeenModel(shards, headers, homes, maker)
 
 
 def check_room(prepared: Prepared) -> None:

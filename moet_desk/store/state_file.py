@@ -31,4 +31,4 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, [json.dumps(dict(record), indent=1).encode()])
+        replace_file(path, [json.dumps(dict(record), indent=1).encode()], mode=0o600)

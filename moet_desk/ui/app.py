@@ -43,15 +43,18 @@ from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.screens.doctor import DoctorScreen
 from moet_desk.ui.screens.help import HelpPanel
 from moet_desk.ui.screens.models import ModelList, ModelsScreen
+from moet_desk.ui.screens.pack_plan import PackPlan
 from moet_desk.ui.screens.setup import SetupScreen
 from moet_desk.ui.setup_steps import Setup, Step
 from moet_desk.ui.theme import ASCII, MOET_DARK, THEMES, Glyphs, choose_glyphs
+from moet_desk.ui.widgets.filter_line import FilterLine
 from moet_desk.ui.widgets.frame import MIN_COLUMNS, MIN_ROWS, TabLine
 from moet_desk.ui.widgets.gauges import History
 from moet_desk.ui.widgets.heatmap import Heatmap
 from moet_desk.ui.widgets.offer_list import Offers
 from moet_desk.ui.widgets.problem import ConfirmDialog
 from moet_desk.ui.widgets.prompt import Prompt
+from moet_desk.ui.widgets.sign_in import SignInDialog
 
 QUIT_AGAIN_S = 1.0
 
@@ -326,9 +329,10 @@ class MoetDeskApp(App[int]):
         self.bridge.load(self._desk.opener(name, wishes))
 
     async def on_models_screen_load(self, event: ModelsScreen.Load) -> None:
-        ready = event.name == self.model and self.bridge.phase is Phase.READY
+        is_here = event.name == self.model and self.bridge.phase is Phase.READY
+        ready = is_here and event.wishes is None
         if not ready:
-            self.load_model(event.name)
+            self.load_model(event.name, event.wishes)
         if ready or not self.conversation.busy:
             await self.action_go("chat")
 
@@ -452,7 +456,8 @@ def binding_ids() -> tuple[str, ...]:
     """All action ids that `[keys]` may name, in the order of the help; a public contract."""
     owners = (
         Prompt, ChatScreen, CacheScreen, Heatmap, ModelsScreen, ModelList, DoctorScreen,
-        SetupScreen, Offers, ChatList, ConfirmDialog, HelpPanel, MoetDeskApp,
+        PackPlan, SetupScreen, Offers, FilterLine, SignInDialog, ChatList, ConfirmDialog,
+        HelpPanel, MoetDeskApp,
     )  # fmt: skip
     return tuple(
         binding.id

@@ -113,6 +113,7 @@ class PlanWishes:
     context: int | None = None
     keep_free: int | None = None  # bytes of GPU memory, or of RAM without a GPU
     quality: str = "fast"
+    ram: int | None = None  # bytes of RAM for experts beside a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,9 @@ class TierRow:
 
 @dataclass(frozen=True, slots=True)
 class PlanView:
-    """How a model will live on this computer. The choices stand in rising order."""
+    """How a model will live on this computer. The choices stand in rising order; none: it cannot
+    be chosen here.
+    """
 
     rows: tuple[TierRow, ...]
     context: int
@@ -147,6 +150,8 @@ class PlanView:
     forecast: str = ""
     notes: tuple[str, ...] = ()
     problem: MoetError | None = None  # it does not fit so
+    ram: int = 0
+    rams: tuple[int, ...] = ()
     document: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -233,8 +238,9 @@ class JobView:
 class Desk(Protocol):
     """Everything these screens can ask for.
 
-    `machine`, `offers`, `look_up`, `doctor`, `library` and `remove` may take long and run in a
-    thread; the others are quick. All raise catalogue errors.
+    `machine`, `offers`, `look_up`, `sign_in`, `doctor`, `measure`, `put_in_order`, `library`,
+    `pack_offer` and `remove` may take long and run in a thread; the others are quick. All raise
+    catalogue errors.
     """
 
     def machine(self, *, again: bool = False) -> MachineView:
@@ -249,12 +255,23 @@ class Desk(Protocol):
         """The offer for a repository's name or a folder. Reads headers only, no weights."""
         ...
 
+    @property
+    def token_page(self) -> str:
+        """Where the hub lets people make tokens."""
+        ...
+
+    def sign_in(self, token: str) -> None:
+        """Ask the hub whether it knows a token, and keep it."""
+        ...
+
     def plan(self, offer: Offer, wishes: PlanWishes) -> PlanView | None:
         """How it would live here; None while its shape is not known. Pure and quick."""
         ...
 
-    def start(self, offer: Offer, wishes: PlanWishes) -> str:
-        """Begin (or take up) getting and packing; returns the job's id."""
+    def start(self, offer: Offer, wishes: PlanWishes, limit: int | None = None) -> str:
+        """Begin (or take up) getting and packing, with so many bytes per second of the line at
+        most; returns the job's id.
+        """
         ...
 
     def name_of(self, offer: Offer) -> str:
@@ -267,6 +284,22 @@ class Desk(Protocol):
 
     def verify(self, name: str) -> str:
         """Compare a pack with its checksums, in the background; returns the job's id."""
+        ...
+
+    def repair(self, name: str) -> str:
+        """Look for damage in a pack and mend it, in the background; returns the job's id."""
+        ...
+
+    def show_folder(self, name: str) -> tuple[Path, bool]:
+        """The folder of a pack, and whether the desktop shows it now; without one it cannot."""
+        ...
+
+    def pack_offer(self, name: str) -> tuple[Offer, PlanWishes]:
+        """A pack as something that can be planned, and what is wished for it now."""
+        ...
+
+    def save_wishes(self, name: str, wishes: PlanWishes) -> None:
+        """Keep how a pack is to be planned when it is loaded next."""
         ...
 
     def remove(self, name: str) -> int:
@@ -295,6 +328,14 @@ class Desk(Protocol):
 
     def doctor(self) -> DoctorView:
         """Check this computer."""
+        ...
+
+    def measure(self, say: Callable[[str], None]) -> DoctorView:
+        """Measure this computer, then check it; `say` is told in this thread what is measured."""
+        ...
+
+    def put_in_order(self) -> tuple[str, ...]:
+        """Do what needs no question: folders, who may read files, leftovers. What was done."""
         ...
 
     def save_report(self, view: DoctorView) -> Path:

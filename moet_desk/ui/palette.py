@@ -19,7 +19,10 @@ COMMANDS = (
     ("chat", "Go to the end", "Follow the text again", "follow"),
     ("cache", "Cache measure", "Where experts are, or their heat", "measure"),
     ("cache", "Pause the cache picture", "The engine still runs", "pause"),
+    ("models", "Sign in to the hub", "For models that ask who fetches them", "sign_in"),
     ("doctor", "Check this computer again", "Findings with cause and fix", "again"),
+    ("doctor", "Measure this computer", "RAM, drive and card, for forecasts", "measure"),
+    ("doctor", "Put in order", "Folders, who may read files, leftovers", "fix"),
 )
 """Screen, title, explanation and action of each entry that acts on a screen."""
 
@@ -32,7 +35,13 @@ GO = (
 """Screen, title and explanation of each entry that changes the screen."""
 
 
-_KEY_WORDS = {"escape": "Esc", "question_mark": "?", "pageup": "PgUp", "pagedown": "PgDn"}
+_KEY_WORDS = {
+    "escape": "Esc",
+    "question_mark": "?",
+    "slash": "/",
+    "pageup": "PgUp",
+    "pagedown": "PgDn",
+}
 
 
 def show_key(key: str) -> str:

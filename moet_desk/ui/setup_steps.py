@@ -50,6 +50,7 @@ class Setup:
     job: str | None = None
     model: str | None = None  # name of the pack, once getting it has begun
     open: bool = False  # whether the wizard was in front, so that the next start shows it
+    limit: int | None = None  # bytes per second that a download may take
 
 
 def back(setup: Setup) -> Setup | None:
@@ -119,16 +120,38 @@ def obstacle(offer: Offer, plan: PlanView | None) -> str | None:
     return None
 
 
-# -- the three values of the plan --------------------------------------------------------------
+# -- the values of the plan --------------------------------------------------------------------
 
-FIELDS = ("context", "keep free", "answers")
 QUALITIES = ("fast", "balanced", "exact")
+LIMITS = tuple(n * 1_000_000 for n in (1, 2, 5, 10, 20, 50, 100, 200))
+"""Rates that a download may be limited to, in bytes per second; beyond them it has no limit."""
+
+
+def fields(plan: PlanView | None, *, downloads: bool) -> tuple[str, ...]:
+    """The values that can be changed, from above."""
+    found = [] if plan is None else ["context", "keep free"]
+    found += ["RAM"] if plan is not None and plan.rams else []
+    return (*found, "answers", *(("limit",) if downloads else ()))
+
+
+def downloads(offer: Offer) -> bool:
+    """Whether anything of it comes over the network."""
+    return not offer.ready and offer.download_bytes != 0
+
+
+def change_limit(limit: int | None, by: int) -> int | None:
+    """Move the limit of the line by a place; above the highest there is none."""
+    choices = (*LIMITS, None)
+    at = choices.index(limit) if limit in choices else len(LIMITS)
+    return choices[max(0, min(len(LIMITS), at + by))]
 
 
 def change(wishes: PlanWishes, plan: PlanView, name: str, by: int) -> PlanWishes:
     """Move one value of the plan by a place; it stays at its ends."""
     if name == "context":
         return replace(wishes, context=_moved(plan.contexts, plan.context, by))
+    if name == "RAM":
+        return replace(wishes, ram=_moved(plan.rams, plan.ram, by))
     if name == "keep free":
         return replace(wishes, keep_free=_moved(plan.keep_frees, plan.keep_free, by))
     at = QUALITIES.index(wishes.quality) + by
@@ -174,7 +197,9 @@ def to_kept(setup: Setup) -> dict[str, Any]:
         "offer": setup.offer,
         "context": wishes.context,
         "keep_free_bytes": wishes.keep_free,
+        "ram_bytes": wishes.ram,
         "quality": wishes.quality,
+        "limit_bytes_per_s": setup.limit,
         "job": setup.job,
         "model": setup.model,
         "open": setup.open,
@@ -198,13 +223,16 @@ def from_kept(kept: Mapping[str, Any]) -> Setup | None:
         context=_whole(kept.get("context")),
         keep_free=_whole(kept.get("keep_free_bytes")),
         quality=quality if quality in QUALITIES else "fast",
+        ram=_whole(kept.get("ram_bytes")),
     )
+    limit = _whole(kept.get("limit_bytes_per_s"))
     first = first if first in (Step.MACHINE, Step.MODEL) else Step.MACHINE
     offer, job, model = (_text(kept.get(key)) for key in ("offer", "job", "model"))
     needs = {Step.PLAN: offer, Step.GET: offer, Step.START: model}
     if step in needs and needs[step] is None:
         step = Step.MODEL
-    return Setup(step, first, offer, wishes, job, model, kept.get("open") is True)
+    is_open = kept.get("open") is True
+    return Setup(step, first, offer, wishes, job, model, is_open, limit)
 
 
 def _whole(value: Any) -> int | None:

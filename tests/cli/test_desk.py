@@ -14,7 +14,7 @@ from moet_desk.cli.app import Start, plan_start
 from moet_desk.cli.context import Invocation
 from moet_desk.cli.desk import APP_FILE, AppDesk
 from moet_desk.cli.desk_jobs import steps_of
-from moet_desk.cli.desk_machine import _LINE_OF_CHECK, _PASSED, doctor_view, machine_view
+from moet_desk.cli.desk_machine import _LINE_OF_CHECK, doctor_view, machine_view, show_folder
 from moet_desk.cli.desk_plans import (
     catalogue_offer,
     context_choices,
@@ -23,20 +23,21 @@ from moet_desk.cli.desk_plans import (
     plan_view,
     ranked,
 )
-from moet_desk.cli.desk_sources import repository_in
+from moet_desk.cli.desk_sources import Known, pull_arguments, repository_in
 from moet_desk.doctor import CHECKS, examine
 from moet_desk.engine.handle import EngineOptions, Quality
 from moet_desk.engine.planned_model import from_catalogue
 from moet_desk.engine.planning import plan_model
 from moet_desk.errors import MoetError
-from moet_desk.machine import MachineFacts, from_json
+from moet_desk.machine import MachineFacts, Rates, from_json
+from moet_desk.probing.rates import read_rates, save_rates
 from moet_desk.settings import Settings
 from moet_desk.store.library import embedded_source
 from moet_desk.store.state_file import read_record, write_record
 from moet_desk.ui.desk import Fit, JobState, JobStep, Mark, Offer, PackCondition, PlanWishes
 from moet_desk.ui.setup_steps import Setup, Step, to_kept
 from moet_desk.units import GIB
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, environment
 
 MACHINES = Path(__file__).resolve().parents[1] / "data" / "machines"
 OPTIONS = EngineOptions(device="auto", prefix_bytes=None)
@@ -67,7 +68,7 @@ def desk(data_dir: Path) -> AppDesk:
 
 
 def test_checks__every_one__has_words_and_a_known_line() -> None:
-    assert set(_PASSED) == set(CHECKS)
+    assert all(check.passed for check in CHECKS.values())
     assert set(_LINE_OF_CHECK) <= set(CHECKS)
 
 
@@ -97,6 +98,38 @@ def test_doctor__same_document_as_the_command(desk: AppDesk, moet: Command) -> N
     assert shown.keys() == printed.keys()
     path = desk.save_report(desk.doctor())
     assert read_record(path)["findings"] == printed["findings"]
+
+
+def test_measure__in_a_child__rates_are_kept_and_compared(
+    desk: AppDesk, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(data_dir).items():
+        monkeypatch.setenv(name, value)
+    save_rates(data_dir, Rates(measured="2020-01-01T00:00:00Z", ram_copy=2e9))
+    said: list[str] = []
+    view = desk.measure(said.append)
+    assert said == ["RAM", "the drive"]
+    row = next(row for row in view.findings if row.title == "The computer was measured")
+    assert "(was 2.0 GB/s)" in row.cause
+    assert "before on 2020-01-01" in row.cause
+    kept = read_rates(data_dir)
+    assert kept is not None
+    assert kept.measured > "2026"
+
+
+def test_measure__folder_cannot_be_written__the_child_s_error(
+    desk: AppDesk, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(data_dir).items():
+        monkeypatch.setenv(name, value)
+    data_dir.write_text("a file in its place")
+    with pytest.raises(MoetError, match="MD-DISK-03"):
+        desk.measure(lambda what: None)
+
+
+def test_put_in_order__what_was_done(desk: AppDesk, data_dir: Path) -> None:
+    assert f"made the folder {data_dir}" in desk.put_in_order()
+    assert desk.put_in_order() == ()
 
 
 # -- plans -------------------------------------------------------------------------------------
@@ -139,6 +172,37 @@ def test_plan_view__nothing_fits__says_why_and_keeps_the_choices() -> None:
     assert view.problem is not None
     assert view.contexts
     assert view.keep_frees
+
+
+def test_plan_view__ram_beside_a_card__can_be_wished_for() -> None:
+    facts, big = recorded("5090-96gb"), model("deepseek-v3.1")
+    view = plan_view(facts, big, OPTIONS, PlanWishes())
+    assert view.ram in view.rams
+    less = plan_view(facts, big, OPTIONS, PlanWishes(ram=16 * GIB))
+    assert less.ram == 16 * GIB
+    (arena,) = [part for part in less.rows[1].parts if part.label == "packed experts"]
+    assert arena.n_bytes <= 16 * GIB
+    on_cpu = plan_view(recorded("cpu-only"), model("qwen3-30b-a3b"), OPTIONS, PlanWishes(ram=GIB))
+    assert on_cpu.rams == ()
+
+
+def test_pack_offer__installed__planned_with_what_is_kept(desk: AppDesk, moet: Command) -> None:
+    with pytest.raises(MoetError, match="MD-LIB-01"):
+        desk.pack_offer("demo")
+    assert moet("pack", "demo", "-q").code == 0
+    offer, wishes = desk.pack_offer("demo")
+    assert wishes == PlanWishes()
+    view = desk.plan(offer, PlanWishes(context=1024))
+    assert view is not None
+    assert (view.problem, view.context) == (None, 1024)
+    changed = PlanWishes(2048, 3 * GIB, "exact", 5 * GIB)
+    desk.opener("other", PlanWishes(1))()
+    desk.save_wishes("demo", changed)
+    assert desk.pack_offer("demo")[1] == changed
+    assert desk.opener("demo")() == ("opened", "demo", changed)
+    assert desk.wishes_for("other") == PlanWishes(1)
+    path, is_shown = desk.show_folder("demo")
+    assert (path.name, is_shown) == ("demo", False)
 
 
 def test_options_for__wishes__on_the_card_or_in_ram() -> None:
@@ -283,6 +347,61 @@ def until(reached: Any, timeout_s: float = 60.0) -> None:
     while not reached():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_start_and_repair__the_commands_of_the_jobs(
+    desk: AppDesk, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[str, str, list[str]]] = []
+
+    def start(kind: str, model: str, arguments: list[str]) -> str:
+        started.append((kind, model, arguments))
+        return "id"
+
+    monkeypatch.setattr(desk._jobs, "start", start)
+    offer = Offer("a/b", "b")
+    arguments = pull_arguments("a/b", "b", reclaim=True)
+    desk._known["a/b"] = Known(offer, "b", None, "pull", arguments)
+    first = ["--data-dir", str(data_dir)]
+    assert desk.start(offer, PlanWishes(), 10**6) == "id"
+    desk.start(offer, PlanWishes())
+    demo = next(offer for offer in desk.offers() if offer.id == "demo")
+    desk.start(demo, PlanWishes(), 10**6)
+    desk.repair("b")
+    assert started[0] == ("pull", "b", [*first, *arguments, "--limit-rate", "1000000"])
+    assert started[1] == ("pull", "b", [*first, *arguments])
+    assert "--limit-rate" not in started[2][2]  # nothing is fetched
+    assert started[3] == ("repair", "b", [*first, "verify", "b", "--repair"])
+
+
+def test_steps_of__a_repair__fetching_when_there_is_something() -> None:
+    latest = {
+        "verify": {"done": 16, "total": 16, "unit": "rows", "bytes": 0},
+        "fetch": {"done": 3, "total": 9, "unit": "bytes", "rate_bytes_per_s": 1.0},
+    }
+    verify, fetch, repair = steps_of("repair", latest, is_done=False)
+    assert verify.finished
+    assert (fetch.name, fetch.done, fetch.total) == ("Fetch", 3, 9)
+    assert not repair.total
+
+
+def test_show_folder__with_a_desktop__it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opener = tmp_path / "bin" / "xdg-open"
+    opener.parent.mkdir()
+    opener.write_text(f'#!/bin/sh\nprintf %s "$1" > {tmp_path}/shown\n')
+    opener.chmod(0o755)
+    monkeypatch.setenv("PATH", str(opener.parent))
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    assert not show_folder(tmp_path)
+    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
+    assert show_folder(tmp_path)
+    until(lambda: (tmp_path / "shown").is_file() and (tmp_path / "shown").read_text())
+    assert (tmp_path / "shown").read_text() == str(tmp_path)
+    opener.unlink()
+    assert not show_folder(tmp_path)
 
 
 def test_steps_of__a_pull__download_and_packing_beside_each_other() -> None:

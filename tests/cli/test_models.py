@@ -114,10 +114,14 @@ def test_verify__flipped_bit__named_then_mended(moet: Command, packed: Path) -> 
     assert moet("verify", "--format", "ndjson").events[-1]["event"] == "verified"
 
 
-def test_verify__repair_without_source__usage_error(moet: Command, packed: Path) -> None:
-    packed.rename(packed.with_name("other"))
-    assert moet("verify", "other", "--repair").code == ExitCode.USAGE
-    assert moet("verify", "other", "--source", "x").code == 0
+def test_verify__repair_without_source__says_what_to_name(moet: Command, packed: Path) -> None:
+    other = packed.with_name("other")
+    packed.rename(other)
+    assert moet("verify", "other", "--repair").code == 0  # nothing has to be mended
+    (other / "tokenizer.json").unlink()
+    refused = moet("verify", "other", "--repair", "--json")
+    assert (refused.code, refused.error_code) == (ExitCode.DAMAGED, "MD-PACK-11")
+    assert "verify other --repair --source" in refused.document["error"]["do"]
 
 
 def test_show__what_it_is(moet: Command, packed: Path) -> None:

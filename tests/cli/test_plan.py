@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -229,11 +231,39 @@ def test_doctor__bench_with_a_card__its_rates_too(
     monkeypatch.setattr(
         bandwidth, "measure_card", lambda: bandwidth.Bandwidth(vram=1.5e12, pcie=5.1e10)
     )
-    monkeypatch.setattr(rates, "measure", lambda folder: Rates(measured="2026-11-29T00:00:00Z"))
+    monkeypatch.setattr(rates, "measure", lambda *_: Rates(measured="2026-11-29T00:00:00Z"))
     assert moet("doctor", "--bench").code == ExitCode.OK
     kept = rates.read_rates(data_dir)
     assert kept is not None
     assert (kept.pcie, kept.vram) == (5.1e10, 1.5e12)
+
+
+def test_doctor__fix__said_then_the_findings(
+    moet: Command, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Path] = []
+
+    def measure(folder: Path, say: Any) -> Rates:
+        measured.append(folder)
+        return Rates(measured=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), ram_copy=1e9)
+
+    monkeypatch.setattr(rates, "measure", measure)
+    document = moet("doctor", "--fix", "--json").document
+    assert f"made the folder {data_dir}" in document["fixed"]
+    assert document["not_fixed"] == []
+    assert "measured" in document["passed"]
+    assert len(measured) == 1
+    (data_dir / "app.json").write_text("{}")
+    (data_dir / "app.json").chmod(0o644)
+    ran = moet("doctor", "--fix")
+    assert f"Made {data_dir / 'app.json'} readable by you alone." in ran.out
+    assert len(measured) == 1  # it is new enough
+    assert "nothing to put in order" in moet("doctor", "--fix").out
+    rates.save_rates(data_dir, Rates(measured="2020-01-01T00:00:00Z"))
+    events = moet("doctor", "--fix", "--format", "ndjson").events
+    assert len(measured) == 2
+    assert events[-1]["event"] == "doctor"
+    assert moet("doctor", "--fix", "--machine", DESK).code == ExitCode.USAGE
 
 
 def test_doctor__a_damaged_pack__named(moet: Command, data_dir: Path) -> None:

@@ -84,6 +84,22 @@ def test_pull__damaged_row__repaired_from_the_download(
     assert rows.read_bytes() == good
 
 
+def test_pull__reclaimed_and_damaged__repaired_from_the_hub(
+    hub: HubServer, moet: Command, data_dir: Path, source: Path
+) -> None:
+    moet("pull", NAME, "--yes", "--reclaim")
+    assert not (data_dir / "sources" / "tiny").exists()
+    rows = data_dir / "models" / "tiny" / "experts.fine"
+    good = rows.read_bytes()
+    rows.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    events = moet("verify", "tiny", "--repair", "--format", "ndjson").events
+    assert events[-1] == events[-1] | {"event": "verified", "repaired": 1}
+    fetched = [event for event in events if event["event"] == "fetch"]
+    assert fetched[-1]["done"] == fetched[-1]["total"] < 100_000
+    assert rows.read_bytes() == good
+    assert list((data_dir / "sources").iterdir()) == []
+
+
 def test_rm__pulled_model__download_goes_too(hub: HubServer, moet: Command, data_dir: Path) -> None:
     moet("pull", NAME, "--yes")
     source = data_dir / "sources" / "tiny"
@@ -173,10 +189,59 @@ def test_pull__disk_too_small__exit_code_and_figures(
 
 
 def test_pull__folder__packed_where_it_is(moet: Command, source: Path, data_dir: Path) -> None:
-    assert moet("pull", str(source), "--json").document["state"] == "ready"
+    assert moet("pull", str(source), "--yes", "--json").document["state"] == "ready"
     assert not (data_dir / "sources").exists()
     refused = moet("pull", str(source), "--reclaim", "--json")
     assert refused.code == ExitCode.USAGE  # a person's own files are never deleted
+    again = moet("pull", str(source), "--json")  # nothing is left to be agreed to
+    assert (again.code, again.document["state"]) == (0, "ready")
+
+
+def test_pull__folder__dry_run_says_the_sizes_and_writes_nothing(
+    moet: Command, source: Path, data_dir: Path
+) -> None:
+    dry = moet("pull", str(source), "--dry-run", "--json")
+    seen = dry.document
+    assert not data_dir.exists()
+    assert seen["source_bytes"] == sum(p.stat().st_size for p in source.glob("*.safetensors"))
+    assert seen["free_bytes"] > seen["peak_bytes"] == seen["pack_bytes"] == seen["left_bytes"]
+    assert "are free" in dry.err
+    assert moet("pull", str(source), "--yes", "--format", "ndjson").events[0]["event"] == "plan"
+    pack = data_dir / "models" / source.name
+    for field, name in (("base", "base"), ("fine", "fine")):
+        assert seen[f"{field}_bytes"] == (pack / f"experts.{name}").stat().st_size
+    n_bytes = sum(path.stat().st_size for path in pack.iterdir())
+    assert abs(n_bytes - seen["pack_bytes"]) < 20_000  # pack.json, and the header of dense
+    assert moet("pull", str(source), "--dry-run", "--json").document["left_bytes"] == 0
+
+
+@pytest.mark.parametrize(("covered", "options"), [(10**9, []), (1000, ["--yes"])])
+def test_pull__folder__large_ones_need_their_own_word(
+    moet: Command,
+    source: Path,
+    data_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    covered: int,
+    options: list[str],
+) -> None:
+    monkeypatch.setattr(pull_command, "YES_COVERS_BYTES", covered)
+    refused = moet("pull", str(source), *options, "--json")
+    assert (refused.code, refused.error_code) == (ExitCode.USAGE, "MD-PULL-03")
+    assert not data_dir.exists()
+
+
+def test_pull__folder__no_room__figures(
+    moet: Command, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.statvfs("/")
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([*real[:4], 100, *real[5:]]))
+    result = moet("pull", str(source), "--dry-run", "--json")
+    assert (result.code, result.error_code) == (ExitCode.NO_ROOM, "MD-DISK-01")
+
+
+def test_pull__demo__its_own_name(moet: Command, data_dir: Path) -> None:
+    seen = moet("pull", "demo", "--dry-run", "--json").document
+    assert (seen["model"], seen["experts"]) == ("demo", 288)
 
 
 def test_pull__snapshot_in_the_librarys_cache__named_as_the_model(
@@ -189,7 +254,7 @@ def test_pull__snapshot_in_the_librarys_cache__named_as_the_model(
     for number, path in enumerate(sorted(source.iterdir())):
         shutil.copy(path, blobs / str(number))
         (snapshot / path.name).symlink_to(blobs / str(number))
-    made = moet("pull", str(snapshot), "--json").document
+    made = moet("pull", str(snapshot), "--yes", "--json").document
     assert (made["model"], made["state"]) == ("small", "ready")
 
 

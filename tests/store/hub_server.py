@@ -131,7 +131,9 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 self.answer(int(fault.kind), b"not now", extra)
                 return
             parts = path.strip("/").split("/")
-            if parts[:2] == ["api", "models"]:
+            if parts == ["api", "whoami-v2"]:
+                self.whoami()
+            elif parts[:2] == ["api", "models"]:
                 self.info(parts[2:], fault)
             elif parts[0] == "cdn":
                 self.file("/".join(parts[1:3]), parts[4], parts[5], fault)
@@ -150,6 +152,14 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
                 return None
             return repo
+
+        def whoami(self) -> None:
+            known = {f"Bearer {repo.token}" for repo in hub.repos.values() if repo.token}
+            if self.headers.get("Authorization") not in known:
+                self.answer(401, b"", {})
+                return
+            found = {"name": "ada", "auth": {"accessToken": {"role": "read", "displayName": "t"}}}
+            self.answer(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
         def info(self, parts: list[str], fault: Fault | None) -> None:
             name = "/".join(parts[:2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +95,10 @@ class FakeDesk:
         self.packs: tuple[PackView, ...] = (READY,)
         self.running: tuple[JobView, ...] = ()
         self.errors: dict[str, MoetError] = {}
+        self.wishes: dict[str, PlanWishes] = {}
+        self.has_desktop = False
+        self.measuring = threading.Event()  # set: measuring may end
+        self.tidied: tuple[str, ...] = ()
         self._open_engine = open_engine
 
     def _ask(self, *what: Any) -> None:
@@ -111,12 +116,14 @@ class FakeDesk:
 
     def look_up(self, text: str) -> Offer:
         self._ask("look_up", text)
+        if text in self.errors:
+            raise self.errors[text]
         if "/" not in text:
             raise fail("MD-SRC-01", path=text, missing="config.json")
         return replace(SMALL, id=text, title=text)
 
     def plan(self, offer: Offer, wishes: PlanWishes) -> PlanView | None:
-        if offer.id not in ("flash", "huge"):
+        if offer.id not in ("flash", "huge") and not offer.id.startswith("pack:"):
             return None
         context, free = wishes.context or 32768, wishes.keep_free or 2 * GIB
         problem = fail("MD-GPU-05", need="40 GiB", have="32 GiB") if free > 8 * GIB else None
@@ -136,13 +143,15 @@ class FakeDesk:
             keep_free=free, keep_frees=(GIB, 2 * GIB, 4 * GIB, 16 * GIB),
             forecast=f"28-34 tok/s at {context} tokens", notes=("The 4-bit pool is small.",),
             problem=problem, document={"context_tokens": context, "keep_free_bytes": free},
+            ram=wishes.ram or 64 * GIB,
+            rams=(32 * GIB, 64 * GIB) if offer.id.startswith("pack:") else (),
         )  # fmt: skip
 
     def name_of(self, offer: Offer) -> str:
         return offer.id.replace("/", "-")
 
-    def start(self, offer: Offer, wishes: PlanWishes) -> str:
-        self._ask("start", offer.id, wishes)
+    def start(self, offer: Offer, wishes: PlanWishes, limit: int | None = None) -> str:
+        self._ask("start", offer.id, wishes, *([] if limit is None else [limit]))
         steps = (JobStep("Pack", 0, 288, unit="experts"),)
         self.running = (JobView("job-1", "pack", self.name_of(offer), JobState.RUNNING, steps),)
         return "job-1"
@@ -154,6 +163,32 @@ class FakeDesk:
     def verify(self, name: str) -> str:
         self._ask("verify", name)
         return "job-2"
+
+    def repair(self, name: str) -> str:
+        self._ask("repair", name)
+        return "job-3"
+
+    def show_folder(self, name: str) -> tuple[Path, bool]:
+        self._ask("show_folder", name)
+        return Path("/home/ada/models") / name, self.has_desktop
+
+    def pack_offer(self, name: str) -> tuple[Offer, PlanWishes]:
+        self._ask("pack_offer", name)
+        return Offer(f"pack:{name}", name, ready=True), self.wishes.get(name, PlanWishes())
+
+    def save_wishes(self, name: str, wishes: PlanWishes) -> None:
+        self._ask("save_wishes", name, wishes)
+        self.wishes[name] = wishes
+
+    @property
+    def token_page(self) -> str:
+        return "https://hub.example/settings/tokens"
+
+    def sign_in(self, token: str) -> None:
+        self._ask("sign_in", token)
+        if token != "hf_right":
+            raise fail("MD-HUB-05", host="hub", page="https://hub/settings/tokens")
+        self.errors = {}
 
     def remove(self, name: str) -> int:
         self._ask("remove", name)
@@ -194,6 +229,17 @@ class FakeDesk:
     def doctor(self) -> DoctorView:
         self._ask("doctor")
         return DoctorView(FINDINGS, {"findings": [finding.code for finding in FINDINGS]})
+
+    def measure(self, say: Callable[[str], None]) -> DoctorView:
+        self._ask("measure")
+        say("the drive")
+        self.measuring.wait(10)
+        rates = Finding(Mark.OK, "The computer was measured", cause="drive 5.9 GB/s")
+        return DoctorView((*FINDINGS, rates), {})
+
+    def put_in_order(self) -> tuple[str, ...]:
+        self._ask("put_in_order")
+        return self.tidied
 
     def save_report(self, view: DoctorView) -> Path:
         self._ask("save_report", view.document)

@@ -43,11 +43,15 @@ IDS = {
     "chat.new", "chat.newline", "chat.page_down", "chat.page_up", "chat.quality", "chat.rail",
     "chat.retry", "chat.send", "chat.stop", "chats.close", "chats.delete", "chats.down",
     "dialog.left", "dialog.right", "dialog.safe", "doctor.again", "doctor.back", "doctor.copy",
-    "doctor.save", "go.cache", "go.cache_digit", "go.chat", "go.chat_digit", "go.doctor",
-    "go.doctor_digit", "go.models", "go.models_digit", "help.close", "models.add", "models.back",
-    "models.delete", "models.down", "models.load", "models.pause", "models.up", "models.verify",
-    "setup.again", "setup.back", "setup.background", "setup.choose", "setup.down", "setup.json",
-    "setup.less", "setup.more", "setup.next", "setup.pause", "setup.stop", "setup.up",
+    "doctor.fix", "doctor.measure", "doctor.save", "filter.close", "filter.list", "go.cache",
+    "go.cache_digit", "go.chat", "go.chat_digit", "go.doctor", "go.doctor_digit", "go.models",
+    "go.models_digit", "help.close", "models.add", "models.back", "models.delete", "models.down",
+    "models.filter", "models.folder", "models.load", "models.pause", "models.plan", "models.repair",
+    "models.sign_in", "models.up", "models.verify", "pack_plan.automatic", "pack_plan.down",
+    "pack_plan.leave", "pack_plan.less", "pack_plan.more", "pack_plan.save", "pack_plan.up",
+    "setup.again", "setup.back", "setup.background", "setup.choose", "setup.down", "setup.filter",
+    "setup.json", "setup.less", "setup.more", "setup.next", "setup.pause", "setup.sign_in",
+    "setup.stop", "setup.up", "sign_in.leave",
 }  # fmt: skip
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
+from textual.binding import Binding
 
+from moet_desk.engine.handle import Quality
 from moet_desk.engine.scripted import Script
 from moet_desk.errors import fail
 from moet_desk.ui.bridge import Phase
-from moet_desk.ui.desk import Finding, JobState, JobStep, Mark, PackCondition
+from moet_desk.ui.desk import Finding, JobState, JobStep, Mark, PackCondition, PlanWishes
+from moet_desk.ui.palette import show_key
 from moet_desk.ui.screens.doctor import count_words
-from moet_desk.ui.screens.models import ModelList
+from moet_desk.ui.screens.models import ModelList, ModelsScreen
 from moet_desk.ui.setup_steps import Step
+from moet_desk.ui.widgets.filter_line import matches
 from moet_desk.ui.widgets.job_lines import figures, left_words
+from moet_desk.ui.widgets.model_rows import _MORE_KEYS
 from tests.ui.desk import DEMO, FINDINGS, FLASH, PULLING, READY
 from tests.ui.support import Stage, dump
 from tests.ui.test_setup_screen import press
@@ -199,3 +205,139 @@ def test_left_words__as_exact_as_can_be_foreseen(seconds: int, words: str) -> No
 def test_figures__units_of_the_step() -> None:
     assert figures(JobStep("Pack", 5, 10, "experts", rate=None)) == "5 of 10 experts"
     assert figures(JobStep("Download", 10**9, 2 * 10**9)) == "1.0 GB of 2.0 GB"
+
+
+@pytest.mark.asyncio
+async def test_plan__changed_and_saved__loaded_again_if_wanted() -> None:
+    stage = Stage()
+    stage.desk.packs = (READY, OTHER, BROKEN)
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        screen = await press(stage, pilot, "f4", "c")
+        assert "32K of 128K tokens" in screen
+        screen = await press(stage, pilot, "right", "down", "down", "left", "down", "right")
+        assert "64K of 128K tokens" in screen
+        assert "32.0 GiB for packed experts" in screen
+        wishes = PlanWishes(65536, None, "balanced", 32 * 2**30)
+        assert "Load demo again now?" in await press(stage, pilot, "enter")
+        assert stage.desk.wishes == {"demo": wishes}
+        n_loads = stage.app.bridge.loads
+        await press(stage, pilot, "right", "enter")
+        await stage.ready(pilot)
+        assert stage.app.bridge.loads == n_loads + 1
+        assert ("opener", "demo", wishes) in stage.desk.asked
+        assert stage.app.conversation.wishes.quality is Quality.BALANCED
+        assert stage.app.current_mode == "chat"
+        await press(stage, pilot, "f4", "down", "c", "right", "escape")
+        assert "other" not in stage.desk.wishes
+        await press(stage, pilot, "c", "enter")
+        assert stage.desk.wishes["other"] == PlanWishes()
+        await press(stage, pilot, "down", "c")
+        assert ("pack_offer", "broken") not in stage.desk.asked
+
+
+@pytest.mark.asyncio
+async def test_plan__does_not_fit__is_not_saved() -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        screen = await press(stage, pilot, "f4", "c", "down", "right", "right")
+        assert "MD-GPU-05" in screen
+        await press(stage, pilot, "enter")
+        assert stage.desk.wishes == {}
+        assert "2.0 GiB for the desktop" in await press(stage, pilot, "a")
+
+
+@pytest.mark.asyncio
+async def test_folder_and_repair__of_the_pack_under_the_cursor() -> None:
+    stage = Stage()
+    stage.desk.packs = (READY, OTHER)
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await press(stage, pilot, "f4", "r", "o")
+        assert ("repair", "demo") not in stage.desk.asked  # it is loaded
+        assert stage.app.clipboard == "/home/ada/models/demo"
+        stage.desk.has_desktop = True
+        await press(stage, pilot, "down", "o", "r")
+        assert stage.app.clipboard == "/home/ada/models/demo"
+        assert ("show_folder", "other") in stage.desk.asked
+        assert ("repair", "other") in stage.desk.asked
+
+
+@pytest.mark.asyncio
+async def test_filter__rows_with_all_words__esc_shows_all() -> None:
+    stage = Stage()
+    stage.desk.packs = (READY, OTHER)
+    stage.desk.running = (PULLING,)
+    async with stage.open(120, 40) as pilot:
+        await stage.ready(pilot)
+        assert "Qwen3.6" in await press(stage, pilot, "f4")
+        screen = await press(stage, pilot, "slash", *"qwen")
+        assert "Qwen3.6" in screen
+        assert not any(word in screen for word in ("● loaded", "flash pull", "other"))
+        await press(stage, pilot, "enter", "enter")  # to the list, and the row under the cursor
+        assert stage.app.setup.setup.offer == "small"
+        await press(stage, pilot, "f4", "slash", *" nothing")
+        assert "Nothing here has these words" in dump(stage.app)
+        screen = await press(stage, pilot, "escape")
+        assert "● loaded" in screen
+        assert "flash pull" in screen
+
+
+def test_matches__every_word_in_any_text() -> None:
+    assert matches("", "a")
+    assert matches("QWEN 3b", "Qwen3", "35b a3b")
+    assert not matches("qwen x", "Qwen3", "35b")
+
+
+def test_more_keys__are_the_screen_s_own() -> None:
+    shown = dict(re.findall(r"(\S) ([A-Z][a-z]+)", _MORE_KEYS))
+    bindings = {show_key(b.key): b for b in ModelsScreen.BINDINGS if isinstance(b, Binding)}
+    assert set(shown) == {key for key, b in bindings.items() if not b.show and len(key) == 1}
+
+
+@pytest.mark.asyncio
+async def test_doctor__measure__in_the_background_with_what_and_how_long() -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await press(stage, pilot, "f7")
+        await pilot.press("b")
+        stage.time.seconds += 3
+        screen = ""
+        for _ in range(100):
+            await pilot.pause(0.01)
+            stage.app.pull_gauges()
+            screen = dump(stage.app)
+            if "measuring the drive" in screen:
+                break
+        assert "measuring the drive, 3 s" in screen
+        await pilot.press("b", "r", "f")  # one thing at a time
+        stage.desk.measuring.set()
+        await stage.threads(pilot)
+        assert "drive 5.9 GB/s" in dump(stage.app)
+        assert [what[0] for what in stage.desk.asked if what[0] != "library"] == [
+            "doctor", "measure",
+        ]  # fmt: skip
+
+
+@pytest.mark.asyncio
+async def test_doctor__measuring_fails__the_error_is_shown() -> None:
+    stage = Stage()
+    stage.desk.errors["measure"] = fail("MD-DISK-03", path="/d", reason="no")
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        assert "MD-DISK-03" in await press(stage, pilot, "f7", "b")
+
+
+@pytest.mark.asyncio
+async def test_doctor__put_in_order__says_what_and_checks_again() -> None:
+    stage = Stage()
+    stage.desk.tidied = ("made the folder /x",)
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await press(stage, pilot, "f7", "f")
+        said = [note.message for note in stage.app._notifications]
+        assert said == ["made the folder /x"]
+        asked = [what[0] for what in stage.desk.asked if what[0] != "library"]
+        assert asked == ["doctor", "put_in_order", "doctor"]

@@ -253,3 +253,42 @@ async def test_resize__cursor_stays_on_its_model() -> None:
         await pilot.resize_terminal(120, 40)
         await stage.threads(pilot)
         assert "▸Qwen3.6" in dump(stage.app)
+
+
+@pytest.mark.asyncio
+async def test_filter__models_with_these_words__the_last_row_stays() -> None:
+    stage = Stage(setup=Setup(Step.MODEL, Step.MODEL))
+    async with stage.open() as pilot:
+        await stage.threads(pilot)
+        screen = await press(stage, pilot, "slash", *"deepseek", "space", *"pro")
+        assert "DeepSeek-V4-Pro" in screen
+        assert "DeepSeek-V4-Flash" not in screen
+        assert "From Hugging Face" in screen
+        assert "DeepSeek-V4-Flash" in await press(stage, pilot, "escape")
+        await press(stage, pilot, "slash", *"qwen", "enter", "enter")
+        assert stage.app.setup.setup.offer == "small"
+        assert step(stage) is Step.PLAN
+        assert "DeepSeek-V4-Flash" in await press(stage, pilot, "escape")
+
+
+@pytest.mark.asyncio
+async def test_plan__limit_of_the_line__handed_to_the_job() -> None:
+    stage = Stage(setup=Setup(Step.PLAN, Step.MODEL, "small"))
+    async with stage.open() as pilot:
+        await stage.threads(pilot)
+        screen = await press(stage, pilot, "down")
+        assert "< none, a download" in screen
+        assert "100.0 MB/s" in await press(stage, pilot, "left", "left")
+        await press(stage, pilot, "enter")
+        assert stage.desk.asked[-1] == ("start", "small", PlanWishes(), 100_000_000)
+        kept = from_kept(stage.desk.kept)
+        assert kept is not None
+        assert kept.limit == 100_000_000
+
+
+@pytest.mark.asyncio
+async def test_plan__nothing_to_fetch__no_limit_is_asked_for() -> None:
+    stage = Stage(setup=Setup(Step.PLAN, Step.MODEL, "demo"))
+    async with stage.open() as pilot:
+        await stage.threads(pilot)
+        assert "Limit" not in dump(stage.app)

@@ -117,7 +117,14 @@ def test_follow_job__done_lost_or_running() -> None:
 
 def test_kept__round_trip__is_the_same() -> None:
     setup = Setup(
-        Step.GET, Step.MODEL, "flash", PlanWishes(4096, 2**30, "exact"), "job-1", "flash", open=True
+        Step.GET,
+        Step.MODEL,
+        "flash",
+        PlanWishes(4096, 2**30, "exact", 2**33),
+        "job-1",
+        "flash",
+        open=True,
+        limit=10**6,
     )
     assert from_kept(to_kept(setup)) == setup
     assert from_kept(to_kept(Setup())) == Setup()

@@ -9,7 +9,16 @@ import pytest
 
 from moet_desk.doctor import CHECKS, examine
 from moet_desk.errors import Severity
-from moet_desk.machine import Gpu, MachineFacts, PackFact, PcieLink, from_json
+from moet_desk.machine import (
+    Certificates,
+    Clock,
+    Gpu,
+    MachineFacts,
+    PackFact,
+    PcieLink,
+    Terminal,
+    from_json,
+)
 from moet_desk.units import GB, GIB
 from tools import generate_plans
 
@@ -39,8 +48,34 @@ def test_examine__recorded_computers__warnings_where_something_is_wrong(name: st
     assert warned == EXPECTED[name]
     assert found.has_warnings == bool(EXPECTED[name])
     checks = {row.check for row in found.findings}
-    assert checks | set(found.passed) == set(CHECKS)
+    applying = {key for key, check in CHECKS.items() if check.applies(MACHINES[name])}
+    assert checks | set(found.passed) == applying
     assert not checks & set(found.passed)
+
+
+ABOUT_CARDS = {"several-cards", "torch-card", "driver", "compiler", "display", "vram", "link",
+               "memlock"}  # fmt: skip
+
+
+def test_examine__no_card__nothing_is_said_about_one() -> None:
+    found = examine(replace(DESK, gpus=(), gpu_problem="no driver"))
+    said = {*found.passed, *(row.check for row in found.findings)}
+    assert not said & ABOUT_CARDS
+    cpu = examine(MACHINES["cpu-only"])
+    assert not {*cpu.passed, *(row.check for row in cpu.findings)} & ABOUT_CARDS
+    assert {"swap", "torch", "disk-space"} <= set(cpu.passed)
+
+
+def test_examine__nothing_known__nothing_said_of_it() -> None:
+    bare = MachineFacts(memory=DESK.memory, cpu=DESK.cpu, gpus=DESK.gpus, tools=DESK.tools)
+    found = examine(bare)
+    said = {*found.passed, *(row.check for row in found.findings)}
+    assert not said & {
+        "driver", "drive", "drive-rate", "disk-space", "packs", "gates", "clock", "certificates",
+        "terminal", "wsl", "container",
+    }  # fmt: skip
+    old = examine(replace(DESK, gpus=(replace(DESK.gpus[0], capability=(7, 5)),)))
+    assert not {"vram", "link", "display", "several-cards"} & set(old.passed)
 
 
 def card(**changes: Any) -> MachineFacts:
@@ -72,6 +107,18 @@ def link(**changes: Any) -> MachineFacts:
     return card(link=replace(DESK.gpus[0].link, **changes))
 
 
+def terminal(**changes: Any) -> MachineFacts:
+    return replace(NOW, terminal=replace(WINDOW, **changes))
+
+
+CLOCK_S = 1.8e9  # in 2027
+WINDOW = Terminal(name="xterm-256color", columns=80, rows=24, utf8=True, colours=256)
+NOW = replace(
+    DESK,
+    clock=Clock(now_s=CLOCK_S, newest_file_s=CLOCK_S + 3600),
+    certificates=Certificates(place="/etc/ssl", usable=True),
+    terminal=WINDOW,
+)
 LOWER, INFO, STOPS = Severity.LOWER, Severity.INFO, Severity.STOPS
 WRONG = [
     (replace(DESK, gpus=(), gpu_problem="no NVIDIA driver"), "card", LOWER, "No NVIDIA driver"),
@@ -79,7 +126,7 @@ WRONG = [
     (replace(DESK, gpus=(*DESK.gpus, replace(DESK.gpus[0], index=1, uuid="GPU-2", vram_free=1))),
      "several-cards", INFO, "GPU-0"),
     (tools(torch=None), "torch", STOPS, "computed"),
-    (tools(torch_cuda=None), "torch", LOWER, "CPUs"),
+    (tools(torch_cuda=None), "torch-card", LOWER, "CPUs"),
     (replace(DESK, driver_cuda="12.8"), "driver", LOWER, "12.8"),
     (tools(triton=None), "compiler", LOWER, "kernels"),
     (tools(compiler=None, python_headers=False), "compiler", LOWER, "headers"),
@@ -99,6 +146,15 @@ WRONG = [
     (packs(PackFact(name="m", state="damaged", problem="Bad.")), "packs", LOWER, "m is damaged"),
     (packs(PackFact(name="m", state="ready", has_gate=False)), "gates", INFO, "0.6"),
     (replace(DESK, rates=None), "measured", INFO, "data sheets"),
+    (replace(NOW, clock=Clock(now_s=0.0)), "clock", LOWER, "1970-01-01"),
+    (replace(NOW, clock=Clock(now_s=CLOCK_S, newest_file_s=CLOCK_S + 2e5)), "clock", LOWER,
+     "2027-01-17"),
+    (replace(NOW, certificates=Certificates(place="/none", usable=False)), "certificates", LOWER,
+     "/none"),
+    (terminal(columns=79), "terminal", LOWER, "79 x 24"),
+    (terminal(rows=23), "terminal", LOWER, "80 x 23"),
+    (terminal(utf8=False), "terminal", INFO, "ASCII"),
+    (terminal(colours=16, name="linux"), "terminal", INFO, "linux"),
 ]  # fmt: skip
 
 
@@ -111,7 +167,8 @@ def test_examine__one_thing_wrong__one_finding_with_cause_and_fix(
     assert rows[0].severity is severity
     assert word in rows[0].cause
     assert rows[0].fix
-    assert check in examine(DESK).passed or check == "display"
+    healthy = replace(NOW, packs=(PackFact(name="m", state="ready", has_gate=True),))
+    assert check in examine(healthy).passed or check == "container"
 
 
 @pytest.mark.parametrize(
@@ -124,8 +181,10 @@ def test_examine__one_thing_wrong__one_finding_with_cause_and_fix(
         packs(PackFact(name="m", state="ready", has_gate=True)),
         memory(lockable=80 * GIB),
         card(has_display=None, vram_free=29 * GIB),
+        NOW,
+        terminal(colours=2**24),
     ],
-    ids=["minor", "idle", "no-link", "no-drive", "pack", "lock", "desktop"],
+    ids=["minor", "idle", "no-link", "no-drive", "pack", "lock", "desktop", "now", "truecolor"],
 )
 def test_examine__healthy_or_not_known__no_warning(machine: MachineFacts) -> None:
     assert not examine(machine).has_warnings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from moet_desk import hardware
-from moet_desk.machine import Rates
-from moet_desk.probing import drives, gpus, look, memory, rates, system
+from moet_desk.locations import TerminalFacts
+from moet_desk.machine import Certificates, Rates, Terminal
+from moet_desk.probing import drives, gpus, look, memory, rates, surroundings, system
 from moet_desk.probing.memory import SystemFiles
 from moet_desk.units import GIB, MIB
 
@@ -303,3 +305,61 @@ def test_look__this_computer__whole(tmp_path: Path) -> None:
     assert found.memory.total > 0
     assert found.drives[0].use == "models"
     assert bool(found.gpus) != bool(found.gpu_problem)
+
+
+# -- surroundings ----------------------------------------------------------------------------
+
+
+def test_clock__newest_of_program_and_folders(tmp_path: Path) -> None:
+    write(tmp_path / "kept", "x")
+    os.utime(tmp_path / "kept", (4e9, 4e9))
+    found = surroundings.look_at_clock([tmp_path, tmp_path / "absent"], now_s=5.0)
+    assert (found.now_s, found.newest_file_s) == (5.0, 4e9)
+    alone = surroundings.look_at_clock([])
+    assert alone.newest_file_s == Path(surroundings.moet_desk.__file__).stat().st_mtime
+
+
+def test_certificates__a_named_place_counts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = tmp_path / "own.pem"
+    monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
+    assert surroundings.find_certificates() == Certificates(place=str(bundle), usable=False)
+    bundle.touch()
+    assert not surroundings.find_certificates().usable
+    write(bundle, "certificate")
+    assert surroundings.find_certificates().usable
+    monkeypatch.delenv("SSL_CERT_FILE")
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+    assert surroundings.find_certificates() == Certificates(place=str(tmp_path), usable=True)
+
+
+@pytest.mark.parametrize(
+    ("term", "truecolor", "colours"),
+    [
+        ("xterm-256color", True, 2**24),
+        ("xterm-256color", False, 256),
+        ("xterm-kitty", False, 256),
+        ("linux", False, 16),
+        ("dumb", False, 2),
+    ],
+)
+def test_terminal__size_and_colours(
+    term: str, truecolor: bool, colours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def size(fd: int) -> os.terminal_size:
+        if fd == 0:
+            raise OSError
+        return os.terminal_size((100, 30))
+
+    monkeypatch.setattr(surroundings.os, "get_terminal_size", size)
+    found = surroundings.look_at_terminal(TerminalFacts(term=term, truecolor=truecolor, utf8=False))
+    assert found == Terminal(name=term, columns=100, rows=30, utf8=False, colours=colours)
+
+
+def test_terminal__none__nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError
+
+    monkeypatch.setattr(surroundings.os, "get_terminal_size", refuse)
+    assert surroundings.look_at_terminal() is None

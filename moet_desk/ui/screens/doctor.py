@@ -1,13 +1,14 @@
 """The Doctor screen: what is checked on this computer, why it matters, and what to do.
 
 The findings come from the function behind `moet-desk doctor`; they are looked for in a thread when
-the screen is first opened and on R. UI thread.
+the screen is first opened and on R; measuring and putting in order are threads too. UI thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -41,9 +42,11 @@ class DoctorScreen(Screen[None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("r", "again", "Run again", id="doctor.again"),
+        Binding("r", "again", "Again", id="doctor.again"),
+        Binding("b", "measure", "Measure", id="doctor.measure"),
+        Binding("f", "fix", "Tidy", id="doctor.fix"),
         Binding("c", "copy", "Copy", id="doctor.copy"),
-        Binding("s", "save", "Save as JSON", id="doctor.save"),
+        Binding("s", "save", "Save", id="doctor.save"),
         Binding("escape", "app.go('chat')", "Chat", id="doctor.back"),
     ]
 
@@ -54,6 +57,8 @@ class DoctorScreen(Screen[None]):
         self._clock = clock
         self._plain = plain
         self._checking: Background[DoctorView] | None = None
+        self._fixing: Background[tuple[str, ...]] | None = None
+        self._doing = ""  # words while a thread works
         self._since_s = 0.0
         self._when: datetime | None = None
         self.view: DoctorView | None = None
@@ -78,7 +83,7 @@ class DoctorScreen(Screen[None]):
     @property
     def searching(self) -> bool:
         """Whether checks still go on."""
-        return self._checking is not None
+        return self._checking is not None or self._fixing is not None
 
     # -- what is shown ---------------------------------------------------------------------------
 
@@ -95,7 +100,20 @@ class DoctorScreen(Screen[None]):
         if checking is not None and checking.ended:
             self._checking, self._when = None, self._clock.wall()
             self.view, self.problem = checking.result, checking.error
+        self._take_fixed()
         self._draw()
+
+    def _take_fixed(self) -> None:
+        fixing = self._fixing
+        if fixing is None or not fixing.ended:
+            return
+        self._fixing = None
+        if fixing.error is not None:
+            self.problem = fixing.error
+            return
+        words = "\n".join(fixing.result or ()) or "There was nothing to put in order."
+        self.notify(words, title="Put in order", markup=False, timeout=10)
+        self.action_again()
 
     def _draw(self) -> None:
         width = self.size.width
@@ -107,9 +125,9 @@ class DoctorScreen(Screen[None]):
 
     def _count_line(self, width: int) -> Content:
         left = Content.styled(" Doctor", "bold")
-        if self._checking is not None:
+        if self.searching:
             seconds = self._clock.monotonic() - self._since_s
-            return spread(left, Content(f"checking this computer, {seconds:.0f} s "), width)
+            return spread(left, Content(f"{self._doing}, {seconds:.0f} s "), width)
         if self.view is None or self._when is None:
             return left
         words = f"{count_words(self.view.findings)}      {self._when:%H:%M:%S} "
@@ -123,10 +141,32 @@ class DoctorScreen(Screen[None]):
     # -- actions ---------------------------------------------------------------------------------
 
     def action_again(self) -> None:
-        if self._checking is None:
-            self._since_s = self._clock.monotonic()
+        if not self.searching:
+            self._begin("checking this computer")
             self._checking = Background(self._desk.doctor, name="doctor")
             self._draw()
+
+    def action_measure(self) -> None:
+        """Measure RAM, drive and card; they are used for forecasts from then on."""
+        if not self.searching:
+            self._begin("measuring this computer")
+            call = partial(self._desk.measure, self._say_measured)
+            self._checking = Background(call, name="measure")
+            self._draw()
+
+    def _say_measured(self, what: str) -> None:
+        """Called in the measuring thread."""
+        self._doing = f"measuring {clean_line(what, 40)}"
+
+    def action_fix(self) -> None:
+        """Put in order what needs no question, then check again."""
+        if not self.searching:
+            self._begin("putting folders and files in order")
+            self._fixing = Background(self._desk.put_in_order, name="put-in-order")
+            self._draw()
+
+    def _begin(self, words: str) -> None:
+        self._doing, self._since_s = words, self._clock.monotonic()
 
     def action_copy(self) -> None:
         if self.view is None:

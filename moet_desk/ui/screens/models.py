@@ -31,9 +31,12 @@ from moet_desk.ui.desk import (
     Offer,
     PackCondition,
     PackView,
+    PlanWishes,
 )
+from moet_desk.ui.screens.pack_plan import PackPlan
 from moet_desk.ui.text import clean_line
 from moet_desk.ui.theme import Glyphs
+from moet_desk.ui.widgets.filter_line import FilterLine, matches
 from moet_desk.ui.widgets.frame import SmallWindow, TabLine
 from moet_desk.ui.widgets.gauges import StatusLine, spread
 from moet_desk.ui.widgets.job_lines import job_line
@@ -46,6 +49,7 @@ from moet_desk.ui.widgets.model_rows import (
 )
 from moet_desk.ui.widgets.problem import ConfirmDialog, problem_content
 from moet_desk.ui.widgets.setup_pages import OFFER_HEAD, offer_notes, offer_row, pointed, rows
+from moet_desk.ui.widgets.sign_in import SignInDialog, may_sign_in
 from moet_desk.units import show_disk
 
 REFRESH_S = 2.0
@@ -78,15 +82,21 @@ class ModelsScreen(Screen[None]):
         Binding("v", "verify", "Verify", id="models.verify"),
         Binding("d,delete,x", "delete", "Delete", id="models.delete"),
         Binding("p", "pause", "Pause", id="models.pause"),
+        Binding("c", "plan", "Plan", id="models.plan", show=False),
+        Binding("r", "repair", "Repair", id="models.repair", show=False),
+        Binding("o", "folder", "Folder", id="models.folder", show=False),
+        Binding("slash", "filter", "Filter", id="models.filter", show=False),
+        Binding("s", "sign_in", "Sign in", id="models.sign_in", show=False),
         Binding("escape", "app.go('chat')", "Chat", id="models.back", show=False),
     ]
 
     class Load(Message):
-        """A pack is to be loaded, or chatted with if it is."""
+        """A pack is to be loaded, or chatted with if it is; with `wishes` it is loaded again."""
 
-        def __init__(self, name: str) -> None:
+        def __init__(self, name: str, wishes: PlanWishes | None = None) -> None:
             super().__init__()
             self.name = name
+            self.wishes = wishes
 
     class Add(Message):
         """The wizard is wanted, for this offer if one is given."""
@@ -117,6 +127,7 @@ class ModelsScreen(Screen[None]):
         with VerticalScroll(id="shelf", can_focus=False):
             yield Static("", id="place", markup=False)
             yield ModelList()
+            yield FilterLine(self._refilter, lambda: self.query_one(ModelList).focus())
             yield Static("", id="notes", markup=False)
         yield StatusLine(self._glyphs)
         yield Footer(show_command_palette=False)
@@ -218,8 +229,14 @@ class ModelsScreen(Screen[None]):
         glyphs, found = self._glyphs, list[tuple[str, Content, Row | None]]()
         if self._library is None:
             return found  # the cursor begins on the first pack
-        packs = self._library.packs
-        if packs:
+        wanted = self.query_one(FilterLine).text
+        packs = [p for p in self._library.packs if matches(wanted, p.name, p.family, *p.details)]
+        jobs = [job for job in self._jobs if matches(wanted, job.model, job.kind, job.state.value)]
+        offers = [o for o in self._offers() if matches(wanted, o.title, o.id, *o.about)]
+        if wanted and not packs:
+            words = "" if jobs or offers else "  Nothing here has these words. Esc shows all."
+            found.append(("head-packs", Content(words), None))
+        elif packs:
             found.append(("head-packs", Content.styled(PACK_HEAD, "$dim"), None))
         else:
             free = show_disk(self._library.free_bytes)
@@ -228,10 +245,9 @@ class ModelsScreen(Screen[None]):
         for pack in packs:
             text = pack_row(pack, glyphs, loaded=pack.name == self._loaded)
             found.append((f"pack-{pack.name}", text, pack))
-        if self._jobs:
+        if jobs:
             found.append(("head-jobs", Content.styled("\n Jobs", "bold"), None))
-            found += [(f"job-{j.id}", job_line(j, glyphs, width - 2), j) for j in self._jobs]
-        offers = self._offers()
+            found += [(f"job-{j.id}", job_line(j, glyphs, width - 2), j) for j in jobs]
         if offers:
             head = Content.assemble(("\n To be added\n", "bold"), (OFFER_HEAD, "$dim"))
             found.append(("head-offers", head, None))
@@ -308,10 +324,89 @@ class ModelsScreen(Screen[None]):
         elif self._do(lambda: self._desk.verify(pack.name)):
             self.notify(f"Every byte of {pack.name} is compared with its checksum.", markup=False)
 
+    def action_repair(self) -> None:
+        """Look for damage in the pack under the cursor, and mend it."""
+        pack = self._here()
+        if not isinstance(pack, PackView):
+            self.notify("Choose a model on this computer first.", severity="warning")
+        elif pack.name == self._loaded:
+            self.notify("It is loaded. Load another model first.", severity="warning")
+        elif self._do(lambda: self._desk.repair(pack.name)):
+            words = f"{pack.name} is compared with its checksums; what is damaged is made again."
+            self.notify(words, markup=False)
+
+    def action_folder(self) -> None:
+        """Show the folder of the pack under the cursor, or say where it is."""
+        pack = self._here()
+        if not isinstance(pack, PackView):
+            self.notify("Choose a model on this computer first.", severity="warning")
+            return
+        try:
+            path, is_shown = self._desk.show_folder(pack.name)
+        except MoetError as error:
+            self._say(error)
+            return
+        if not is_shown:
+            self.app.copy_to_clipboard(str(path))
+            words = (
+                f"{path}\nNo desktop to show it on; the path is copied, if the terminal allows it."
+            )
+            self.notify(words, title="Folder", markup=False, timeout=10)
+
+    def action_plan(self) -> None:
+        """Change how the pack under the cursor is planned."""
+        pack = self._here()
+        if not isinstance(pack, PackView) or pack.condition is not PackCondition.READY:
+            self.notify("Choose a model that is ready first.", severity="warning")
+            return
+
+        def planned(wishes: PlanWishes | None) -> None:
+            if wishes is not None:
+                self._keep_plan(pack.name, wishes)
+
+        self.app.push_screen(PackPlan(self._desk, self._glyphs, pack.name), planned)
+
+    def _keep_plan(self, name: str, wishes: PlanWishes) -> None:
+        if not self._do(lambda: self._desk.save_wishes(name, wishes)):
+            return
+        if name != self._loaded:
+            self.notify(f"{name} is planned so when it is loaded.", markup=False)
+            return
+        title = f"Load {clean_line(name, 40)} again now?"
+        body = "The new plan is kept. It counts from when the model is loaded next."
+        dialog = ConfirmDialog(title, body=body, act="Load again", keep="Later")
+        self.app.push_screen(dialog, lambda yes: self._load_so(name, wishes) if yes else None)
+
+    def _load_so(self, name: str, wishes: PlanWishes) -> None:
+        self.post_message(self.Load(name, wishes))
+
+    def action_filter(self) -> None:
+        self.query_one(FilterLine).open()
+
+    def _refilter(self) -> None:
+        self._fill(self.size.width)
+        self._draw_notes(self.size.width)
+
+    def action_sign_in(self) -> None:
+        """Ask for a hub token; a job that was refused without goes on afterwards."""
+        job = self._job_here()
+        refused = job if job is not None and may_sign_in(job.error) else None
+        error = None if refused is None else refused.error
+
+        def signed_in(yes: bool | None) -> None:
+            if yes and refused is not None:
+                self._do(lambda: self._desk.resume(refused.id))
+            elif yes:
+                self.notify("You are signed in.")
+
+        self.app.push_screen(SignInDialog(self._desk, self._glyphs, error), signed_in)
+
     def action_pause(self) -> None:
         job = self._job_here()
         if job is None:
             self.notify("There is no job here.", severity="warning")
+        elif may_sign_in(job.error):
+            self.action_sign_in()
         elif job.state in (JobState.RUNNING, JobState.STALLED):
             self._do(lambda: self._desk.pause(job.id))
         else:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -19,19 +18,21 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import Footer, Input, OptionList, Static
+from textual.widgets import Footer, OptionList, Static
 
 from moet_desk.errors import MoetError
-from moet_desk.ui.background import Background
 from moet_desk.ui.bridge import Bridge, Phase
-from moet_desk.ui.desk import Desk, JobState, JobView, MachineView, Offer, PlanView, PlanWishes
+from moet_desk.ui.desk import Desk, JobState, JobView, Offer, PlanView, PlanWishes
+from moet_desk.ui.setup_asks import SetupAsks
 from moet_desk.ui.setup_steps import (
-    FIELDS,
     Setup,
     Step,
     after_plan,
     back,
     change,
+    change_limit,
+    downloads,
+    fields,
     follow_job,
     obstacle,
     question,
@@ -41,28 +42,17 @@ from moet_desk.ui.setup_steps import (
 )
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.frame import SmallWindow
-from moet_desk.ui.widgets.job_lines import job_page
-from moet_desk.ui.widgets.offer_list import Offers
-from moet_desk.ui.widgets.problem import ConfirmDialog, problem_content
-from moet_desk.ui.widgets.setup_pages import (
-    OFFER_HEAD,
-    head_line,
-    machine_page,
-    offer_notes,
-    plan_page,
-    rows,
-    start_page,
-    wrapped,
-)
-from moet_desk.units import show_duration
-
-T = TypeVar("T")
+from moet_desk.ui.widgets.model_choice import ModelChoice
+from moet_desk.ui.widgets.problem import ConfirmDialog
+from moet_desk.ui.widgets.setup_pages import head_line
+from moet_desk.ui.widgets.setup_text import SetupText
+from moet_desk.ui.widgets.sign_in import HubGate, may_sign_in
 
 _ON_STEP = {
     Step.MACHINE: {"again"},
-    Step.MODEL: set[str](),
+    Step.MODEL: {"filter", "sign_in"},
     Step.PLAN: {"change", "field", "json"},
-    Step.GET: {"pause", "stop", "background"},
+    Step.GET: {"pause", "stop", "background", "sign_in"},
     Step.START: set[str](),
 }
 
@@ -74,10 +64,6 @@ class SetupScreen(Screen[None]):
     SetupScreen #steps { height: 2; border-bottom: solid $line; }
     SetupScreen #body { height: 1fr; }
     SetupScreen #page { height: auto; }
-    SetupScreen Offers { height: auto; max-height: 60%; }
-    SetupScreen Offers, SetupScreen Offers:focus { border: none; padding: 0; }
-    SetupScreen #about { height: auto; padding-top: 1; }
-    SetupScreen Input { height: 1; border: none; padding: 0 1; margin: 1 0 0 0; display: none; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -92,6 +78,8 @@ class SetupScreen(Screen[None]):
         Binding("p", "pause", "Pause", id="setup.pause"),
         Binding("x", "stop", "Stop", id="setup.stop"),
         Binding("b", "background", "Background", id="setup.background"),
+        Binding("slash", "filter", "Filter", id="setup.filter"),
+        Binding("ctrl+s", "sign_in", "Sign in", id="setup.sign_in", show=False),
     ]
 
     class Left(Message):
@@ -116,13 +104,11 @@ class SetupScreen(Screen[None]):
         self._glyphs = glyphs
         self._load = load
         self.setup = setup
-        self._field = FIELDS[0]
-        self._machine: Background[MachineView] | None = None
-        self._offers: Background[tuple[Offer, ...]] | None = None
-        self._look_up: Background[Offer] | None = None
-        self._looked_up: tuple[Offer, ...] = ()
+        self._field = "context"
+        self._gate = HubGate(self, desk, glyphs, self._refusal, self._signed_in)
+        self._asks = SetupAsks(desk, bridge.clock)
+        self._text = SetupText(self._asks, bridge, glyphs)
         self._jobs: tuple[JobView, ...] = ()
-        self._since_s = bridge.clock.monotonic()
         self._again = False  # whether to measure although it was done before
         self._loads_before: int | None = None
         self._unkept = False
@@ -132,9 +118,7 @@ class SetupScreen(Screen[None]):
         yield Static("", id="steps", markup=False)
         with VerticalScroll(id="body"):
             yield Static("", id="page", markup=False)
-            yield Offers(self._glyphs)
-            yield Input(placeholder="owner/name or a link, or a folder or .gguf file", compact=True)
-            yield Static("", id="about", markup=False)
+            yield ModelChoice(self._glyphs, self._redraw_models)
         yield Footer(show_command_palette=False)
         yield SmallWindow(self._glyphs)
 
@@ -149,9 +133,9 @@ class SetupScreen(Screen[None]):
 
     def begin(self, setup: Setup) -> None:
         """Start anew or go on with kept answers."""
-        self._offers, self._looked_up = None, ()
+        self._asks.begin()
         if self._drawn_once:
-            self.query_one(Offers).listed = None
+            self._choice.forget()
         self._move(setup)
 
     def _move(self, setup: Setup) -> None:
@@ -172,28 +156,24 @@ class SetupScreen(Screen[None]):
             self._unkept = True
 
     def _enter_step(self) -> None:
-        self._since_s = self._bridge.clock.monotonic()
+        self._asks.restart_clock()
         step = self.setup.step
-        if step is Step.MACHINE and self._machine is None:
-            self._machine = self._thread(partial(self._desk.machine, again=self._again), "machine")
-        elif step in (Step.MODEL, Step.PLAN, Step.GET) and self._offers is None:
-            self._offers = self._thread(self._desk.offers, "offers")
+        if step is Step.MACHINE and self._asks.machine is None:
+            self._asks.measure(again=self._again)
+        elif step in (Step.MODEL, Step.PLAN, Step.GET):
+            self._asks.list_offers()
         elif step is Step.START:
             self._load_now()
-        on_list = step is Step.MODEL
-        self.query_one(Offers).display = on_list
-        self.query_one("#about", Static).display = on_list
-        if not on_list:
-            self.query_one(Input).display = False
+        self._choice.close_all()
+        self._choice.display = step is Step.MODEL
         if step is Step.PLAN:
             self.set_focus(None)  # arrows change the values
+        elif step is Step.MODEL:
+            self._choice.focus_list()
         else:
-            (self.query_one(Offers) if on_list else self.query_one("#body")).focus()
+            self.query_one("#body").focus()
         self.refresh_bindings()
         self.draw()
-
-    def _thread(self, call: Callable[[], T], name: str) -> Background[T]:
-        return Background(call, name=f"setup-{name}")
 
     def _load_now(self) -> None:
         if self.setup.model is not None:
@@ -206,6 +186,7 @@ class SetupScreen(Screen[None]):
             return
         self._jobs = tuple(jobs)
         self._take_look_up()
+        self._gate.poll()
         moved = follow_job(self.setup, self._jobs)
         if moved != self.setup:
             if moved.step is Step.START and self.setup.job is not None:
@@ -229,127 +210,95 @@ class SetupScreen(Screen[None]):
     @property
     def searching(self) -> bool:
         """Whether a thread still works for this step."""
-        threads = (self._machine, self._offers, self._look_up)
-        return any(thread is not None and not thread.ended for thread in threads)
+        return self._asks.searching
 
     # -- what is shown ---------------------------------------------------------------------------
 
     def draw(self) -> None:
         """Draw the step that is in front."""
-        width = self.size.width
+        width, text = self.size.width, self._text
+        text.width = width
         self._set("steps", head_line(self.setup, self._glyphs, width))
         match self.setup.step:
             case Step.MACHINE:
-                self._draw_machine(width)
+                self._set("page", text.machine())
             case Step.MODEL:
-                self._draw_model(width)
+                self._draw_models(width)
             case Step.PLAN:
-                self._draw_plan(width)
+                self._draw_plan()
             case Step.GET:
-                offer = self.offer()
-                title = self.setup.model or "" if offer is None else offer.title
-                page = job_page(self._job(), title=title, width=width, glyphs=self._glyphs)
-                self._set("page", page)
+                self._set("page", text.job(self.setup, self._job()))
             case Step.START:
-                self._draw_start(width)
+                self._set("page", text.start(self.setup))
 
     def _set(self, name: str, content: Content) -> None:
         static = self.query_one(f"#{name}", Static)
         if static.content != content:
             static.update(content)
 
-    def _waiting(self, words: str) -> Content:
-        return Content(f" {self._glyphs.now} {words}: {show_duration(self._elapsed_s())}")
+    def _draw_models(self, width: int) -> None:
+        self._set("page", self._text.above_models())
+        choice, listing, offers = self._choice, self._asks.listing, self._asks.offers()
+        first_run = self.setup.first is Step.MACHINE
+        first = self.setup.offer or recommended(offers, first_run=first_run)
+        is_all = listing is not None and listing.ended
+        choice.show(offers, first=first, width=width, is_all=is_all)
+        choice.say(self._text.below_models(choice.chosen, is_listed=choice.is_listed))
 
-    def _elapsed_s(self) -> float:
-        return self._bridge.clock.monotonic() - self._since_s
+    def _redraw_models(self) -> None:
+        if self._drawn_once and self.setup.step is Step.MODEL:
+            self._draw_models(self.size.width)
 
-    def _draw_machine(self, width: int) -> None:
-        found = self._machine
-        if found is not None and found.error is not None:
-            self._set("page", problem_content(found.error, self._glyphs))
-            return
-        view = None if found is None else found.result
-        page = machine_page(view, elapsed_s=self._elapsed_s(), width=width, glyphs=self._glyphs)
-        self._set("page", page)
+    @property
+    def _choice(self) -> ModelChoice:
+        return self.query_one(ModelChoice)
 
-    def _draw_model(self, width: int) -> None:
-        found, offers = self._offers, self.offers()
-        lines = [Content.styled(" Which model?", "bold"), Content("")]
-        if found is not None and found.error is not None:
-            lines = [problem_content(found.error, self._glyphs), Content("")]
-        elif not offers:
-            lines.append(self._waiting("What fits this computer is worked out"))
-        if offers:
-            lines.append(Content.styled(OFFER_HEAD, "$dim"))
-        self._set("page", rows(lines))
-        options = self.query_one(Offers)
-        if offers != options.listed and (offers or (found is not None and found.ended)):
-            first_run = self.setup.first is Step.MACHINE
-            wanted = self.setup.offer or recommended(offers, first_run=first_run)
-            options.show(offers, wanted=wanted, width=width)
-        self._draw_about(width)
-
-    def _draw_about(self, width: int) -> None:
-        lines: list[Content] = []
-        options = self.query_one(Offers)
-        offer = options.chosen()
-        if self._look_up is not None and self._look_up.error is not None:
-            lines.append(problem_content(self._look_up.error, self._glyphs))
-        elif self._look_up is not None:
-            lines.append(self._waiting("Its config and headers are read"))
-        elif offer is not None:
-            lines = offer_notes(offer, width, self._glyphs)
-        elif options.listed is not None:
-            lines = wrapped("Only config.json and the headers are read before the plan.", width)
-        self._set("about", rows(lines))
-
-    def _draw_plan(self, width: int) -> None:
+    def _draw_plan(self) -> None:
         offer = self.offer()
         if offer is None:
             self._draw_unknown_offer()
             return
-        page = plan_page(
-            offer, self._plan(offer), self.setup.wishes, field=self._field, width=width,
-            glyphs=self._glyphs,
-        )  # fmt: skip
+        names = self._fields()
+        self._field = self._field if self._field in names else names[0]
+        page = self._text.plan(self.setup, offer, self._plan(offer), self._field)
         self._set("page", page)
 
     def _draw_unknown_offer(self) -> None:
         """A repository or folder of an earlier window is looked up again; what is gone is not."""
-        wanted = self.setup.offer or ""
-        if self._offers is not None and self._offers.ended and self._look_up is None:
-            self._look_up = self._thread(partial(self._desk.look_up, wanted), "look-up")
-        if self._look_up is not None and self._look_up.error is not None:
+        asks = self._asks
+        if asks.listing is not None and asks.listing.ended and asks.look_up is None:
+            asks.begin_look_up(self.setup.offer or "")
+        if asks.look_up_error is not None:
             self._move(replace(self.setup, step=Step.MODEL, offer=None))
         else:
-            self._set("page", self._waiting("Its shape is looked up"))
+            self._set("page", self._text.waiting("Its shape is looked up"))
 
-    def _draw_start(self, width: int) -> None:
-        bridge = self._bridge
-        if bridge.phase is Phase.FAILED and bridge.error is not None:
-            hint = Content(" Enter tries it again, Esc goes back, F7 looks for causes.")
-            self._set(
-                "page", rows([problem_content(bridge.error, self._glyphs), Content(""), hint])
-            )
-            return
-        page = start_page(
-            self.setup.model or "", bridge.steps(), elapsed_s=bridge.elapsed_s(), width=width,
-            glyphs=self._glyphs,
-        )  # fmt: skip
-        self._set("page", page)
+    # -- signing in ------------------------------------------------------------------------------
+
+    def _refusal(self) -> MoetError | None:
+        """What the hub refused with in this step."""
+        job = self._job()
+        if self.setup.step is Step.MODEL:
+            return self._asks.look_up_error
+        if job is None or self.setup.step is not Step.GET or job.state is JobState.RUNNING:
+            return None
+        return job.error
+
+    def action_sign_in(self) -> None:
+        self._gate.ask()
+
+    def _signed_in(self) -> None:
+        """Try again what was refused."""
+        if self.setup.step is Step.MODEL:
+            self._begin_look_up(self._asks.looked_for)
+        else:
+            self.action_pause()
 
     # -- what is known ---------------------------------------------------------------------------
 
-    def offers(self) -> tuple[Offer, ...]:
-        """All offers so far, those that were looked up last."""
-        known = (self._offers.result if self._offers is not None else None) or ()
-        ids = {offer.id for offer in self._looked_up}
-        return (*(offer for offer in known if offer.id not in ids), *self._looked_up)
-
     def offer(self) -> Offer | None:
         """The chosen offer."""
-        return next((offer for offer in self.offers() if offer.id == self.setup.offer), None)
+        return self._asks.offer(self.setup.offer)
 
     def _plan(self, offer: Offer) -> PlanView | None:
         return self._desk.plan(offer, self.setup.wishes)
@@ -358,44 +307,33 @@ class SetupScreen(Screen[None]):
         return next((job for job in self._jobs if job.id == self.setup.job), None)
 
     def _take_look_up(self) -> None:
-        if self._look_up is None or not self._look_up.ended or self._look_up.result is None:
+        offer = self._asks.take_look_up()
+        if offer is None:
             return
-        offer, self._look_up = self._look_up.result, None
-        self._looked_up = (*(o for o in self._looked_up if o.id != offer.id), offer)
         self.setup = replace(self.setup, offer=offer.id)
         if self.setup.step is Step.MODEL:
-            self.query_one(Input).display = False
-            self.query_one(Offers).focus()
+            self._choice.close_field()
 
     # -- events ----------------------------------------------------------------------------------
-
-    def on_option_list_option_highlighted(self) -> None:
-        if self.setup.step is Step.MODEL:
-            self.query_one(Offers).point()
-            self._draw_about(self.size.width)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
         self.action_next()
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        text = event.value.strip()
-        if text:
-            self._begin_look_up(text)
+    def on_model_choice_look_up(self, event: ModelChoice.LookUp) -> None:
+        self._begin_look_up(event.text)
 
     def _begin_look_up(self, text: str) -> None:
-        self._since_s = self._bridge.clock.monotonic()
-        self._look_up = self._thread(lambda: self._desk.look_up(text), "look-up")
+        self._asks.begin_look_up(text)
         self.draw()
 
     def on_resize(self) -> None:
         if not self._drawn_once:
             return
-        options = self.query_one(Offers)
-        here = options.chosen()
+        here = self._choice.chosen
         if here is not None and self.setup.step is Step.MODEL:
             self.setup = replace(self.setup, offer=here.id)  # the cursor stays
-        options.listed = None  # rows are cut to the width
+        self._choice.forget()  # rows are cut to the width
         self.call_after_refresh(self.draw)
 
     # -- actions ---------------------------------------------------------------------------------
@@ -403,6 +341,9 @@ class SetupScreen(Screen[None]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         on_other_steps = set().union(*_ON_STEP.values()) - _ON_STEP[self.setup.step]
         return action not in on_other_steps
+
+    def action_filter(self) -> None:
+        self._choice.open_filter()
 
     def action_next(self) -> None:
         """What Enter does."""
@@ -420,18 +361,15 @@ class SetupScreen(Screen[None]):
                     self._load_now()
 
     def _choose(self) -> None:
-        options = self.query_one(Offers)
-        offer = options.chosen()
+        offer = self._choice.chosen
         if offer is not None and size_is_open(offer):
             self._begin_look_up(offer.id)
         elif offer is not None:
             wishes = self.setup.wishes if offer.id == self.setup.offer else self._fresh_wishes()
             self._move(replace(self.setup, step=Step.PLAN, offer=offer.id, wishes=wishes))
-        elif options.listed is not None:
-            self._look_up = None
-            field = self.query_one(Input)
-            field.display = True
-            field.focus()
+        elif self._choice.is_listed:
+            self._asks.look_up = None
+            self._choice.open_field()
 
     def _fresh_wishes(self) -> PlanWishes:
         """For another model: memory is planned anew, the quality stays."""
@@ -456,7 +394,9 @@ class SetupScreen(Screen[None]):
         wanted = after_plan(self.setup, offer)
         try:
             name = self._desk.name_of(offer)
-            job = self._desk.start(offer, wanted.wishes) if wanted.step is Step.GET else None
+            job = None
+            if wanted.step is Step.GET:
+                job = self._desk.start(offer, wanted.wishes, wanted.limit)
         except MoetError as error:
             self._say(error)
             return
@@ -464,17 +404,18 @@ class SetupScreen(Screen[None]):
 
     def _go_on(self) -> None:
         job = self._job()
-        if job is not None and job.state is not JobState.RUNNING:
+        if job is not None and may_sign_in(job.error):
+            self.action_sign_in()
+        elif job is not None and job.state is not JobState.RUNNING:
             self.action_pause()
         else:
             self.notify("The model starts as soon as it is packed. B leaves this running.")
 
     def action_back(self) -> None:
         """What Esc does: an open field first, then the step before."""
-        field = self.query_one(Input)
-        if field.display:
-            field.display, self._look_up = False, None
-            self.query_one(Offers).focus()
+        if self.setup.step is Step.MODEL and self._choice.field_is_open:
+            self._asks.look_up = None
+            self._choice.close_field()
             self.draw()
             return
         before = back(self.setup)
@@ -489,23 +430,32 @@ class SetupScreen(Screen[None]):
         self.post_message(self.Left(started=False))
 
     def action_again(self) -> None:
-        self._machine, self._offers, self._again = None, None, True
+        self._asks.machine, self._asks.listing, self._again = None, None, True
         self._enter_step()
 
     def action_field(self, by: int) -> None:
-        at = FIELDS.index(self._field) + by
-        self._field = FIELDS[max(0, min(len(FIELDS) - 1, at))]
+        names = self._fields()
+        at = names.index(self._field) if self._field in names else 0
+        self._field = names[max(0, min(len(names) - 1, at + by))]
         self.draw()
+
+    def _fields(self) -> tuple[str, ...]:
+        offer = self.offer()
+        if offer is None:
+            return ("answers",)
+        return fields(self._plan(offer), downloads=downloads(offer))
 
     def action_change(self, by: int) -> None:
         offer = self.offer()
         if offer is None:
             return
         plan = self._plan(offer)
-        if plan is None:
-            self._field, plan = "answers", PlanView((), 0, (), 0, ())
-        wishes = change(self.setup.wishes, plan, self._field, by)
-        self.setup = replace(self.setup, wishes=wishes)
+        if self._field == "limit":
+            self.setup = replace(self.setup, limit=change_limit(self.setup.limit, by))
+        else:
+            plan = plan or PlanView((), 0, (), 0, ())
+            wishes = change(self.setup.wishes, plan, self._field, by)
+            self.setup = replace(self.setup, wishes=wishes)
         self.keep()
         self.draw()
 

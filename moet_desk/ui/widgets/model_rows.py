@@ -15,6 +15,9 @@ from moet_desk.units import show_disk
 
 PACK_HEAD = " Name                      State             Size   Family          Gate"
 
+_MORE_KEYS = " C Change plan  R Repair  O Open folder  / Filter  S Sign in to the hub"
+"""Keys that the footer has no room for; a test compares them with the bindings."""
+
 _STYLES = {
     PackCondition.READY: "$status-ok",
     PackCondition.PACKING: "bold $status-warn",
@@ -59,7 +62,7 @@ def pack_notes(pack: PackView, glyphs: Glyphs, width: int) -> list[Content]:
         lines += wrapped(detail, width)
     if pack.error is not None:
         lines.append(problem_content(pack.error, glyphs))
-    return lines
+    return [*lines, Content.styled(_MORE_KEYS, "$dim")]
 
 
 def job_notes(job: JobView, glyphs: Glyphs, width: int) -> list[Content]:

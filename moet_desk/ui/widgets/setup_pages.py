@@ -12,11 +12,11 @@ from textual.content import Content
 
 from moet_desk.telemetry import LoadStep
 from moet_desk.ui.desk import Fact, Fit, MachineView, Mark, Offer, PlanView, PlanWishes, TierRow
-from moet_desk.ui.setup_steps import FIELDS, QUALITIES, STEPS, Setup, Step
+from moet_desk.ui.setup_steps import STEPS, Setup, Step, downloads, fields
 from moet_desk.ui.text import clean, clean_line
 from moet_desk.ui.theme import Glyphs, tier_variable
 from moet_desk.ui.widgets.gauges import loading_lines, spread
-from moet_desk.units import show_count, show_disk, show_duration, show_memory
+from moet_desk.units import show_count, show_disk, show_duration, show_memory, show_rate
 
 ROOM = 34
 """Columns of a tier's bar in a window of 80."""
@@ -175,19 +175,23 @@ def offer_notes(offer: Offer, width: int, glyphs: Glyphs) -> list[Content]:
 
 def plan_page(
     offer: Offer, plan: PlanView | None, wishes: PlanWishes, *, field: str, width: int,
-    glyphs: Glyphs,
+    glyphs: Glyphs, limit: int | None = None,
 ) -> Content:  # fmt: skip
-    """Where the model will live, the three values that can be changed, the forecast."""
+    """Where the model will live, the values that can be changed, the forecast."""
+    names = fields(plan, downloads=downloads(offer))
     title = clean_line(offer.title, width - 44)
     head = Content.styled(f" How {title} will live on this computer", "bold")
     if plan is None:
         words = "Its plan is made when the model is here and its shape is known."
-        quality = _value_line("answers", wishes.quality, field == "answers", glyphs)
-        return rows([head, Content(""), *wrapped(words, width), Content(""), quality])
+        values = _values(None, wishes, limit)
+        lines = [head, Content(""), *wrapped(words, width), Content("")]
+        return rows(lines + [_value_line(n, values[n], n == field, glyphs) for n in names])
     lines = [spread(head, Content.styled("chosen automatically ", "$dim"), width), Content("")]
     for row in plan.rows:
         lines += tier_bar(row, width, glyphs)
-    lines += [Content(""), *_value_lines(plan, wishes, field, glyphs), Content("")]
+    values = _values(plan, wishes, limit)
+    lines += [Content(""), *(_value_line(n, values[n], n == field, glyphs) for n in names)]
+    lines.append(Content(""))
     if plan.forecast:
         lines += wrapped(f"Forecast    {plan.forecast}", width)
     for note in plan.notes:
@@ -223,20 +227,25 @@ def tier_bar(row: TierRow, width: int, glyphs: Glyphs) -> list[Content]:
     return [bar, *(Content.styled("    " + line, "$dim") for line in under)]
 
 
-def _value_lines(plan: PlanView, wishes: PlanWishes, field: str, glyphs: Glyphs) -> list[Content]:
+def _values(plan: PlanView | None, wishes: PlanWishes, limit: int | None) -> dict[str, str]:
+    """The values that can be changed, in words."""
     values = {
-        "context": f"{show_count(plan.context)} of {show_count(max(plan.contexts or (0,)))} tokens",
-        "keep free": f"{show_memory(plan.keep_free)} for the desktop and other programs",
         "answers": f"{wishes.quality}: {_QUALITY_WORDS[wishes.quality]}",
+        "limit": "none, a download may take the whole line"
+        if limit is None
+        else f"{show_rate(limit)} of the line at most",
     }
-    return [_value_line(name, values[name], name == field, glyphs) for name in FIELDS]
+    if plan is not None:
+        most = show_count(max(plan.contexts or (0,)))
+        values["context"] = f"{show_count(plan.context)} of {most} tokens"
+        values["keep free"] = f"{show_memory(plan.keep_free)} for the desktop and other programs"
+        values["RAM"] = f"{show_memory(plan.ram)} for packed experts at most"
+    return values
 
 
 def _value_line(name: str, value: str, chosen: bool, glyphs: Glyphs) -> Content:
-    if name == "answers" and value in QUALITIES:
-        value = f"{value}: {_QUALITY_WORDS[value]}"
     pointer = glyphs.now if chosen else " "
-    text = f" {pointer} {name.capitalize():<11}< {value} >"
+    text = f" {pointer} {name[:1].upper() + name[1:]:<11}< {value} >"
     return Content.styled(text, "bold reverse") if chosen else Content(text)
 
 
