@@ -44,6 +44,7 @@ _PLACE = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \|.*", re.DOTALL)
 """Where in our own grammar a problem is: nothing to the reader."""
 
 
+_LARGEST = 2**53
 _NO_DETAILS = "\n<non-verbose/>"
 
 
@@ -245,12 +246,30 @@ def _check_schema(
     parameter: str, schema: Mapping[str, Any], where: str = "", *, strict: bool
 ) -> None:
     """Refuse a schema by itself: the reason is clearer than that of the grammar around it."""
+    if _has_large_number(schema):
+        raise _refused(parameter, where + "numbers beyond 2**53 cannot be enforced")
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
         json.dumps(json_schema(schema, strict=strict))
     )
     problem = llguidance.LLMatcher.validate_grammar(grammar, None, limits=_LIMITS)
     if problem and not problem.startswith("WARNING"):
         raise _refused(parameter, where + problem)
+
+
+def _has_large_number(value: object) -> bool:
+    """Whether a schema has a number that the library must not see: `{"const": -2**63}` ends the
+    process (1.9.1, a stack overflow).
+    """
+    rest = [value]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, dict):
+            rest += one.values()
+        elif isinstance(one, list):
+            rest += one
+        elif isinstance(one, int | float) and not abs(one) <= _LARGEST:
+            return True
+    return False
 
 
 def _strict_name(tool: Mapping[str, Any]) -> str | None:
