@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moet_desk.engine.handle import GenerateRequest, ModelInfo, RequestStream
+from moet_desk.errors import fail
 from moet_desk.telemetry import (
     EngineSnapshot,
     EngineState,
@@ -56,6 +57,7 @@ class FakeEngine:
         self.state = EngineState.READY
         self.requests: list[GenerateRequest] = []
         self.cancelled = 0
+        self.most = 1000  # requests in all before the queue is full
         self.script: Sequence[Event | Pause] = ()
         self.answer("Hel", "lo")
 
@@ -70,10 +72,13 @@ class FakeEngine:
     def submit(self, request: GenerateRequest) -> RequestStream:
         if self.refusal is not None:
             raise self.refusal
+        if len(self.requests) >= self.most:
+            raise fail("MD-ENG-06", n_waiting=self.most)
         self.requests.append(request)
         name = f"r{next(self._ids)}"
         stop = self._running[name] = threading.Event()
         stream = RequestStream(name, self._cancel)
+        stream.prompt_tokens = 7
         threading.Thread(target=self._play, args=(stream, stop, self.script), daemon=True).start()
         return stream
 
@@ -106,6 +111,12 @@ class FakeEngine:
 
     def count_tokens(self, request: GenerateRequest) -> int:
         return 7
+
+    def encode(self, request: GenerateRequest) -> list[int]:
+        return list(request.prompt_ids or (request.prompt or "").encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         return True

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from moet_desk.api.schemas import (
+    MAX_ANSWERS,
     MAX_STOP_STRINGS,
     REFUSED,
     error_body,
@@ -27,8 +28,10 @@ def generate(**more: Any) -> Any:
     ("parameter", "value"),
     [
         *((name, "x") for name in REFUSED),
-        ("n", 2),
+        ("n", MAX_ANSWERS + 1),
         ("n", 0),
+        ("reasoning_effort", "high"),  # the model's template knows none
+        ("chat_template_kwargs", {"enable_thinking": False}),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("response_format", {"type": "json_object"}),
@@ -66,6 +69,7 @@ def test_parameter_that_changes_the_answer__refused_by_name(parameter: str, valu
         {"user": "me", "metadata": {"a": 1}, "store": True, "service_tier": "auto"},
         {"prediction": {"type": "content", "content": "x"}, "prompt_cache_key": "k"},
         {"anything_at_all": 1},
+        {"reasoning_effort": "none", "chat_template_kwargs": {}},
         {"n": 1, "response_format": {"type": "text"}, "modalities": ["text"]},
         dict.fromkeys(REFUSED),
         {"functions": [], "echo": False, "best_of": 1, "typical_p": 1.0, "min_tokens": 0},
