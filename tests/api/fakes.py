@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moet_desk.engine.handle import GenerateRequest, ModelInfo, RequestStream
+from moet_desk.engine.scripted import Script, ScriptedEngine
 from moet_desk.errors import fail
 from moet_desk.telemetry import (
     EngineSnapshot,
@@ -133,3 +134,23 @@ def eventually(holds: Callable[[], bool], timeout_s: float = 1.0) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+class InstantEngine(ScriptedEngine):
+    """Checks messages and ids like the real one and has the answer ready at once."""
+
+    def __init__(self, *answers: str) -> None:
+        script = Script(
+            answers=answers or ("One two.",), tokens_per_s=1e6, prompt_tok_per_s=1e9,
+            n_layers=1, n_experts=2, top_k=1, model="fake", context=4096,
+        )  # fmt: skip
+        super().__init__(script)
+
+    @property
+    def busy(self) -> int:
+        return self.snapshot().requests_running
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        stream = super().submit(request)
+        self.advance(1.0)
+        return stream
