@@ -13,9 +13,10 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -48,6 +49,10 @@ from moet_desk.store.responses import Kept, ResponseStore
 from moet_desk.telemetry import EngineState
 from moet_desk.units import show_memory
 
+_T = TypeVar("_T")
+
+# Each thread that wants the interpreter may hold up the loop by its switch interval (5 ms).
+_WORKERS = 3
 _CLIENT_GONE = 499  # nobody reads it; the log does
 
 
@@ -95,6 +100,7 @@ class _Routes:
         self._options = options
         self._started = int(time.time())
         self._kept = ResponseStore(options.responses)
+        self._workers = CapacityLimiter(_WORKERS)
 
     # -- answers -----------------------------------------------------------------------------
 
@@ -112,7 +118,7 @@ class _Routes:
         request = read_completion(await self._read_body(http))
         model = self._model(request.model)
         generate = completion_requests(request, model, client=_client(http))
-        echoes = await run_sync(self._echoes, request, generate) if request.echo else []
+        echoes = await self._in_thread(self._echoes, request, generate) if request.echo else []
         writer = CompletionWriter(request, _envelope(model, request.model, "cmpl"), echoes)
         return await self._answer(http, generate, PlainDeltas, writer, stream=request.stream)
 
@@ -130,7 +136,7 @@ class _Routes:
         model = self._model(messages.model_of(body))
         request = messages.read_count(body, model)
         generate = to_generate(request, model, client=_client(http))
-        return _json({"input_tokens": await run_sync(self._engine.count_tokens, generate)})
+        return _json({"input_tokens": await self._in_thread(self._engine.count_tokens, generate)})
 
     async def responses(self, http: Request) -> Response | Relay:
         request = responses.read_responses(await self._read_body(http))
@@ -151,10 +157,10 @@ class _Routes:
     async def kept_response(self, http: Request) -> Response:
         name = http.path_params["id"]
         if http.method == "DELETE":
-            if not await run_sync(self._kept.delete, name):
+            if not await self._in_thread(self._kept.delete, name):
                 raise fail("MD-API-11", response=name)
             return _json({"id": name, "object": "response", "deleted": True})
-        kept = await run_sync(self._kept.get, name)
+        kept = await self._in_thread(self._kept.get, name)
         if kept is None:
             raise fail("MD-API-11", response=name)
         return _json(kept.body)
@@ -164,13 +170,13 @@ class _Routes:
     async def tokenize(self, http: Request) -> Response:
         request = tokens.read_tokenize(await self._read_body(http))
         model = self._model(request.model)
-        ids = await run_sync(self._engine.encode, tokens.as_generate(request))
+        ids = await self._in_thread(self._engine.encode, tokens.as_generate(request))
         return _json(tokens.tokenize_body(ids, model))
 
     async def detokenize(self, http: Request) -> Response:
         request = tokens.read_detokenize(await self._read_body(http))
         self._model(request.model)
-        return _json({"prompt": await run_sync(self._engine.decode, request.tokens)})
+        return _json({"prompt": await self._in_thread(self._engine.decode, request.tokens)})
 
     # -- what is here ------------------------------------------------------------------------
 
@@ -212,12 +218,15 @@ class _Routes:
         stream: bool | None,
     ) -> Response | Relay:
         """Have the engine answer, and hand what it says to the writer."""
-        streams = await run_sync(self._submit_all, requests)
+        streams = await self._in_thread(self._submit_all, requests)
         answers = [Answer(i, make_deltas(), s.prompt_tokens) for i, s in enumerate(streams)]
         if stream:
             return Relay(streams, answers, writer, keep_alive_s=self._options.keep_alive_s)
         body = await whole(streams, answers, writer, http.receive)
         return Response(status_code=_CLIENT_GONE) if body is None else _json(body)
+
+    async def _in_thread(self, work: Callable[..., _T], *given: Any) -> _T:
+        return await run_sync(work, *given, limiter=self._workers)
 
     def _submit_all(self, requests: Sequence[GenerateRequest]) -> list[RequestStream]:
         """All of them, or none if one is refused."""
@@ -243,7 +252,7 @@ class _Routes:
     async def _conversation_of(self, response_id: str | None) -> Sequence[Mapping[str, Any]]:
         if response_id is None:
             return ()
-        kept = await run_sync(self._kept.get, response_id)
+        kept = await self._in_thread(self._kept.get, response_id)
         if kept is None:
             raise fail("MD-API-11", response=response_id, parameter="previous_response_id")
         return kept.messages

@@ -22,6 +22,7 @@ from moet_desk.errors import fail
 _STOP_GRACE_S = 1  # running answers get this long to end, then they are cancelled
 _NEXT_PORTS = 100  # how far the search for a free port goes
 _BACKLOG = 128
+_MAX_CONNECTIONS = 512  # beyond it a bare 503; well below the usual limit of open files
 
 
 class Endpoint:
@@ -99,6 +100,7 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=_STOP_GRACE_S,
+                limit_concurrency=_MAX_CONNECTIONS,
             )
         )
 
