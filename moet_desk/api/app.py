@@ -42,7 +42,14 @@ from moet_desk.api.messages_wire import MessagesWriter
 from moet_desk.api.metrics import CONTENT_TYPE, metrics_text
 from moet_desk.api.relay import Answer, Deltas, Relay, Writer, as_moet_error, whole
 from moet_desk.api.responses_wire import ResponsesWriter
-from moet_desk.api.schemas import each_answer, model_body, models_body, read_chat, to_generate
+from moet_desk.api.schemas import (
+    ChatRequest,
+    each_answer,
+    model_body,
+    models_body,
+    read_chat,
+    to_generate,
+)
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, ModelInfo, RequestStream
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.responses import Kept, ResponseStore
@@ -109,7 +116,7 @@ class _Routes:
         model = self._model(request.model)
         generate = to_generate(request, model, client=_client(http))
         writer = ChatWriter(request, _envelope(model, request.model, "chatcmpl"))
-        make = partial(ChatDeltas, request)
+        make = partial(_chat_deltas, request)
         return await self._answer(
             http, each_answer(generate, request.n), make, writer, stream=request.stream
         )
@@ -120,7 +127,9 @@ class _Routes:
         generate = completion_requests(request, model, client=_client(http))
         echoes = await self._in_thread(self._echoes, request, generate) if request.echo else []
         writer = CompletionWriter(request, _envelope(model, request.model, "cmpl"), echoes)
-        return await self._answer(http, generate, PlainDeltas, writer, stream=request.stream)
+        return await self._answer(
+            http, generate, lambda _: PlainDeltas(), writer, stream=request.stream
+        )
 
     async def messages(self, http: Request) -> Response | Relay:
         body = await self._read_body(http)
@@ -128,7 +137,7 @@ class _Routes:
         request = messages.read_messages(body, model)
         generate = to_generate(request, model, client=_client(http))
         writer = MessagesWriter(request.model or model.name)
-        make = partial(ChatDeltas, request)
+        make = partial(_chat_deltas, request)
         return await self._answer(http, [generate], make, writer, stream=request.stream)
 
     async def count_tokens(self, http: Request) -> Response:
@@ -151,7 +160,7 @@ class _Routes:
                 self._kept.put(writer.id, Kept([*said, message], body))
 
         writer = ResponsesWriter(request, request.model or model.name, keep=keep)
-        make = partial(ChatDeltas, chat)
+        make = partial(_chat_deltas, chat)
         return await self._answer(http, [generate], make, writer, stream=request.stream)
 
     async def kept_response(self, http: Request) -> Response:
@@ -212,14 +221,14 @@ class _Routes:
         self,
         http: Request,
         requests: Sequence[GenerateRequest],
-        make_deltas: Callable[[], Deltas],
+        make_deltas: Callable[[RequestStream], Deltas],
         writer: Writer,
         *,
         stream: bool | None,
     ) -> Response | Relay:
         """Have the engine answer, and hand what it says to the writer."""
         streams = await self._in_thread(self._submit_all, requests)
-        answers = [Answer(i, make_deltas(), s.prompt_tokens) for i, s in enumerate(streams)]
+        answers = [Answer(i, make_deltas(s), s.prompt_tokens) for i, s in enumerate(streams)]
         if stream:
             return Relay(streams, answers, writer, keep_alive_s=self._options.keep_alive_s)
         body = await whole(streams, answers, writer, http.receive)
@@ -293,6 +302,10 @@ class _Routes:
 
 def _envelope(model: ModelInfo, name: str | None, prefix: str) -> Envelope:
     return envelope(model, __version__, name=name, prefix=prefix)
+
+
+def _chat_deltas(request: ChatRequest, stream: RequestStream) -> ChatDeltas:
+    return ChatDeltas(request)
 
 
 def _client(http: Request) -> str:
