@@ -24,9 +24,11 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -50,12 +52,14 @@ def serve() -> None:
         n_layers=1, n_experts=4, top_k=1, context=32768, model="load",
     )  # fmt: skip
     engine = ScriptedEngine(script).start()
-    endpoint = Endpoint(engine, EndpointOptions(port=0))
-    endpoint.start()
-    print(endpoint.options.port, flush=True)
-    sys.stdin.read()
-    endpoint.stop()
-    engine.close()
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "responses.sqlite3"
+        endpoint = Endpoint(engine, EndpointOptions(port=0, responses=kept))
+        endpoint.start()
+        print(endpoint.options.port, flush=True)
+        sys.stdin.read()
+        endpoint.stop()
+        engine.close()
 
 
 @dataclass
