@@ -28,6 +28,7 @@ from starlette.types import ASGIApp
 
 from moet_desk import __version__
 from moet_desk.api import messages, responses, tokens
+from moet_desk.api.bodies import model_body, models_body
 from moet_desk.api.chat import ChatDeltas, ChatWriter, Envelope, envelope
 from moet_desk.api.completions import (
     CompletionRequest,
@@ -42,14 +43,7 @@ from moet_desk.api.messages_wire import MessagesWriter
 from moet_desk.api.metrics import CONTENT_TYPE, metrics_text
 from moet_desk.api.relay import Answer, Deltas, Relay, Writer, as_moet_error, whole
 from moet_desk.api.responses_wire import ResponsesWriter
-from moet_desk.api.schemas import (
-    ChatRequest,
-    each_answer,
-    model_body,
-    models_body,
-    read_chat,
-    to_generate,
-)
+from moet_desk.api.schemas import ChatRequest, each_answer, read_chat, to_generate
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, ModelInfo, RequestStream
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.responses import Kept, ResponseStore

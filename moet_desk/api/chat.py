@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moet_desk.api.bodies import error_body, logprob_body, usage_body
 from moet_desk.api.parts import Delta, Kind, Part
 from moet_desk.api.relay import Answer, sse, total_usage
-from moet_desk.api.schemas import ChatRequest, error_body, logprob_body, usage_body
+from moet_desk.api.schemas import ChatRequest
 from moet_desk.engine.handle import ModelInfo
 from moet_desk.engine.parsers.hermes import Call, HermesParser, Parsed
 from moet_desk.errors import MoetError

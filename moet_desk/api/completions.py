@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from moet_desk.api.bodies import error_body, usage_body
 from moet_desk.api.chat import DONE, KEEP_ALIVE, Envelope
 from moet_desk.api.parts import Delta
 from moet_desk.api.relay import Answer, sse, total_usage
@@ -22,11 +23,9 @@ from moet_desk.api.schemas import (
     Common,
     check_numbers,
     each_answer,
-    error_body,
     read_struct,
     refuse,
     shared_part,
-    usage_body,
 )
 from moet_desk.engine.handle import GenerateRequest, ModelInfo
 from moet_desk.errors import MoetError

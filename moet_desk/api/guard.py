@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moet_desk.api.schemas import anthropic_error_body, error_body
+from moet_desk.api.bodies import anthropic_error_body, error_body
 from moet_desk.errors import MoetError, fail
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from moet_desk.api.bodies import anthropic_error_body
 from moet_desk.api.parts import Change, Delta, Kind, Part, Verb
 from moet_desk.api.relay import Answer, sse
-from moet_desk.api.schemas import anthropic_error_body
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import Usage
 

@@ -10,11 +10,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from moet_desk.api.bodies import error_body, logprob_body
 from moet_desk.api.chat import KEEP_ALIVE, chat_message
 from moet_desk.api.parts import Change, Delta, Kind, Part, Verb
 from moet_desk.api.relay import Answer, sse
 from moet_desk.api.responses import ResponsesRequest
-from moet_desk.api.schemas import error_body, logprob_body
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import Usage
 

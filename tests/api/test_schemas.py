@@ -5,14 +5,8 @@ from typing import Any
 
 import pytest
 
-from moet_desk.api.schemas import (
-    MAX_ANSWERS,
-    MAX_STOP_STRINGS,
-    REFUSED,
-    error_body,
-    read_chat,
-    to_generate,
-)
+from moet_desk.api.bodies import error_body
+from moet_desk.api.schemas import MAX_ANSWERS, MAX_STOP_STRINGS, REFUSED, read_chat, to_generate
 from moet_desk.errors import CATALOGUE, MoetError, fail
 from tests.api.fakes import MODEL
 

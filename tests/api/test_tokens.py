@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from moet_desk.api.bodies import anthropic_error_body, error_body
 from moet_desk.api.guard import EndpointOptions
 from moet_desk.api.metrics import metrics_text
-from moet_desk.api.schemas import anthropic_error_body, error_body
 from moet_desk.api.server import Endpoint
 from moet_desk.engine.handle import GenerateRequest
 from moet_desk.engine.scripted import Script, ScriptedEngine
