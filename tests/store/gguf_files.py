@@ -89,6 +89,61 @@ def write_gguf(
     writer.close()
 
 
+def write_fields(
+    path: Path, arch: str, fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+) -> None:
+    """Write a model of another architecture in float32, with a vocabulary of bytes.
+
+    Args:
+        path: the file.
+        arch: its general.architecture.
+        fields: those of the architecture, without its prefix.
+        tensors: by the names of its safetensors files without ".weight".
+    """
+    writer = gguf.GGUFWriter(path, arch)
+    put_field = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    for key, value in fields.items():
+        put_field[type(value)](f"{arch}.{key}", value)
+    _add_tokenizer(writer, None, "gpt-2")
+    which = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    table = gguf.get_tensor_name_map(which, 8)
+    for name, values in _merged(arch, fields, tensors).items():
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        full = name if name.endswith(".bias") else f"{name}.weight"
+        stored = table.get_name(full, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        writer.add_tensor(stored, np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _merged(
+    arch: str, fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Experts stacked; of arch llama, the halves of each head of queries and keys interleaved."""
+    found: dict[str, np.ndarray] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    for name, values in tensors.items():
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)", name)
+        if match:
+            # the package knows merged experts of Mixtral's kind under an older name
+            group = re.sub(r"model\.(.*)block_sparse_moe", r"\1feed_forward", match[1])
+            stacks.setdefault(f"{group}.{match[3]}", {})[int(match[2])] = values
+        elif arch == "llama" and name.endswith((".q_proj", ".k_proj")):
+            heads = fields[
+                "attention.head_count" if "q_proj" in name else "attention.head_count_kv"
+            ]
+            turned = values.reshape(heads, 2, len(values) // heads // 2, -1).swapaxes(1, 2)
+            found[name] = turned.reshape(values.shape)
+        else:
+            found[name] = values
+    return found | {
+        name: np.stack([part[e] for e in sorted(part)]) for name, part in stacks.items()
+    }
+
+
 def kind_of(name: str, values: np.ndarray, *, experts: str, dense: str) -> str:
     """What converters store: norms and routers stay float32, rows of no whole blocks are halves."""
     if values.ndim == 1 or "ffn_gate_inp" in name:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,14 @@ from moet_desk.store.gguf.archs import ARCHS, arch_of, config_of
 from moet_desk.store.gguf.fields import Fields
 from moet_desk.store.model_source import ModelSource
 from moet_desk.store.quant_formats import decode
+from tests.store.gguf_files import write_fields
 
 A = gguf.MODEL_ARCH
 ARCH_OF = {gguf.MODEL_ARCH_NAMES[arch]: arch for arch in A}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 MLP = ("gate_proj", "up_proj", "down_proj")
+MIXTRALS = ("llama", "minimax-m2")
+"""Those whose experts have Mixtral's names."""
 
 
 def f32(value: float) -> float:
@@ -53,6 +55,13 @@ MIXTRAL = {
     "feed_forward_length": 14336, "attention.head_count": 32, "attention.head_count_kv": 8,
     "rope.freq_base": f32(1e6), "attention.layer_norm_rms_epsilon": f32(1e-5),
     "expert_used_count": 2, "expert_count": 8, "rope.dimension_count": 128, "vocab_size": 32000,
+}  # fmt: skip
+MINIMAX = {
+    "block_count": 62, "context_length": 196608, "embedding_length": 3072,
+    "feed_forward_length": 1536, "attention.head_count": 48, "attention.head_count_kv": 8,
+    "rope.freq_base": 5e6, "attention.layer_norm_rms_epsilon": f32(1e-6), "expert_used_count": 8,
+    "attention.key_length": 128, "attention.value_length": 128, "expert_count": 256,
+    "expert_gating_func": 2, "expert_feed_forward_length": 1536, "rope.dimension_count": 64,
 }  # fmt: skip
 V3 = {
     "block_count": 61, "context_length": 163840, "embedding_length": 7168,
@@ -108,6 +117,14 @@ REAL: dict[str, tuple[str, dict[str, Any], set[str], dict[str, Any]]] = {
         {
             "model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 14336,
             "num_experts_per_tok": 2, "head_dim": 128, "num_key_value_heads": 8,
+        },
+    ),
+    "MiniMax-M2": (
+        "minimax-m2", MINIMAX, set(),
+        {
+            "model_type": "minimax_m2", "rotary_dim": 64, "head_dim": 128, "rope_theta": 5e6,
+            "intermediate_size": 1536, "num_local_experts": 256, "num_key_value_heads": 8,
+            "scoring_func": "sigmoid",
         },
     ),
     "DeepSeek-V3": (
@@ -179,8 +196,9 @@ def released_names(arch: str) -> list[str]:
     top = ["model.embed_tokens", "model.norm", "lm_head"]
     norms = [layer + "input_layernorm", layer + "post_attention_layernorm"]
     attention = [f"{layer}self_attn.{part}" for part in ATTENTION]
-    if arch == "llama":
-        return [*top, *norms, *attention[:4], layer + "block_sparse_moe.gate"]
+    if arch in MIXTRALS:
+        own = attention if arch == "minimax-m2" else attention[:4]
+        return [*top, *norms, *own, layer + "block_sparse_moe.gate"]
     found = [*top, *norms, moe + "gate"]
     if arch == "deepseek2":
         parts = "q_proj q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm o_proj"
@@ -213,7 +231,7 @@ def test_names__merged_experts__are_gate_up_and_down(arch: str) -> None:
     known = ARCHS[arch]
     parts = dict(zip(("w1", "w3", "w2"), MLP, strict=True))
     for short, part in parts.items():
-        mixtral = arch == "llama"
+        mixtral = arch in MIXTRALS
         merged = f"layers.3.feed_forward.experts.{short}" if mixtral else None
         stored = table.get_name(merged or f"model.layers.3.mlp.experts.{part}")
         assert stored is not None
@@ -239,6 +257,10 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3moe": {"block_count": 2, "expert_feed_forward_length": 32},
     "olmoe": {"block_count": 2},
     "llama": {"block_count": 2, "rope.dimension_count": 16},
+    "minimax-m2": {
+        "block_count": 2, "rope.dimension_count": 8, "expert_feed_forward_length": 32,
+        "expert_gating_func": 2,
+    },
 }  # fmt: skip
 BIASES = tuple(f"self_attn.{part}.bias" for part in ("q_proj", "k_proj", "v_proj"))
 
@@ -267,60 +289,20 @@ def layer_shapes(arch: str, *, is_dense: bool, is_head: bool) -> dict[str, tuple
     if is_head:
         shapes |= {"eh_proj": (64, 128), "enorm": (64,), "hnorm": (64,)}
         shapes |= {"shared_head.norm": (64,)}
-    moe = "block_sparse_moe" if arch == "llama" else "mlp"
-    wide, parts = ((32, 64), (32, 64), (64, 32)), ("w1", "w3", "w2") if arch == "llama" else MLP
+    moe = "block_sparse_moe" if arch in MIXTRALS else "mlp"
+    wide, parts = ((32, 64), (32, 64), (64, 32)), ("w1", "w3", "w2") if arch in MIXTRALS else MLP
     if is_dense:
         return shapes | dict(zip((f"mlp.{p}" for p in MLP), wide, strict=True))
     shapes[f"{moe}.gate"] = (4, 64)
     for expert in range(4):
         names = (f"{moe}.experts.{expert}.{part}" for part in parts)
         shapes |= dict(zip(names, wide, strict=True))
+    if arch == "minimax-m2":
+        shapes[f"{moe}.e_score_correction_bias"] = (4,)
     if arch == "glm4moe":
         shapes["mlp.gate.e_score_correction_bias"] = (4,)
         shapes |= dict(zip((f"mlp.shared_experts.{p}" for p in MLP), wide, strict=True))
     return shapes
-
-
-def write(path: Path, arch: str, tensors: dict[str, np.ndarray]) -> None:
-    """What converters make of them."""
-    writer = gguf.GGUFWriter(path, arch)
-    for key, value in (TINY | OWN[arch]).items():
-        put = writer.add_uint32 if isinstance(value, int) else writer.add_float32
-        put(f"{arch}.{key}", value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["a", "b", "ab"])
-    writer.add_token_merges(["a b"])
-    table = gguf.get_tensor_name_map(ARCH_OF[arch], 8)
-    stacks: dict[str, list[np.ndarray]] = {}
-    for name, values in tensors.items():
-        match = re.fullmatch(r"(.*)\.experts\.\d+\.(\w+)", name)
-        if match:
-            merged = f"{match[1]}.experts.{match[2]}"
-            merged = re.sub(r"model\.(.*)block_sparse_moe", r"\1feed_forward", merged)
-            stacks.setdefault(merged, []).append(values)
-        elif arch == "llama" and name.endswith((".q_proj", ".k_proj")):
-            heads = values.reshape(len(values) // 16, 2, 8, 64).swapaxes(1, 2)
-            put_tensor(writer, table, name, heads.reshape(values.shape))
-        else:
-            put_tensor(writer, table, name, values)
-    for name, parts in stacks.items():
-        put_tensor(writer, table, name, np.stack(parts))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def put_tensor(
-    writer: gguf.GGUFWriter, table: gguf.TensorNameMap, name: str, values: np.ndarray
-) -> None:
-    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
-    suffixes = (".weight", ".bias")
-    full = name if name.endswith(".bias") else f"{name}.weight"
-    stored = table.get_name(full, try_suffixes=suffixes)
-    assert stored is not None, name
-    writer.add_tensor(stored, np.ascontiguousarray(values))
 
 
 @pytest.mark.parametrize("arch", OWN)
@@ -328,7 +310,7 @@ def test_open__each_architecture__has_the_published_tensors_and_a_config(
     arch: str, tmp_path: Path
 ) -> None:
     tensors = published(arch)
-    write(tmp_path / "m.gguf", arch, tensors)
+    write_fields(tmp_path / "m.gguf", arch, TINY | OWN[arch], tensors)
     source = ModelSource.open(tmp_path / "m.gguf")
     assert set(source.index.names()) == set(tensors)
     for name, values in tensors.items():

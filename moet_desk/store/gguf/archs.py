@@ -21,7 +21,7 @@ Names = Container[str]
 
 HARMLESS = frozenset(
     "vocab_size rope.scaling.finetuned attention.key_length attention.value_length"
-    " attention.head_count_kv expert_feed_forward_length".split()
+    " attention.head_count_kv expert_feed_forward_length feed_forward_length".split()
 )
 """Fields of an architecture that say nothing or what others say too."""
 
@@ -265,6 +265,18 @@ def _llama(fields: Fields, names: Names) -> Config:
     }
 
 
+def _minimax(fields: Fields, names: Names) -> Config:
+    """MiniMax-M2 to M2.7; the weights of chosen experts always add up to one."""
+    score = fields.count("expert_gating_func", _SIGMOID)
+    return {
+        **_grouped_heads(fields),
+        "rotary_dim": fields.count("rope.dimension_count"),
+        "intermediate_size": fields.count("expert_feed_forward_length"),
+        "num_local_experts": fields.count("expert_count"),
+        "scoring_func": _score_name(score),
+    }
+
+
 def _whole_rope(fields: Fields) -> Config:
     """Grouped heads whose rope turns all of each."""
     heads = _grouped_heads(fields)
@@ -299,6 +311,9 @@ _MIXTRAL_NAMES = {
     **_NORMS, **_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": _W1,
     "ffn_up_exps": _W3, "ffn_down_exps": _W2, "ffn_gate_up_exps": f"{_W1}|{_W3}",
 }  # fmt: skip
+_MINIMAX_NAMES = {
+    **_MIXTRAL_NAMES, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+}  # fmt: skip
 
 ARCHS: Mapping[str, Arch] = {
     "deepseek2": Arch(
@@ -308,6 +323,7 @@ ARCHS: Mapping[str, Arch] = {
     "glm4moe": Arch("glm4_moe", _glm4moe, _GLM_NAMES, _TOP),
     "qwen3moe": Arch("qwen3_moe", _qwen3moe, _QWEN_NAMES, _TOP),
     "olmoe": Arch("olmoe", _olmoe, _QWEN_NAMES, _TOP),
+    "minimax-m2": Arch("minimax_m2", _minimax, _MINIMAX_NAMES, _TOP),
     "llama": Arch(
         "mixtral", _llama, _MIXTRAL_NAMES, _TOP,
         {"attn_q": Change.QUERY_ROWS, "attn_k": Change.KEY_ROWS},

@@ -1,0 +1,76 @@
+"""Tiny random models of families with grouped-query attention as GGUF: the same rows and logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moet_desk.store.pack_format import BASE_FILE, FINE_FILE, Plane
+from tests.conftest import pack_source
+from tests.engine.oracle import loaded, logits_of
+from tests.engine.tiny_models import GQA_CONFIGS, random_model, save_source
+from tests.store.gguf_files import write_fields
+
+ARCH = {
+    "glm4_moe": "glm4moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "mixtral": "llama",
+    "minimax_m2": "minimax-m2",
+}  # fmt: skip
+NAMES = {
+    "num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "num_experts_per_tok": "expert_used_count",
+    "n_routed_experts": "expert_count", "num_experts": "expert_count",
+    "num_local_experts": "expert_count", "head_dim": "attention.key_length",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count", "rotary_dim": "rope.dimension_count",
+    "routed_scaling_factor": "expert_weights_scale", "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}  # fmt: skip
+"""config.json -> fields of an architecture, as converters write them."""
+
+
+def fields_of(config: dict[str, Any]) -> dict[str, Any]:
+    known = {key: value for key, value in config.items() if value is not None and key in NAMES}
+    fields = {NAMES[key]: value for key, value in known.items()}
+    rope = config.get("rope_parameters") or config
+    fields["rope.freq_base"] = float(rope["rope_theta"])
+    if config["model_type"] == "glm4_moe":
+        share = rope.get("partial_rotary_factor", 0.5)
+        fields["rope.dimension_count"] = int(config["head_dim"] * share)
+        fields |= {"expert_gating_func": 2, "expert_weights_norm": config["norm_topk_prob"]}
+    if config["model_type"] == "minimax_m2":
+        fields["expert_feed_forward_length"] = config["intermediate_size"]
+    return fields
+
+
+@pytest.mark.parametrize("case", [name for name in GQA_CONFIGS if name != "qwen3_dense_yarn"])
+def test_pack__family_as_gguf__has_the_rows_and_logits_of_its_folder(
+    case: str, tmp_path: Path
+) -> None:
+    save_source(random_model(GQA_CONFIGS[case], 0.25), tmp_path / "folder")
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    tensors = {
+        name.removesuffix(".weight"): values.numpy()
+        for name, values in load_file(tmp_path / "folder" / "model.safetensors").items()
+    }
+    arch = ARCH[config["model_type"]]
+    write_fields(tmp_path / "m.gguf", arch, fields_of(config), tensors)
+    packs = [
+        pack_source(tmp_path / source, tmp_path / "packs" / source)
+        for source in ("folder", "m.gguf")
+    ]
+    for name in (BASE_FILE, FINE_FILE):
+        assert (packs[0] / name).read_bytes() == (packs[1] / name).read_bytes()
+    ids = torch.randint(3, 256, (24,), generator=torch.Generator().manual_seed(2)).tolist()
+    logits = []
+    for pack in packs:
+        with loaded(pack) as core:
+            logits.append(logits_of(core, ids, plane=Plane.FINE))
+    assert torch.equal(*logits)
