@@ -100,6 +100,7 @@ def test_doctor__same_document_as_the_command(desk: AppDesk, moet: Command) -> N
     assert read_record(path)["findings"] == printed["findings"]
 
 
+@pytest.mark.slow
 def test_measure__in_a_child__rates_are_kept_and_compared(
     desk: AppDesk, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,7 @@ def test_measure__in_a_child__rates_are_kept_and_compared(
     assert kept.measured > "2026"
 
 
+@pytest.mark.slow
 def test_measure__folder_cannot_be_written__the_child_s_error(
     desk: AppDesk, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
