@@ -19,7 +19,7 @@ from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.theme import UNICODE
 from moet_desk.ui.widgets.gauges import StatusLine
 from moet_desk.ui.widgets.prompt import Prompt
-from moet_desk.ui.widgets.transcript import AnswerBlock, Segment, Transcript
+from moet_desk.ui.widgets.transcript import AnswerBlock, MessageBlock, Segment, Transcript
 from tests.ui.support import NOON, FakePack, Stage, dump
 
 pytestmark = pytest.mark.asyncio
@@ -46,6 +46,34 @@ async def test_ask__key_by_key__streams_and_closes() -> None:
     assert "Hello there, and some more words." in screen
     assert "tok/s · waiting" in screen
     assert "first token" in screen
+    assert "● ready" in screen
+
+
+async def test_ask__answer_over_before_its_place_is_on_the_screen__all_of_it_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Timers go on while blocks are mounted, which takes long on a busy computer."""
+    stage = Stage(Script(answers=("Hello **there**, and some more words.",)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        intact, pulls = Transcript.add, 0
+
+        async def add(self: Transcript, block: MessageBlock | AnswerBlock) -> None:
+            nonlocal pulls
+            if isinstance(block, AnswerBlock):
+                for _ in range(20):
+                    stage.engine.advance(0.2)
+                    stage.time.seconds += 0.2
+                    await stage.app.pull_text()
+                    pulls += 1
+            await intact(self, block)
+
+        monkeypatch.setattr(Transcript, "add", add)
+        await pilot.press(*"Hi", "enter")
+        await stage.play(pilot, 1.0)
+        screen = dump(stage.app)
+    assert pulls == 20
+    assert "Hello there, and some more words." in screen
     assert "● ready" in screen
 
 

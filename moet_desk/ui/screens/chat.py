@@ -6,7 +6,8 @@ pulled even while another screen is in front, and drawn when this one comes back
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from textual.app import ComposeResult
@@ -85,6 +86,7 @@ class ChatScreen(Screen[None]):
         self.pace = FlushPace()
         self._answer: AnswerBlock | None = None
         self._undrawn = MarkedText()
+        self._is_placing = False  # blocks of a new turn are on their way to the screen
         self._draft_due_s: float | None = None
         self._loading_drawn: Phase | None = None
         self._rail_wanted = True
@@ -118,7 +120,7 @@ class ChatScreen(Screen[None]):
 
     async def pull_text(self) -> None:
         """Take and draw new text; called ten times a second."""
-        if not self._drawn_once:
+        if not self._drawn_once or self._is_placing:  # the text waits where it is
             return
         conversation = self._conversation
         self._save_draft_if_due()
@@ -279,14 +281,26 @@ class ChatScreen(Screen[None]):
 
     async def _draw_sent(self, text: str) -> None:
         """Draw a message that was just sent, and an empty answer under it."""
-        conversation, transcript = self._conversation, self.query_one(Transcript)
         when = f"{self._bridge.clock.wall():%H:%M}"
-        self._draw_welcome()
-        await transcript.add(MessageBlock("You", when=when, text=text))
-        await self._draw_new_answer()
-        self._draw_queued()
-        if not conversation.busy:
-            await self._end_answer()
+        with self._placing():
+            self._draw_welcome()
+            block = MessageBlock("You", when=when, text=text)
+            await self.query_one(Transcript).add(block)
+            await self._draw_new_answer()
+            self._draw_queued()
+            if not self._conversation.busy:
+                await self._end_answer()
+
+    @contextmanager
+    def _placing(self) -> Iterator[None]:
+        """Nothing is drawn into an answer before it is on the screen: timers run in the app, and
+        this in the screen.
+        """
+        self._is_placing = True
+        try:
+            yield
+        finally:
+            self._is_placing = False
 
     async def _draw_new_answer(self) -> None:
         transcript = self.query_one(Transcript)
@@ -425,7 +439,8 @@ class ChatScreen(Screen[None]):
             self.action_follow()
 
     async def on_screen_resume(self) -> None:
-        await self._flush()
+        if not self._is_placing:
+            await self._flush()
 
     # -- actions -------------------------------------------------------------------------------
 
@@ -511,10 +526,11 @@ class ChatScreen(Screen[None]):
         if not again:
             self.notify("There is nothing to answer again right now.")
             return
-        await self._remove_last_answer()
-        await self._draw_new_answer()
-        if not self.busy:
-            await self._end_answer()
+        with self._placing():
+            await self._remove_last_answer()
+            await self._draw_new_answer()
+            if not self.busy:
+                await self._end_answer()
 
     async def _remove_last_answer(self) -> None:
         blocks = self.query_one(Transcript).children
