@@ -240,7 +240,8 @@ def save_setting(config_file: Path, name: str, value: Any) -> Any:
         table.pop(key, None)
     else:
         table[key] = AUTOMATIC if typed is None else _to_toml(setting, typed)
-    _replace(config_file, tomlkit.dumps(document), old)
+    holds_key = bool(document.get("endpoint", {}).get("key"))
+    _replace(config_file, tomlkit.dumps(document), old, private=holds_key)
     return setting.default if value is None else typed
 
 
@@ -261,10 +262,10 @@ def _to_toml(setting: Setting, value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _replace(path: Path, text: str, old: str) -> None:
+def _replace(path: Path, text: str, old: str, *, private: bool) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o600  # it may hold a key
+        mode = path.stat().st_mode & 0o777 if path.exists() and not private else 0o600
         if old:
             _write(path.with_name(path.name + ".bak"), old, mode)
         _write(path, text, mode)
@@ -277,6 +278,7 @@ def _write(path: Path, text: str, mode: int) -> None:
     partial = path.with_name(path.name + ".partial")
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
+        os.fchmod(fd, mode)  # one that was left behind may have another
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -790,6 +790,14 @@ _ROWS: tuple[ErrorSpec, ...] = (
         http=404,
     ),
     ErrorSpec(
+        "MD-API-11",
+        "No such response",
+        "Response {response} is not kept here.",
+        "Send the whole conversation as input. The oldest responses are dropped first.",
+        reaction=_CLIENT,
+        http=404,
+    ),
+    ErrorSpec(
         "MD-CLI-01",
         "The command cannot be used like this",
         "{reason}.",

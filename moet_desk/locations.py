@@ -48,6 +48,11 @@ class Locations:
         return self.data_dir / "prefixes"
 
     @property
+    def responses_file(self) -> Path:
+        """The SQLite file of the endpoint's answers that clients may go on from."""
+        return self.data_dir / "responses.sqlite3"
+
+    @property
     def logs_dir(self) -> Path:
         """Log files and crash reports."""
         return self.data_dir / "logs"

@@ -243,6 +243,9 @@ class Endpoint:
     cors: Annotated[
         tuple[str, ...], _About("Web pages that may call the endpoint, like http://a.b:80.", _S)
     ] = ()
+    aliases: Annotated[
+        tuple[str, ...], _About("Further names by which clients may ask for the model.", _S)
+    ] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -281,6 +281,7 @@ class Finished:
     usage: Usage
     quality: str  # "fast", "balanced" or "exact"
     stop: str | None = None  # the stop string that matched
+    prompt: tuple[TokenLogprob, ...] = ()  # of the prompt from its second token on, if asked for
 
 
 @dataclass(frozen=True, slots=True)

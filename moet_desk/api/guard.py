@@ -11,13 +11,14 @@ import hmac
 import ipaddress
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moet_desk.api.schemas import error_body
+from moet_desk.api.bodies import anthropic_error_body, error_body
 from moet_desk.errors import MoetError, fail
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ class EndpointOptions:
 
     `port` 0 takes a free one. `hosts` are further names clients may use for this computer, `cors`
     the origins of web pages that may call it. Without a `key` only loopback addresses are served.
+    `aliases` are further names of the loaded model. `responses` is the file of responses that can
+    be gone on from; None keeps them in memory.
     """
 
     host: str = "127.0.0.1"
@@ -38,8 +41,11 @@ class EndpointOptions:
     key: str | None = None
     hosts: tuple[str, ...] = ()
     cors: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    responses: Path | None = None
     keep_alive_s: float = 10.0
     max_body_bytes: int = 32 * 2**20
+    body_timeout_s: float = 60.0
 
     @property
     def is_loopback(self) -> bool:
@@ -106,21 +112,28 @@ def check_key(headers: Headers, options: EndpointOptions) -> None:
     if options.key is None:
         return
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    hint = "Send the header Authorization: Bearer KEY with the key of this server."
+    hint = "Send the header Authorization: Bearer KEY (or x-api-key: KEY) with this server's key."
     if scheme.lower() != "bearer":
+        given = headers.get("x-api-key", "")  # how Anthropic's clients send it
+    if not given:
         raise fail("MD-API-06", reason="This server wants a key", hint=hint)
     if not hmac.compare_digest(given.strip().encode(), options.key.encode()):
         raise fail("MD-API-06", reason="The key is not this server's", hint=hint)
 
 
-def error_response(error: MoetError, status: int | None = None) -> JSONResponse:
-    """An error as HTTP response."""
+_RETRY_AFTER_S = {"MD-ENG-06": 1, "MD-ENG-07": 5}  # full now; loading takes longer
+
+
+def error_response(error: MoetError, path: str, status: int | None = None) -> JSONResponse:
+    """An error as HTTP response, in the words of the protocol that `path` belongs to."""
     headers = {}
     if error.spec.http == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.code == "MD-ENG-06":
-        headers["retry-after"] = "1"
-    return JSONResponse(error_body(error), status or error.spec.http, headers)
+    if error.code in _RETRY_AFTER_S:
+        headers["retry-after"] = str(_RETRY_AFTER_S[error.code])
+    is_anthropic = path.startswith("/v1/messages")
+    body = anthropic_error_body(error) if is_anthropic else error_body(error)
+    return JSONResponse(body, status or error.spec.http, headers)
 
 
 class Guard:
@@ -146,9 +159,9 @@ class Guard:
                 check_key(headers, self._options)
             await self._app(scope, receive, send_noted)
         except MoetError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
         except Exception as error:
-            log.exception("request failed: %s %s", scope["method"], scope["path"])
+            log.exception("request failed: %s %r", scope["method"], scope["path"])
             if not started:
                 bug = fail("MD-BUG-01", reason=type(error).__name__, log="moet-desk.log")
-                await error_response(bug)(scope, receive, send)
+                await error_response(bug, scope["path"])(scope, receive, send)

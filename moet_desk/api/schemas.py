@@ -1,4 +1,4 @@
-"""Shapes of the OpenAI protocol: request bodies in (checked), response bodies out (plain dicts).
+"""Shapes of chat requests, and what all protocols check alike.
 
 Owns what a client may send: types, ranges, which parameters are refused because they would change
 the answer, and which are ignored because they would not. Messages and tools pass through as they
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -21,14 +22,16 @@ from moet_desk.engine.handle import (
     Quality,
     Sampling,
 )
+from moet_desk.engine.reasoning import effort_switches
 from moet_desk.errors import MoetError, fail
-from moet_desk.telemetry import TokenLogprob, Usage
 
 _T = TypeVar("_T")
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 MAX_STOP_STRINGS = 16
 _TOOL_CHOICES = ("auto", "none", "required")
 MAX_TOP_LOGPROBS = 20
+MAX_ANSWERS = 8  # each is a request of its own in the engine
 
 # Parameters that would change the answer and are not served. Null, false and empty count as left
 # out, and so does the value that means "as usual".
@@ -37,7 +40,6 @@ REFUSED: Mapping[str, str] = {
     "function_call": "use tool_choice",
     "audio": "only text is made",
     "web_search_options": "there is no web search",
-    "reasoning_effort": "this model does not reason before it answers",
     "verbosity": "it cannot be steered",
     "best_of": "one answer per request",
     "echo": "it belongs to text completions",
@@ -48,7 +50,6 @@ REFUSED: Mapping[str, str] = {
     "typical_p": "not served; top_p, top_k and min_p are",
     "repeat_penalty": "its name is repetition_penalty",
     "chat_template": "the model's own template is used",
-    "chat_template_kwargs": "the model's template takes none",
     "guided_json": "use response_format",
     "guided_regex": "use response_format",
     "guided_choice": "use response_format",
@@ -62,7 +63,6 @@ _AS_USUAL: Mapping[str, Any] = {
     "best_of": 1,
     "typical_p": 1,
     "repeat_penalty": 1,
-    "reasoning_effort": "none",
 }
 
 
@@ -79,10 +79,9 @@ class ResponseFormat(msgspec.Struct):
     json_schema: dict[str, Any] | None = None
 
 
-class ChatRequest(msgspec.Struct):
-    """Body of POST /v1/chat/completions. None means: not given."""
+class Common(msgspec.Struct, kw_only=True):
+    """What chat and text completions share. None means: not given."""
 
-    messages: list[dict[str, Any]]
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -95,15 +94,28 @@ class ChatRequest(msgspec.Struct):
     repetition_penalty: float | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None
     ignore_eos: bool | None = None
     quality: Literal["fast", "balanced", "exact"] | None = None
     gate: float | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatRequest(Common, kw_only=True):
+    """Body of POST /v1/chat/completions; the other protocols of chats are turned into it."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -115,14 +127,6 @@ class ChatRequest(msgspec.Struct):
         """Whether the answer may hold tool calls."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    @property
-    def wants_usage(self) -> bool:
-        """Whether the stream ends with a usage chunk."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-
-# -- in --------------------------------------------------------------------------------------
-
 
 def read_chat(body: bytes) -> ChatRequest:
     """Decode and check a chat request; what depends on the model is left to `to_generate`.
@@ -131,20 +135,51 @@ def read_chat(body: bytes) -> ChatRequest:
         MoetError: MD-API-05 not JSON or a wrong type, MD-API-04 a parameter out of range or not
             served.
     """
-    given = _decode_object(body)
+    return check_chat(read_struct(body, ChatRequest, refused=REFUSED))
+
+
+def read_struct(body: bytes, kind: type[_S], *, refused: Mapping[str, str]) -> _S:
+    """Decode a body; what is not in `kind` and not `refused` is ignored.
+
+    Raises:
+        MoetError: MD-API-05 not JSON or a wrong type, MD-API-04 a refused parameter.
+    """
+    given = decode_object(body)
     # Clients that build the body by hand send the Python client's extra_body as it is.
     extra = given.pop("extra_body", None)
     if isinstance(extra, dict):
         given = {**extra, **given}
-    for name, reason in REFUSED.items():
+    for name, reason in refused.items():
         if given.get(name) and given[name] != _AS_USUAL.get(name):
             raise refuse(name, reason)
+    return _convert(given, kind)
+
+
+def _convert(given: Mapping[str, Any], kind: type[_S]) -> _S:
     try:
-        request = msgspec.convert(given, ChatRequest)
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from error
+
+
+def chat_request(**fields: Any) -> ChatRequest:
+    """A chat request made of another protocol's fields; None ones are left out.
+
+    Raises:
+        MoetError: as `read_chat`.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    return check_chat(_convert(given, ChatRequest))
+
+
+def check_chat(request: ChatRequest) -> ChatRequest:
+    """Check what does not depend on the model.
+
+    Raises:
+        MoetError: MD-API-04, a parameter out of range or not served.
+    """
     _check_choices(request)
-    _check_numbers(request)
+    check_numbers(request)
     if not request.messages:
         raise refuse("messages", "there must be at least one")
     return request
@@ -156,22 +191,67 @@ def to_generate(request: ChatRequest, model: ModelInfo, *, client: str) -> Gener
     Raises:
         MoetError: MD-API-04, a token id outside the vocabulary.
     """
-    default = model.default_quality
-    return GenerateRequest(
+    return replace(
+        shared_part(request, model, client=client),
         messages=request.messages,
         tools=(request.tools or ()) if request.wants_calls else (),
-        sampling=_sampling(request, model.vocab),
-        stop=_stop_strings(request.stop),
         max_tokens=_first(request.max_completion_tokens, request.max_tokens),
-        quality=default if request.quality is None else Quality(request.quality),
-        gate=request.gate,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        ignore_eos=bool(request.ignore_eos),
+        template=_switches(request, model),
         grammar=_grammar(request.response_format),
         must_call=_must_call(request),
         one_call=request.parallel_tool_calls is False or isinstance(request.tool_choice, dict),
+    )
+
+
+def shared_part(request: Common, model: ModelInfo, *, client: str) -> GenerateRequest:
+    """The engine's request, without what it is about. Raises as `to_generate`."""
+    default = model.default_quality
+    return GenerateRequest(
+        sampling=_sampling(request, model.vocab),
+        stop=_stop_strings(request.stop),
+        max_tokens=request.max_tokens,
+        quality=default if request.quality is None else Quality(request.quality),
+        gate=request.gate,
+        ignore_eos=bool(request.ignore_eos),
         client=client,
     )
+
+
+def each_answer(request: GenerateRequest, n: int | None) -> list[GenerateRequest]:
+    """One request per answer that is wanted. With a seed the first is as if it were alone, and the
+    others have the seeds that follow.
+    """
+    seed = request.sampling.seed
+    if seed is None:
+        return [request] * (n or 1)
+    return [
+        replace(request, sampling=replace(request.sampling, seed=_wrapped(seed + i)))
+        for i in range(n or 1)
+    ]
+
+
+def _wrapped(seed: int) -> int:
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _switches(request: ChatRequest, model: ModelInfo) -> dict[str, Any]:
+    """What the template is told about reasoning.
+
+    Raises:
+        MoetError: MD-API-04, the template does not know it.
+    """
+    given = request.chat_template_kwargs or {}
+    unknown = next((name for name in given if name not in model.switches), None)
+    if unknown is not None:
+        known = ", ".join(model.switches) or "none"
+        raise refuse("chat_template_kwargs", f'"{unknown}" is not a switch of this model ({known})')
+    if request.reasoning_effort is None:
+        return given
+    try:
+        return {**effort_switches(request.reasoning_effort, model), **given}
+    except ValueError as problem:
+        raise refuse("reasoning_effort", str(problem)) from problem
 
 
 def refuse(parameter: str, reason: str) -> MoetError:
@@ -179,7 +259,8 @@ def refuse(parameter: str, reason: str) -> MoetError:
     return fail("MD-API-04", parameter=parameter, reason=reason)
 
 
-def _decode_object(body: bytes) -> dict[str, Any]:
+def decode_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises MD-API-05."""
     try:
         given = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -197,17 +278,12 @@ def _wrong_type(words: str) -> MoetError:
 
 
 def _check_choices(request: ChatRequest) -> None:
-    if request.n not in (None, 1):
-        raise refuse("n", "one answer per request")
     if isinstance(request.tool_choice, str) and request.tool_choice not in _TOOL_CHOICES:
         raise refuse("tool_choice", f"it is one of {', '.join(_TOOL_CHOICES)}, or names a function")
     if request.modalities not in (None, ["text"]):
         raise refuse("modalities", "only text is made")
     if request.top_logprobs is not None and not request.logprobs:
         raise refuse("top_logprobs", "it needs logprobs: true")
-    stop = request.stop
-    if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
-        raise refuse("stop", f"at most {MAX_STOP_STRINGS} strings")
 
 
 def _must_call(request: ChatRequest) -> tuple[str, ...]:
@@ -256,15 +332,20 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("repetition_penalty", 0, 10),
     ("gate", 0, 1),
     ("seed", -(2**63), 2**63 - 1),
+    ("n", 1, MAX_ANSWERS),
     ("top_logprobs", 0, MAX_TOP_LOGPROBS),
     ("max_tokens", 1, 2**31),
     ("max_completion_tokens", 1, 2**31),
 )
 
 
-def _check_numbers(request: ChatRequest) -> None:
+def check_numbers(request: Common) -> None:
+    """Check ranges, and how many stop strings there are. Raises MD-API-04."""
+    stop = request.stop
+    if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
+        raise refuse("stop", f"at most {MAX_STOP_STRINGS} strings")
     for name, low, high in _RANGES:
-        value = getattr(request, name)
+        value = getattr(request, name, None)
         if value is not None and not low <= value <= high:
             raise refuse(name, f"{value} is not within {low} to {high}")
     for name in ("repetition_penalty", "top_p"):
@@ -275,7 +356,7 @@ def _check_numbers(request: ChatRequest) -> None:
             raise refuse("logit_bias", f"{bias} for {token} is not within -100 to 100")
 
 
-def _sampling(request: ChatRequest, vocab: int) -> Sampling:
+def _sampling(request: Common, vocab: int) -> Sampling:
     return Sampling(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -305,92 +386,3 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 
 def _first(value: _T | None, default: _T) -> _T:
     return default if value is None else value
-
-
-# -- out -------------------------------------------------------------------------------------
-
-
-def usage_body(usage: Usage) -> dict[str, Any]:
-    """Token counts as OpenAI names them; balanced answers also say how many were made again, and
-    the seconds that took; opportunistic ones that they are such.
-    """
-    details: dict[str, Any] = {}
-    if usage.rerun_tokens is not None:
-        details |= {"rerun_tokens": usage.rerun_tokens, "rerun_s": usage.rerun_s}
-    if usage.opportunistic:
-        details["opportunistic"] = True
-    own = {"completion_tokens_details": details} if details else {}
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        **own,
-    }
-
-
-def logprob_body(token: TokenLogprob) -> dict[str, Any]:
-    """One entry of `logprobs.content`."""
-    return {
-        **_token_body(token.text, token.logprob),
-        "top_logprobs": [_token_body(text, logprob) for _, text, logprob in token.top],
-    }
-
-
-def _token_body(text: bytes, logprob: float) -> dict[str, Any]:
-    # A token may hold part of a character; `bytes` has it whole. JSON has no -inf.
-    return {
-        "token": text.decode("utf-8", "replace"),
-        "logprob": max(logprob, -9999.0),
-        "bytes": list(text),
-    }
-
-
-def model_body(model: ModelInfo, *, created: int) -> dict[str, Any]:
-    """One entry of /v1/models, with the window a request really has."""
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "moet-desk",
-        "context_length": model.context,
-        "max_model_len": model.context,
-        "family": model.family,
-        "quality": model.default_quality.value,
-        "opportunistic": model.opportunistic,
-    }
-
-
-_OPENAI_CODE: Mapping[str, str] = {
-    "MD-API-02": "model_not_found",
-    "MD-API-03": "context_length_exceeded",
-    "MD-API-04": "unsupported_parameter",
-    "MD-API-05": "invalid_request",
-    "MD-API-06": "invalid_api_key",
-}
-
-_OPENAI_TYPE: Mapping[int, str] = {
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-}
-
-
-def error_body(error: MoetError) -> dict[str, Any]:
-    """The error as OpenAI clients read it, with our own code and next step beside.
-
-    `code` is OpenAI's word where it has one (clients act on context_length_exceeded), otherwise
-    ours.
-    """
-    status = error.spec.http
-    other = "server_error" if status >= 500 else "invalid_request_error"
-    return {
-        "error": {
-            "message": f"{error.title}. {error.cause}",
-            "type": _OPENAI_TYPE.get(status, other),
-            "param": error.facts.get("parameter"),
-            "code": _OPENAI_CODE.get(error.code, error.code),
-            "moet_code": error.code,
-            "do": error.do,
-        }
-    }

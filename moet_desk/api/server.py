@@ -22,6 +22,8 @@ from moet_desk.errors import fail
 _STOP_GRACE_S = 1  # running answers get this long to end, then they are cancelled
 _NEXT_PORTS = 100  # how far the search for a free port goes
 _BACKLOG = 128
+_SEND_BUFFER = 128 * 2**10  # of each connection; the system would keep megabytes for slow readers
+_MAX_CONNECTIONS = 512  # beyond it a bare 503; well below the usual limit of open files
 
 
 class Endpoint:
@@ -99,6 +101,7 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=_STOP_GRACE_S,
+                limit_concurrency=_MAX_CONNECTIONS,
             )
         )
 
@@ -141,6 +144,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         listener.bind(address)
         # Linux lets two sockets bind one port until one of them listens.
         listener.listen(_BACKLOG)

@@ -16,6 +16,9 @@ from moet_desk.cli.context import Invocation, engine_options
 from moet_desk.errors import MoetError, fail
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from moet_desk.api.guard import EndpointOptions
     from moet_desk.api.server import Endpoint
     from moet_desk.cli.desk import AppDesk
     from moet_desk.engine.handle import EngineHandle, GenerateRequest, ModelInfo, RequestStream
@@ -119,6 +122,7 @@ def _pack_job(invocation: Invocation) -> Job:
 def _open_pack(
     invocation: Invocation, settings: Settings, name: str, wishes: PlanWishes | None
 ) -> EngineHandle:
+    from moet_desk.cli.serve import endpoint_options
     from moet_desk.engine.handle import start_engine
 
     pack = invocation.library.ready(name)
@@ -128,7 +132,8 @@ def _open_pack(
         from moet_desk.cli.machine import machine_facts
 
         options = options_for(machine_facts(invocation, None), options, wishes)
-    return _Served(start_engine(pack, options), settings)
+    endpoint = endpoint_options(settings.endpoint, invocation.locations)
+    return _Served(start_engine(pack, options), endpoint)
 
 
 class _Served:
@@ -137,9 +142,9 @@ class _Served:
     The endpoint is no reason for the app to fail: without it (the port is in use) the log says so.
     """
 
-    def __init__(self, handle: EngineHandle, settings: Settings) -> None:
+    def __init__(self, handle: EngineHandle, options: EndpointOptions) -> None:
         self._handle = handle
-        self._settings = settings
+        self._options = options
         self._endpoint: Endpoint | None = None
         self._lock = threading.Lock()  # guards `_endpoint` and `_closed`; not the decode loop's
         self._closed = False
@@ -147,11 +152,10 @@ class _Served:
 
     def _serve(self) -> None:
         from moet_desk.api.server import Endpoint
-        from moet_desk.cli.serve import endpoint_options
 
         try:
             self._handle.wait_ready()
-            endpoint = Endpoint(self._handle, endpoint_options(self._settings.endpoint))
+            endpoint = Endpoint(self._handle, self._options)
             with self._lock:
                 if not self._closed:
                     endpoint.start()
@@ -166,6 +170,12 @@ class _Served:
 
     def count_tokens(self, request: GenerateRequest) -> int:
         return self._handle.count_tokens(request)
+
+    def encode(self, request: GenerateRequest) -> list[int]:
+        return self._handle.encode(request)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._handle.decode(ids)
 
     def snapshot(self) -> EngineSnapshot:
         return self._handle.snapshot()

@@ -25,6 +25,7 @@ from moet_desk.telemetry import EngineState
 if TYPE_CHECKING:
     from moet_desk.api.guard import EndpointOptions
     from moet_desk.engine.handle import EngineHandle
+    from moet_desk.locations import Locations
     from moet_desk.settings import Endpoint as EndpointSettings
 
 _WATCH_S = 0.5
@@ -75,7 +76,8 @@ def serve(
         handle = start_engine(pack, engine_options(settings, invocation.locations))
         # Listening first: a port in use is known before a big model is loaded, and clients that
         # come early are told that it is loading.
-        endpoint = Endpoint(handle, endpoint_options(settings.endpoint))
+        options = endpoint_options(settings.endpoint, invocation.locations)
+        endpoint = Endpoint(handle, options)
         try:
             endpoint.start()
             wait_ready(handle, quiet=invocation.quiet, stop=interrupt.asked)
@@ -89,7 +91,7 @@ def serve(
     return interrupt.exit_code
 
 
-def endpoint_options(settings: EndpointSettings) -> EndpointOptions:
+def endpoint_options(settings: EndpointSettings, places: Locations) -> EndpointOptions:
     """The endpoint settings as the server takes them."""
     from moet_desk.api.guard import EndpointOptions
 
@@ -99,6 +101,8 @@ def endpoint_options(settings: EndpointSettings) -> EndpointOptions:
         key=settings.key or None,
         hosts=settings.hosts,
         cors=settings.cors,
+        aliases=settings.aliases,
+        responses=places.responses_file,
     )
 
 

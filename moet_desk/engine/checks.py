@@ -75,5 +75,15 @@ def check_stops(stops: Sequence[str]) -> None:
             raise _refuse("stop", f"a stop string is longer than {MAX_STOP_CHARS} characters")
 
 
+def check_ids(ids: Sequence[int], vocab: int) -> None:
+    """Refuse a prompt of ids that the vocabulary does not have, or of none.
+
+    Raises:
+        MoetError: MD-API-04.
+    """
+    if not ids or min(ids) < 0 or max(ids) >= vocab:
+        raise _refuse("prompt_ids", f"ids must be 0 to {vocab - 1}, and at least one")
+
+
 def _refuse(parameter: str, reason: str) -> MoetError:
     return fail("MD-API-04", parameter=parameter, reason=reason)

@@ -119,6 +119,10 @@ class Decoder:
         newest = request.out_ids[-1]
         return self.gated(request, newest, self._read(request, newest, request.plane))
 
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Scores [T, V] behind states [T, H]."""
+        return self._model.logits(hidden)
+
     def gated(self, request: ActiveRequest, newest: int, hidden: Tensor) -> Tensor:
         """The scores that count behind the token just read: those of its states, or those of
         reading it again with FP4 experts if these are too unsure for a balanced answer. Its KV is

@@ -15,6 +15,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,6 +83,7 @@ class Engine:
         self._snapshot = EngineSnapshot(state=EngineState.LOADING, model=pack.name)
         self._numbers = itertools.count(1)
         self._open: dict[str, RequestStream] = {}
+        self._places = threading.Lock()  # between callers of `submit` only
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -90,19 +92,39 @@ class Engine:
     def submit(self, request: GenerateRequest) -> RequestStream:
         """See `EngineHandle.submit`."""
         serving = self._ready_to_serve()
-        n_open = sum(not stream.ended for stream in list(self._open.values()))
-        n_waiting = n_open - self._options.max_running
-        if n_waiting >= self._options.max_waiting:
-            raise fail("MD-ENG-06", n_waiting=n_waiting)
-        stream = RequestStream(f"r{next(self._numbers)}", self._cancel)
-        active = serving.prepare(request, stream)
-        self._open[stream.id] = stream
+        stream = self._take_place()
+        try:
+            active = serving.prepare(request, stream)
+        except BaseException:
+            self._open.pop(stream.id, None)
+            raise
         self._commands.put(Submit(active))
         return stream
 
+    def _take_place(self) -> RequestStream:
+        """A place in the queue. Taken before the prompt is encoded, which may take long, so that
+        many callers at once do not all find the last one free.
+        """
+        with self._places:
+            n_open = sum(not stream.ended for stream in list(self._open.values()))
+            n_waiting = n_open - self._options.max_running
+            if n_waiting >= self._options.max_waiting:
+                raise fail("MD-ENG-06", n_waiting=n_waiting)
+            stream = RequestStream(f"r{next(self._numbers)}", self._cancel)
+            self._open[stream.id] = stream
+            return stream
+
     def count_tokens(self, request: GenerateRequest) -> int:
         """See `EngineHandle.count_tokens`."""
-        return len(self._ready_to_serve().encode(request))
+        return len(self.encode(request))
+
+    def encode(self, request: GenerateRequest) -> list[int]:
+        """See `EngineHandle.encode`."""
+        return self._ready_to_serve().encode(request)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `EngineHandle.decode`."""
+        return self._ready_to_serve().decode(ids)
 
     def snapshot(self) -> EngineSnapshot:
         """See `EngineHandle.snapshot`."""

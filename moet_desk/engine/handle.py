@@ -129,6 +129,8 @@ class GenerateRequest:
     quality: Quality = Quality.FAST
     gate: float | None = None  # of balanced answers: 0 never, 1 for every token in doubt
     top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
+    prompt_logprobs: bool = False  # of the prompt's tokens too; `max_tokens` may be 0 then
+    template: Mapping[str, Any] = field(default_factory=dict)  # see `ModelInfo.switches`
     ignore_eos: bool = False
     grammar: Grammar | None = None  # of the text; with tools, calls may come instead
     must_call: tuple[str, ...] = ()  # the answer is a call of one of these tools
@@ -142,6 +144,8 @@ class ModelInfo:
 
     `opportunistic`: fast and balanced answers use FP4 experts that happen to lie in 4-bit slots, so
     the same request may get another answer. Exact answers never depend on it.
+    `switches`: variables about reasoning that the chat template reads (`engine.reasoning`), and
+    `efforts` the levels it tells apart, the least first.
     """
 
     name: str
@@ -159,6 +163,8 @@ class ModelInfo:
     gate: GateInfo = field(default_factory=GateInfo)  # where `default_gate` comes from
     prompts: PromptReading = PromptReading.CPU
     opportunistic: bool = False
+    switches: tuple[str, ...] = ()
+    efforts: tuple[str, ...] = ()
 
 
 class RequestStream:
@@ -174,6 +180,7 @@ class RequestStream:
     def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
         self.id = request_id
         self.created = time.monotonic()
+        self.prompt_tokens = 0  # set by the engine before the reader has the stream
         self.ended = False  # the last event was pushed
         self.answers = AnswerFormat()  # how to read the text, and where it begins; set by `submit`
         self.prompt_end = PromptEnd.UNSAID
@@ -250,6 +257,18 @@ class EngineHandle(Protocol):
 
     def count_tokens(self, request: GenerateRequest) -> int:
         """Tokens of the request's prompt as the model would read it. Raises as `submit`."""
+        ...
+
+    def encode(self, request: GenerateRequest) -> list[int]:
+        """The ids of the request's prompt as the model would read it. Raises as `submit`."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens spelt out.
+
+        Raises:
+            MoetError: MD-ENG-07 no model, MD-API-04 an id outside of the vocabulary.
+        """
         ...
 
     def snapshot(self) -> EngineSnapshot:

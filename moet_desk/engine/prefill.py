@@ -20,6 +20,8 @@ from moet_desk.errors import MoetError
 from moet_desk.kernels.reference import combine
 from moet_desk.store.pack_format import Plane
 
+_SLICE = 16  # rows whose scores are made at once: a vocabulary each
+
 
 class PrefillExperts:
     """Routed experts of many tokens: each is read once and serves all tokens that chose it."""
@@ -90,10 +92,14 @@ class Prefiller:
         try:
             ids = torch.tensor(request.prompt_ids[start:end])
             hidden = self.hidden(ids, request.kv, request.plane)
+            if request.request.prompt_logprobs:
+                for at in range(0, len(hidden), _SLICE):
+                    logits = self._decoder.scores(hidden[at : at + _SLICE])
+                    request.note_prompt(start + at, logits)
             request.note_read()
             if end < len(request.prompt_ids):
                 self._decoder.drafting.note(request, hidden)
-            else:
+            elif not request.ended:  # it is, if no token of an answer was asked for
                 logits = self._decoder.gated(request, request.prompt_ids[-1], hidden)
                 request.accept(request.sampler.choose(logits))
         except MoetError as error:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from moet_desk.engine.detokenize import Detokenizer
 from moet_desk.engine.draft import DraftState
 from moet_desk.engine.handle import DEFAULT_GATE, GenerateRequest, Quality, RequestStream
 from moet_desk.engine.kv_cache import KvSequence
-from moet_desk.engine.sampling import Chosen, Sampler
+from moet_desk.engine.sampling import Chosen, Sampler, with_logprobs
 from moet_desk.engine.stops import StopScanner
 from moet_desk.engine.text import Text
 from moet_desk.errors import without_frames
@@ -103,6 +105,7 @@ class ActiveRequest:
         self._held = MarkedText()  # what the scanner holds back
         self._told_rerun_s = 0.0  # what of `rerun_s` the reader knows
         self._outbox = Outbox()
+        self._prompt: list[TokenLogprob] = []
 
     @property
     def id(self) -> str:
@@ -128,6 +131,19 @@ class ActiveRequest:
         self.stream.push(PrefillProgress(self.n_read, len(self.prompt_ids), self.n_restored))
         if self.n_read == len(self.prompt_ids):
             self.timing.read = time.monotonic()
+            if self.limit == 0:
+                self._finish(FinishReason.LENGTH)
+
+    def note_prompt(self, start: int, logits: Tensor) -> None:
+        """Take the scores behind some tokens of the prompt, if their log-probabilities are wanted.
+
+        Shapes:
+            logits [T, V] float32, row 0 behind the prompt's token `start`
+        """
+        for i, row in enumerate(logits, start + 1):
+            if i < len(self.prompt_ids):
+                token, n_top = self.prompt_ids[i], self.request.top_logprobs or 0
+                self._prompt.append(self._logprob(with_logprobs(row, token, n_top)))
 
     def accept(self, chosen: Chosen) -> None:
         """Take the next token: send what became readable, and end if this was the last."""
@@ -203,7 +219,7 @@ class ActiveRequest:
             self._outbox.text += tail + self._held.cut(0, len(self._stops.flush()))
         self._flush()
         quality = self.request.quality.value
-        self.stream.push(Finished(reason, self._usage(), quality, stop))
+        self.stream.push(Finished(reason, self._usage(), quality, stop, tuple(self._prompt)))
 
     def _logprob(self, chosen: Chosen) -> TokenLogprob:
         top = tuple((i, self._text.token_bytes(i), value) for i, value in chosen.top)

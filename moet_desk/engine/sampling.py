@@ -163,7 +163,7 @@ class Sampler:
         self._count(token_id)
         if self._top_logprobs is None:
             return Chosen(token_id)
-        return _with_logprobs(logits, token_id, self._top_logprobs)
+        return with_logprobs(logits, token_id, self._top_logprobs)
 
     def draw(self, ahead: int = 0) -> Draw | None:
         """What a choice takes beside the logits; None if it must be made by `choose`.
@@ -229,7 +229,8 @@ def _bias_of(logit_bias: Mapping[int, float], vocab: int) -> Tensor | None:
     return bias
 
 
-def _with_logprobs(logits: Tensor, token_id: int, n_top: int) -> Chosen:
+def with_logprobs(logits: Tensor, token_id: int, n_top: int) -> Chosen:
+    """A token with its log-probability and the `n_top` best, from raw scores [V]."""
     logprobs = logits.float().log_softmax(0)  # [V]
     values, ids = logprobs.topk(min(n_top, logprobs.shape[0]))
     top = tuple(zip(ids.tolist(), values.tolist(), strict=True))

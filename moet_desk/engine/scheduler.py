@@ -33,12 +33,14 @@ class Scheduler:
         self.running.append(request)
 
     def to_read(self) -> ActiveRequest | None:
-        """The oldest running request whose prompt is not read."""
-        return next((request for request in self.running if request.reading), None)
+        """The oldest running request whose prompt is not read. One that has ended (it was
+        cancelled, or its first token was its last) gets no more work.
+        """
+        return next((r for r in self.running if r.reading and not r.ended), None)
 
     def to_write(self) -> list[ActiveRequest]:
         """Running requests that want a token."""
-        return [request for request in self.running if not request.reading]
+        return [r for r in self.running if not r.reading and not r.ended]
 
     def take_ended(self) -> list[ActiveRequest]:
         """Remove and return the requests that ended."""

@@ -15,10 +15,11 @@ import re
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moet_desk.engine.checks import check_ids
 from moet_desk.engine.handle import (
     GateInfo,
     GenerateRequest,
@@ -27,6 +28,7 @@ from moet_desk.engine.handle import (
     Quality,
     RequestStream,
 )
+from moet_desk.engine.messages import prepare_messages, prepare_tools
 from moet_desk.errors import MoetError, fail
 from moet_desk.marked_text import MarkedText, join
 from moet_desk.telemetry import (
@@ -49,6 +51,7 @@ from moet_desk.telemetry import (
 _WINDOW = 64  # steps behind the shown shares, as in the real engine
 _ROW_BYTES = 110_592
 _MAX_WAITING = 32
+_VOCAB = 8192
 
 DEFAULT_ANSWER = """\
 A mixture-of-experts layer sends each token to a **few** experts only:
@@ -81,6 +84,7 @@ class Script:
     `answers` are given in turn. `load` lists the loading steps; `seconds` of each is how long it
     takes, `done` is ignored. `failures` names requests (counted from 0) that fail. Of a balanced
     answer every `rerun_every`-th token is made again, which is a part `rerun_share` of its time.
+    The oldest `running` requests get a token or a chunk in turn.
     """
 
     answers: tuple[str, ...] = (DEFAULT_ANSWER,)
@@ -101,6 +105,7 @@ class Script:
     arena_share: float = 0.8
     rerun_every: int = 5
     rerun_share: float = 0.5
+    running: int = 1
     gate: GateInfo = field(default_factory=GateInfo)
     prompts: PromptReading = PromptReading.CPU
     drafts: DraftChoice = field(default_factory=DraftChoice)
@@ -250,7 +255,7 @@ class _Cache:
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
     """One request being played. Owned by the thread that calls `advance`."""
 
@@ -286,6 +291,7 @@ class ScriptedEngine:
         self._jobs: deque[_Job] = deque()
         self._numbers = itertools.count()
         self._load_s = 0.0
+        self._turn = 0
         self._steps = 0
         self._error: MoetError | None = None
         self._ready = threading.Event()
@@ -311,11 +317,14 @@ class ScriptedEngine:
                 reserve=1,
                 model_context=self.script.context,
             )
-        if len(self._jobs) > _MAX_WAITING:
+        if len(self._jobs) >= _MAX_WAITING + self.script.running:
             raise fail("MD-ENG-06", n_waiting=_MAX_WAITING)
+        if request.prompt_ids is not None:
+            check_ids(request.prompt_ids, _VOCAB)
         number = next(self._numbers)
         answer = self.script.answers[number % len(self.script.answers)]
         stream = RequestStream(f"scripted-{number}", self._cancel)
+        stream.prompt_tokens = prompt_tokens
         tokens = re.findall(r"\s*\S{1,5}|\s+$", answer)[: request.max_tokens]
         job = _Job(number, request, stream, prompt_tokens, tokens, self._now_s)
         self._jobs.append(job)
@@ -325,8 +334,24 @@ class ScriptedEngine:
         """About four characters per token, plus two per message."""
         if request.prompt_ids is not None:
             return len(request.prompt_ids)
+        if request.messages is not None:
+            prepare_messages(request.messages)
+            prepare_tools(request.tools)
         texts = [str(message.get("content") or "") for message in request.messages or ()]
         return sum(2 + len(text) // 4 for text in [*texts, request.prompt or ""])
+
+    def encode(self, request: GenerateRequest) -> list[int]:
+        """One id per byte of the prompt, unlike `count_tokens`."""
+        if request.prompt_ids is not None:
+            return list(request.prompt_ids)
+        self.count_tokens(request)  # what is wrong with the messages
+        texts = [str(message.get("content") or "") for message in request.messages or ()]
+        return list("".join([*texts, request.prompt or ""]).encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text that `encode` made ids of; what is no byte reads as "?"."""
+        check_ids(ids, _VOCAB)
+        return bytes(i if i < 256 else 63 for i in ids).decode("utf-8", "replace")
 
     def snapshot(self) -> EngineSnapshot:
         """The newest snapshot."""
@@ -339,7 +364,7 @@ class ScriptedEngine:
         script = self.script
         return ModelInfo(
             name=script.model, family="scripted", context=script.context,
-            model_context=script.context, vocab=8192, n_layers=script.n_layers + 1,
+            model_context=script.context, vocab=_VOCAB, n_layers=script.n_layers + 1,
             n_moe_layers=script.n_layers, n_experts=script.n_experts, top_k=script.top_k,
             identity="scripted", default_gate=script.gate.tau, gate=script.gate,
             prompts=script.prompts,
@@ -393,12 +418,15 @@ class ScriptedEngine:
         if self._error is not None or not self._jobs:
             self._credit_s = 0.0
             return False
-        job = self._jobs[0]
-        if job.cancelled:
-            self._jobs.popleft()
+        for job in [job for job in list(self._jobs) if job.cancelled]:
+            self._jobs.remove(job)
             self._finish(job, FinishReason.CANCELLED)
+        if not self._jobs:
             return True
-        return self._read(job) if job.read < job.prompt_tokens else self._write(job)
+        job = self._jobs[self._turn % min(len(self._jobs), self.script.running)]
+        worked = self._read(job) if job.read < job.prompt_tokens else self._write(job)
+        self._turn += worked
+        return worked
 
     def _pay(self, cost_s: float) -> bool:
         if self._credit_s < cost_s:
@@ -432,12 +460,12 @@ class ScriptedEngine:
     def _write(self, job: _Job) -> bool:
         failure = self.script.failures.get(job.number)
         if failure is not None and job.written >= failure.after_tokens:
-            self._jobs.popleft()
+            self._jobs.remove(job)
             self._push_held(job)
             job.stream.push(Failed(fail(failure.code, **failure.facts), self._usage(job)))
             return True
         if job.written == len(job.tokens):
-            self._jobs.popleft()
+            self._jobs.remove(job)
             asked = job.request.max_tokens
             cut = asked is not None and asked == job.written
             self._finish(job, FinishReason.LENGTH if cut else FinishReason.STOP)
@@ -532,8 +560,8 @@ class ScriptedEngine:
             device="cpu",
             context=self.script.context,
             context_used=job.read + job.written if job is not None else 0,
-            requests_running=min(1, len(self._jobs)),
-            requests_waiting=max(0, len(self._jobs) - 1),
+            requests_running=min(self.script.running, len(self._jobs)),
+            requests_waiting=max(0, len(self._jobs) - self.script.running),
             decode_tok_per_s=self.script.tokens_per_s if self._steps else None,
             prefill_tok_per_s=self.script.prompt_tok_per_s if self._steps else None,
             prompt_done=job.read if job is not None and reading else 0,

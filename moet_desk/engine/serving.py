@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ import torch
 
 from moet_desk import __version__, hardware
 from moet_desk.engine import heat
-from moet_desk.engine.checks import check_gate, check_stops
+from moet_desk.engine.checks import check_gate, check_ids, check_stops
 from moet_desk.engine.gate_file import gate_in_use
 from moet_desk.engine.grammar import Grammars
 from moet_desk.engine.handle import (
@@ -115,14 +115,22 @@ class Serving:
             reason = "give exactly one of messages, prompt and prompt_ids"
             raise fail("MD-API-04", parameter="messages", reason=reason)
         if request.messages is not None:
-            return self._text.encode_chat(request.messages, request.tools)
+            return self._text.encode_chat(
+                request.messages, request.tools, switches=request.template
+            )
         if request.prompt is not None:
-            return self._text.encode_prompt(request.prompt)
+            ids = self._text.encode_prompt(request.prompt)
+            if not ids:  # no token of an answer can follow
+                raise fail("MD-API-04", parameter="prompt", reason="it is empty")
+            return ids
         ids = [int(token) for token in request.prompt_ids or ()]
-        if not ids or min(ids) < 0 or max(ids) >= self.info.vocab:
-            reason = f"ids must be 0 to {self.info.vocab - 1}, and at least one"
-            raise fail("MD-API-04", parameter="prompt_ids", reason=reason)
+        check_ids(ids, self.info.vocab)
         return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens spelt out. Raises MD-API-04."""
+        check_ids(ids, self.info.vocab)
+        return self._text.decode(ids)
 
     def prepare(self, request: GenerateRequest, stream: RequestStream) -> ActiveRequest:
         """Check a request and encode its prompt.
@@ -135,7 +143,8 @@ class Serving:
         if request.gate is None:
             request = replace(request, gate=self.info.default_gate)
         check_gate(request.gate)
-        if request.max_tokens is not None and request.max_tokens < 1:
+        least = 0 if request.prompt_logprobs else 1
+        if request.max_tokens is not None and request.max_tokens < least:
             raise fail("MD-API-04", parameter="max_tokens", reason="it must be at least 1")
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= 20:
             raise fail("MD-API-04", parameter="top_logprobs", reason="it must be 0 to 20")
@@ -157,7 +166,8 @@ class Serving:
             model=self.info.name,
             constraint=self._grammars.constraint(request, stream.prompt_end),
         )
-        limit = min(request.max_tokens or room, room)
+        stream.prompt_tokens = len(ids)
+        limit = room if request.max_tokens is None else min(request.max_tokens, room)
         return ActiveRequest(
             request, stream, ids, text=self._text, sampler=sampler, limit=limit,
             opportunistic=self.info.opportunistic and request.quality is not Quality.EXACT,
@@ -244,6 +254,8 @@ class Serving:
 
     def _restore(self, request: ActiveRequest) -> None:
         """Take what was read of the same beginning of another prompt."""
+        if request.request.prompt_logprobs:
+            return  # the scores of all its tokens are wanted
         request.n_restored = self._prefixes.restore(_prefix(request), request.kv, self.core.kv)
         request.kv.length = request.n_restored
         if request.n_restored:
@@ -347,6 +359,8 @@ class Serving:
             gate=gate,
             prompts=core.prefiller.prompts,
             opportunistic=self._options.opportunistic,
+            switches=self._text.switches,
+            efforts=self._text.efforts,
         )
 
     def _prefix_cache(self) -> PrefixCache:

@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from moet_desk.engine.reasoning import SWITCHES, levels_of
 from moet_desk.errors import MoetError, fail
 
 MAX_OUTPUT_CHARS = 16_000_000  # 1M tokens of context are about 4M characters
@@ -110,7 +111,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 class ChatTemplate:
     """One compiled chat template. Immutable; safe to use from any thread."""
 
-    __slots__ = ("_now", "_template", "_tokens")
+    __slots__ = ("_now", "_template", "_tokens", "efforts", "switches")
 
     def __init__(
         self,
@@ -131,10 +132,15 @@ class ChatTemplate:
         """
         self._tokens = dict(tokens)
         self._now = now
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            tree = environment.parse(source)
         except (jinja2.TemplateError, RecursionError) as problem:
             raise _refused(problem) from problem
+        names = {node.name for node in tree.find_all(nodes.Name)}
+        self.switches = tuple(name for name in SWITCHES if name in names)
+        self.efforts = levels_of({str(node.value) for node in tree.find_all(nodes.Const)})
 
     def render(
         self,
@@ -142,6 +148,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
+        switches: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt text.
 
@@ -149,11 +156,13 @@ class ChatTemplate:
             messages: prepared messages (see `engine.messages`).
             tools: prepared tools, empty for none.
             add_generation_prompt: end with the opening of an assistant turn.
+            switches: further variables; only those of `SWITCHES` count.
 
         Raises:
             MoetError: MD-CHAT-01, the template raised an error or went over a limit.
         """
         variables = {
+            **{name: value for name, value in (switches or {}).items() if name in SWITCHES},
             **self._tokens,
             "messages": messages,
             "tools": tools or None,

@@ -82,6 +82,8 @@ class Text:
         self._controls = {token.text: token for token in self._added if token.is_control}
         self._guard = SpecialText(self._controls)
         self._template = ChatTemplate(template, tokens=special) if template is not None else None
+        self.switches = () if self._template is None else self._template.switches
+        self.efforts = () if self._template is None else self._template.efforts
         self._adds_bos = adds_bos
         self.answers = choose_format(str(config.get("model_type")), template)
         self.vocab_size = max(_whole(config, "vocab_size"), self._tokenizer.get_vocab_size())
@@ -142,13 +144,16 @@ class Text:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         add_generation_prompt: bool = True,
+        switches: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the prompt's ids: special tokens from the template only, never from the content.
+
+        `switches` are variables of the template about reasoning.
 
         Raises:
             MoetError: as `render`.
         """
-        text, mark = self._render_marked(messages, tools, add_generation_prompt)
+        text, mark = self._render_marked(messages, tools, add_generation_prompt, switches)
         return self.encode(text) if mark is None else self._encode_marked(text, mark)
 
     def encode(self, text: str) -> list[int]:
@@ -211,6 +216,7 @@ class Text:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
+        switches: Mapping[str, Any] | None = None,
     ) -> tuple[str, str | None]:
         if self._template is None:
             raise fail("MD-CHAT-01", reason="this model has none; use plain prompts")
@@ -220,7 +226,9 @@ class Text:
         except RecursionError as problem:
             reason = "the messages are nested too deeply"
             raise fail("MD-CHAT-01", reason=reason) from problem
-        text = self._template.render(ready, offered, add_generation_prompt=add_generation_prompt)
+        text = self._template.render(
+            ready, offered, add_generation_prompt=add_generation_prompt, switches=switches
+        )
         return text, mark
 
     def _encode_marked(self, text: str, mark: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import anthropic
 import openai
 import pytest
 
@@ -31,6 +32,13 @@ def engine(served: tuple[FakeEngine, Endpoint]) -> FakeEngine:
 @pytest.fixture
 def endpoint(served: tuple[FakeEngine, Endpoint], engine: FakeEngine) -> Endpoint:
     return served[1]
+
+
+@pytest.fixture
+def claude(endpoint: Endpoint) -> Iterator[anthropic.Anthropic]:
+    base = endpoint.address
+    with anthropic.Anthropic(base_url=base, api_key="none", max_retries=0, timeout=10) as client:
+        yield client
 
 
 @pytest.fixture

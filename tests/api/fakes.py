@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from moet_desk.engine.handle import GenerateRequest, ModelInfo, RequestStream
 from moet_desk.engine.parsers.answers import AnswerFormat, PromptEnd
+from moet_desk.engine.scripted import Script, ScriptedEngine
+from moet_desk.errors import fail
 from moet_desk.telemetry import (
     EngineSnapshot,
     EngineState,
@@ -58,6 +60,7 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
         self.cancelled = 0
         self.answers, self.prompt_end = AnswerFormat(), PromptEnd.UNSAID
+        self.most = 1000  # requests in all before the queue is full
         self.script: Sequence[Event | Pause] = ()
         self.answer("Hel", "lo")
 
@@ -72,11 +75,14 @@ class FakeEngine:
     def submit(self, request: GenerateRequest) -> RequestStream:
         if self.refusal is not None:
             raise self.refusal
+        if len(self.requests) >= self.most:
+            raise fail("MD-ENG-06", n_waiting=self.most)
         self.requests.append(request)
         name = f"r{next(self._ids)}"
         stop = self._running[name] = threading.Event()
         stream = RequestStream(name, self._cancel)
         stream.answers, stream.prompt_end = self.answers, self.prompt_end
+        stream.prompt_tokens = 7
         threading.Thread(target=self._play, args=(stream, stop, self.script), daemon=True).start()
         return stream
 
@@ -110,6 +116,12 @@ class FakeEngine:
     def count_tokens(self, request: GenerateRequest) -> int:
         return 7
 
+    def encode(self, request: GenerateRequest) -> list[int]:
+        return list(request.prompt_ids or (request.prompt or "").encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         return True
 
@@ -125,3 +137,23 @@ def eventually(holds: Callable[[], bool], timeout_s: float = 1.0) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+class InstantEngine(ScriptedEngine):
+    """Checks messages and ids like the real one and has the answer ready at once."""
+
+    def __init__(self, *answers: str) -> None:
+        script = Script(
+            answers=answers or ("One two.",), tokens_per_s=1e6, prompt_tok_per_s=1e9,
+            n_layers=1, n_experts=2, top_k=1, model="fake", context=4096,
+        )  # fmt: skip
+        super().__init__(script)
+
+    @property
+    def busy(self) -> int:
+        return self.snapshot().requests_running
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        stream = super().submit(request)
+        self.advance(1.0)
+        return stream

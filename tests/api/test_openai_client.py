@@ -8,6 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from moet_desk.api.guard import EndpointOptions
+from moet_desk.api.server import Endpoint
 from moet_desk.engine.handle import Quality
 from moet_desk.errors import fail
 from moet_desk.telemetry import (
@@ -125,6 +127,85 @@ def test_request__nothing_set__leaves_the_choice_to_the_model(
     assert got.top_logprobs is None
     assert (got.quality, got.gate) == (MODEL.default_quality, None)
     assert got.tools == ()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers__numbered_and_counted(
+    client: openai.OpenAI, engine: FakeEngine, stream: bool
+) -> None:
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = ask(client, n=3, seed=5, stream=stream, **options)
+    assert [got.sampling.seed for got in engine.requests] == [5, 6, 7]
+    if not stream:
+        assert [choice.message.content for choice in answer.choices] == ["Hello"] * 3
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (7, 6)
+        return
+    *chunks, last = answer
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (7, 6)
+    for index in range(3):
+        mine = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        assert [choice.delta.role for choice in mine] == ["assistant", *[None] * (len(mine) - 1)]
+        assert "".join(choice.delta.content or "" for choice in mine) == "Hello"
+        assert mine[-1].finish_reason == "stop"
+
+
+def test_several_answers__the_queue_takes_only_some__none_runs(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    engine.script = [Pause(30), Finished(FinishReason.STOP, Usage(7, 1), "fast")]
+    engine.most = 2
+    with pytest.raises(openai.InternalServerError) as caught:
+        ask(client, n=3)
+    assert caught.value.response.headers["retry-after"] == "1"
+    assert eventually(lambda: engine.busy == 0)
+    assert engine.cancelled == 2
+
+
+def test_several_answers__one_fails__all_end(client: openai.OpenAI, engine: FakeEngine) -> None:
+    error = Failed(fail("MD-ENG-04", reason="NaN", model="fake"))
+    engine.script = [TextDelta("a"), Pause(0.05), error]
+    with pytest.raises(openai.InternalServerError, match="NaN"):
+        ask(client, n=2)
+    assert eventually(lambda: engine.busy == 0)
+
+
+def test_several_answers__one_call_each__ends_only_that_answer(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    end = Finished(FinishReason.STOP, Usage(7, 3), "fast")
+    engine.script = [TextDelta(CALL), Pause(0.2), TextDelta("more"), end]
+    answer = ask(client, n=2, tools=TOOLS, parallel_tool_calls=False)
+    assert [choice.finish_reason for choice in answer.choices] == ["tool_calls"] * 2
+    assert all(len(choice.message.tool_calls) == 1 for choice in answer.choices)
+
+
+def test_alias__is_the_model_by_another_name(engine: FakeEngine) -> None:
+    endpoint = Endpoint(engine, EndpointOptions(port=0, aliases=("claude-opus", "org/x")))
+    endpoint.start()
+    try:
+        with openai.OpenAI(base_url=f"{endpoint.address}/v1", api_key="none") as client:
+            assert [model.id for model in client.models.list()] == ["fake", "claude-opus", "org/x"]
+            assert client.models.retrieve("org/x").id == "org/x"
+            answer = client.chat.completions.create(model="claude-opus", messages=HI)
+            assert answer.model == "claude-opus"
+            with pytest.raises(openai.NotFoundError, match="claude-opus"):
+                client.models.retrieve("gpt-4")
+    finally:
+        endpoint.stop()
+
+
+def test_effort_and_template_switches__go_to_the_template(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    engine.info = replace(MODEL, switches=("enable_thinking", "clear_thinking"))
+    ask(client, reasoning_effort="none", extra_body={"chat_template_kwargs": {}})
+    assert engine.requests[-1].template == {"enable_thinking": False}
+    switches = {"enable_thinking": True, "clear_thinking": False}
+    ask(client, extra_body={"chat_template_kwargs": switches})
+    assert engine.requests[-1].template == switches
+    with pytest.raises(openai.BadRequestError, match="add_generation_prompt"):
+        ask(client, extra_body={"chat_template_kwargs": {"add_generation_prompt": False}})
 
 
 def test_finish_reason__length(client: openai.OpenAI, engine: FakeEngine) -> None:

@@ -5,13 +5,8 @@ from typing import Any
 
 import pytest
 
-from moet_desk.api.schemas import (
-    MAX_STOP_STRINGS,
-    REFUSED,
-    error_body,
-    read_chat,
-    to_generate,
-)
+from moet_desk.api.bodies import error_body
+from moet_desk.api.schemas import MAX_ANSWERS, MAX_STOP_STRINGS, REFUSED, read_chat, to_generate
 from moet_desk.engine.handle import GrammarKind
 from moet_desk.errors import CATALOGUE, MoetError, fail
 from tests.api.fakes import MODEL
@@ -28,8 +23,10 @@ def generate(**more: Any) -> Any:
     ("parameter", "value"),
     [
         *((name, "x") for name in REFUSED),
-        ("n", 2),
+        ("n", MAX_ANSWERS + 1),
         ("n", 0),
+        ("reasoning_effort", "high"),  # the model's template knows none
+        ("chat_template_kwargs", {"enable_thinking": False}),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("tool_choice", "must"),
@@ -70,6 +67,7 @@ def test_parameter_that_changes_the_answer__refused_by_name(parameter: str, valu
         {"user": "me", "metadata": {"a": 1}, "store": True, "service_tier": "auto"},
         {"prediction": {"type": "content", "content": "x"}, "prompt_cache_key": "k"},
         {"anything_at_all": 1},
+        {"reasoning_effort": "none", "chat_template_kwargs": {}},
         {"n": 1, "response_format": {"type": "text"}, "modalities": ["text"]},
         dict.fromkeys(REFUSED),
         {"functions": [], "echo": False, "best_of": 1, "typical_p": 1.0, "min_tokens": 0},

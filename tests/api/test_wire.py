@@ -14,6 +14,7 @@ import pytest
 
 from moet_desk.api.guard import EndpointOptions
 from moet_desk.api.server import Endpoint
+from moet_desk.engine.scripted import Script, ScriptedEngine
 from moet_desk.errors import fail
 from moet_desk.telemetry import (
     Event,
@@ -148,6 +149,32 @@ def test_hang_up__twenty_clients__nothing_keeps_running(
         assert eventually(lambda: engine.busy == 20, timeout_s=5)
     assert eventually(lambda: engine.busy == 0)
     assert engine.cancelled == 20
+
+
+def test_slow_reader__engine_goes_on_and_nothing_is_lost() -> None:
+    words = "word " * 8_000
+    script = Script(
+        answers=(words,), tokens_per_s=1e6, prompt_tok_per_s=1e6, n_layers=1, n_experts=2, top_k=1
+    )
+    engine = ScriptedEngine(script).start()
+    endpoint = Endpoint(engine, EndpointOptions(port=0))
+    endpoint.start()
+    try:
+        with socket.socket() as link:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            link.settimeout(10)
+            link.connect(("127.0.0.1", endpoint.options.port))
+            post(link, {**CHAT, "model": script.model, "stream": True})
+            read_until(link, b"word")
+            # The client reads nothing now: the answer must not wait for it.
+            assert eventually(lambda: engine.snapshot().tokens >= 8_000, timeout_s=20)
+            data = read_until(link, b"[DONE]")
+    finally:
+        endpoint.stop()
+        engine.close()
+    texts = re.findall(rb'"content":"([^"]*)"', data)
+    assert b"".join(texts).count(b"word") >= 7_000  # the first ones were read before
+    assert len(texts) < 4_000  # joined, not one frame for each of 8,000 tokens
 
 
 def test_hang_up__inside_the_body__server_goes_on(endpoint: Endpoint, engine: FakeEngine) -> None:

@@ -212,6 +212,18 @@ def test_save__new_file__only_the_owner_reads_it(tmp_path: Path) -> None:
     assert load(path, environment={}).settings.endpoint.key == "secret"
 
 
+def test_save__key_in_a_file_that_others_read__they_no_longer_do(tmp_path: Path) -> None:
+    path = _write(tmp_path, '[ui]\ntheme = "moet-light"\n')
+    path.chmod(0o644)
+    save_setting(path, "ui.theme", "moet-dark")
+    assert path.stat().st_mode & 0o777 == 0o644  # nothing secret: as it was
+    save_setting(path, "endpoint.key", "secret")
+    save_setting(path, "endpoint.port", "12000")
+    for file in tmp_path.iterdir():
+        assert file.stat().st_mode & 0o777 == 0o600 or "secret" not in file.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize(
     ("text", "name", "value", "code"),
     [

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moet_desk.kernels.triton.dense import DenseWeight
 from moet_desk.store.pack_reader import PackReader
+from moet_desk.store.quant_formats import e8m0
 from moet_desk.store.sources import Format, TensorInfo
 
 SCALE_BLOCK = 128
@@ -70,11 +71,12 @@ class DenseLoader:
 
 def _blocks_meet(infos: list[TensorInfo]) -> bool:
     """Whether every matrix but the last ends where a block of scales ends."""
-    plain = all(info.scale is not None and info.scale.dtype == "F32" for info in infos)
-    return plain and all(info.shape[0] % SCALE_BLOCK == 0 for info in infos[:-1])
+    return all(info.shape[0] % SCALE_BLOCK == 0 for info in infos[:-1])
 
 
 def _scale(info: TensorInfo) -> Tensor:
+    """Block scales as float32, which holds those of every stored kind (Qwen3 ships bfloat16)."""
     if info.scale is None:
         raise ValueError(f"{info.name} has no scales")
-    return info.scale.tensor()
+    stored = info.scale.tensor()
+    return e8m0(stored) if info.scale.dtype == "F8_E8M0" else stored.float()

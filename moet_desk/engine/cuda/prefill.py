@@ -29,6 +29,7 @@ from moet_desk.kernels.triton.gemm import gemm, split
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.store.pack_format import Plane
 
+_SCORED_ROWS = 8  # what the head of a step takes at once
 TURN_S = 0.15
 """Seconds after which a turn ends at the next layer (design §8: a chat waits 250 ms at most)."""
 
@@ -142,6 +143,10 @@ class ChunkModel:
         """Scores behind the chunk's last row, float32 [V] on the host; waits for the device."""
         return self._model.logits_of(self._b.x[chunk.rows.n - 1 : chunk.rows.n])[0]
 
+    def scores(self, chunk: Chunk, at: int) -> Tensor:
+        """Scores behind the rows from `at` on, at most `_SCORED_ROWS`; as `logits`, [T, V]."""
+        return self._model.logits_of(self._b.x[at : min(at + _SCORED_ROWS, chunk.rows.n)])
+
 
 def _read_as(
     experts: ChunkExperts, reading: Reading, layer: int, ids: Tensor, weights: Tensor, out: Tensor
@@ -220,12 +225,15 @@ class CudaPrefiller:
         """Count the chunk's tokens as read; the last chunk gives the first token."""
         begin, n = chunk.rows.start, chunk.rows.n
         is_last = begin + n == len(request.prompt_ids)
+        if request.request.prompt_logprobs:
+            for at in range(0, n, _SCORED_ROWS):
+                request.note_prompt(begin + at, self._model.scores(chunk, at))
         logits = self._model.logits(chunk) if is_last else None
         if self._decoder.drafting.follows(request):
             behind = request.prompt_ids[begin + 1 : begin + n + 1]
             self._model.read_head(behind, state_of(request).sequence, chunk.reading)
         request.kv.length += n
         request.note_read()
-        if logits is not None:
+        if logits is not None and not request.ended:  # it has, if no token was asked for
             self._decoder.first(request, logits)
         return n

@@ -1,0 +1,135 @@
+"""Runs other people's clients against the endpoint; see README.md beside this file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from moet_desk.api.guard import EndpointOptions
+from moet_desk.api.server import Endpoint
+from moet_desk.engine.handle import GenerateRequest, RequestStream
+from moet_desk.engine.scripted import Script, ScriptedEngine
+
+HERE = Path(__file__).resolve().parent
+WORDS = "High water at Oban is at noon."
+CALL = '<tool_call>{"name": "fetch_tide", "arguments": {"harbour": "Oban"}}</tool_call>'
+EDIT = """\
+I make it say good morning.
+
+hello.py
+```python
+<<<<<<< SEARCH
+print("hello")
+=======
+print("good morning")
+>>>>>>> REPLACE
+```
+"""
+
+
+def script(answer: str) -> Script:
+    fast = {"tokens_per_s": 500.0, "prompt_tok_per_s": 1e6}
+    return Script(answers=(answer,), model="played", context=65536, **fast)  # type: ignore[arg-type]
+
+
+class Played(ScriptedEngine):
+    """Says the words; calls the tool if there is one and its result is not there yet."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(script(words))
+        self._caller = ScriptedEngine(script(CALL)).start()
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        roles = [message.get("role") for message in request.messages or ()]
+        if request.tools and "tool" not in roles:
+            return self._caller.submit(request)
+        return super().submit(request)
+
+
+@contextmanager
+def served(words: str) -> Iterator[str]:
+    """The address of an endpoint that plays."""
+    engine = Played(words)
+    engine.start()
+    endpoint = Endpoint(engine, EndpointOptions(port=0))
+    endpoint.start()
+    yield endpoint.address
+    endpoint.stop()
+    engine.close()
+
+
+def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> str:
+    given = list(map(str, command))
+    done = subprocess.run(
+        given, cwd=cwd, env={**os.environ, **environment}, check=False,
+        capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{given[0]} failed:\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def node(at: Path) -> None:
+    with served(WORDS) as address:
+        print(run("node", HERE / "openai_node.mjs", f"{address}/v1", OPENAI_FROM=str(at)), end="")
+
+
+def litellm(at: Path) -> None:
+    with served(WORDS) as address:
+        print(run(at / "bin/python", HERE / "litellm_calls.py", address), end="")
+
+
+def llm(at: Path) -> None:
+    with served(WORDS) as address, tempfile.TemporaryDirectory() as folder:
+        models = Path(folder) / "extra-openai-models.yaml"
+        models.write_text(f"- model_id: desk\n  model_name: played\n  api_base: {address}/v1\n")
+        for more in ([], ["--no-stream"]):
+            said = run(
+                at / "bin/llm", "-m", "desk", "--key", "none", *more, "hi", LLM_USER_PATH=folder
+            )
+            assert said.strip() == WORDS, said
+    print("llm: ok")
+
+
+def aider(at: Path) -> None:
+    with served(EDIT) as address, tempfile.TemporaryDirectory() as folder:
+        repo = Path(folder)
+        (repo / "hello.py").write_text('print("hello")\n')
+        run("git", "init", "-q", cwd=repo)
+        run("git", "config", "user.email", "a@example.org", cwd=repo)
+        run("git", "config", "user.name", "A", cwd=repo)
+        run("git", "add", ".", cwd=repo)
+        run("git", "commit", "-qm", "first", cwd=repo)
+        options = "--yes-always --no-check-update --no-analytics --no-show-model-warnings"
+        run(
+            at / "bin/aider", "--model", "openai/played", "--edit-format", "diff",
+            *options.split(), "--no-gitignore", "--map-tokens", "0",
+            "--message", "Say good morning instead.", "hello.py",
+            cwd=repo, OPENAI_API_BASE=f"{address}/v1", OPENAI_API_KEY="none", HOME=folder,
+        )  # fmt: skip
+        assert (repo / "hello.py").read_text() == 'print("good morning")\n'
+        assert len(run("git", "log", "--oneline", cwd=repo).splitlines()) == 2
+    print("aider: ok")
+
+
+DRIVES = {"node": node, "litellm": litellm, "llm": llm, "aider": aider}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("client", choices=list(DRIVES))
+    parser.add_argument("--at", type=Path, required=True, help="where the client is installed")
+    given = parser.parse_args()
+    DRIVES[given.client](given.at.resolve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Dense weights for a device: joined as shipped where scales allow it, never with other values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moet_desk.engine.cuda.dense_weights import DenseLoader
+from moet_desk.kernels.triton.dense import DenseWeight, WeightKind
+from moet_desk.store.quant_formats import decode
+from moet_desk.store.sources import TensorIndex
+
+
+class Reader:
+    """As much of a pack as the loader reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.dense = TensorIndex.open(folder)
+
+    def dense_tensor(self, name: str) -> Tensor:
+        return decode(self.dense, name)
+
+
+def joined(folder: Path, rows: int, scales: torch.dtype) -> tuple[DenseWeight, Tensor]:
+    """Two FP8 matrices, the first of `rows` rows, as one weight; and their values."""
+    source = torch.Generator().manual_seed(1)
+    tensors: dict[str, Tensor] = {}
+    for name, count in (("a", rows), ("b", 256)):
+        tensors[f"{name}.weight"] = torch.randn(count, 160, generator=source).to(
+            torch.float8_e4m3fn
+        )
+        grid = torch.rand(-(-count // 128), 2, generator=source) + 0.5
+        tensors[f"{name}.weight_scale_inv"] = grid.to(scales)
+    save_file(tensors, folder / "model.safetensors")
+    reader: Any = Reader(folder)
+    weight = DenseLoader(reader, torch.device("cpu")).matrix("a", "b")
+    return weight, torch.cat([reader.dense_tensor(name) for name in ("a", "b")])
+
+
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_matrix__fp8_whose_blocks_meet__stays_fp8(tmp_path: Path, scales: torch.dtype) -> None:
+    weight, want = joined(tmp_path, 128, scales)
+    assert weight.kind is WeightKind.FP8
+    assert weight.scales is not None
+    assert weight.scales.dtype == torch.float32
+    grid = weight.scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:384, :160]
+    assert torch.equal(weight.values.float() * grid, want)
+
+
+def test_matrix__fp8_whose_blocks_do_not_meet__decoded(tmp_path: Path) -> None:
+    weight, want = joined(tmp_path, 160, torch.float32)
+    assert weight.kind is WeightKind.F32
+    assert torch.equal(weight.values, want)
