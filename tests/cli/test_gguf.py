@@ -26,12 +26,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["pack", "pull"])
+@pytest.mark.parametrize("command", [("pack",), ("pull", "--yes")])
 def test_pack__gguf_file__named_after_it(
-    command: str, moet: Command, file: Path, data_dir: Path
+    command: tuple[str, ...], moet: Command, file: Path, data_dir: Path
 ) -> None:
-    agreed = ["--yes"] if command == "pull" else []
-    made = moet(command, str(file), "--json", *agreed)
+    made = moet(*command, str(file), "--json")
     assert made.code == ExitCode.OK, made.err
     assert (made.document["model"], made.document["state"]) == ("Tiny-Q8_0", "ready")
     shown = moet("show", "Tiny-Q8_0", "--json").document
@@ -51,9 +50,11 @@ def test_pull__dry_run_of_files_here__figures_and_nothing_made(
     document = moet("pull", str(file), "--dry-run", "--json").document
     assert (document["model"], document["source_format"]) == ("Tiny-Q8_0", "q8_0")
     assert (document["experts"], document["source_bytes"]) == (8, file.stat().st_size)
+    assert document["has_tokenizer"] is True
     assert 0 < document["pack_bytes"] < document["free_bytes"]
     folder = moet("pull", str(file.parent), "--dry-run", "--name", "x").err
-    assert "of q8_0, which stay as they are" in folder
+    assert "1 files" in folder
+    assert "of q8_0" in folder
     demo = moet("pull", "demo", "--dry-run", "--format", "ndjson").events
     assert (demo[0]["event"], demo[0]["model"], demo[0]["experts"]) == ("plan", "demo", 288)
     assert not (data_dir / "models").exists()
