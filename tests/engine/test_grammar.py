@@ -32,7 +32,7 @@ from moet_desk.engine.text import Text
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import Failed, Finished, FinishReason, TextDelta
 from tests.conftest import DEMO
-from tests.engine.json_forms import fits, random_schema
+from tests.engine.json_forms import fits, odd_schema, random_schema
 from tests.engine.test_parsers import TOOLS, corpus
 from tests.engine.test_promise import engine
 
@@ -195,6 +195,7 @@ def test_constraint__free_answer__none() -> None:
         (Grammar(GrammarKind.JSON_SCHEMA, f'{{"const": {-(2**63)}}}'), "beyond 2**53"),
         (Grammar(GrammarKind.JSON_SCHEMA, '{"anyOf": [{"enum": [1e300]}]}'), "beyond 2**53"),
         (Grammar(GrammarKind.JSON_SCHEMA, '{"const": NaN}'), "beyond 2**53"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"multipleOf": 1000003}'), "multipleOf above 100000"),
         (Grammar(GrammarKind.REGEX, "a(?=b)"), "look-around"),
         (Grammar(GrammarKind.LARK, "start: x"), 'unknown name: "x"'),
     ],
@@ -230,6 +231,27 @@ def test_constraint__odd_tools__work_or_are_refused(calls: CallFormat, function:
     else:
         refusal = "none" if made is not None and allowed(made, text) else "nothing may come"
     assert refusal in ("none", "MD-GRAM-01")
+
+
+@pytest.mark.slow
+def test_constraint__schemas_without_sense__work_or_are_refused() -> None:
+    text, n_worked, refusals = demo_text(), 0, set()
+    for seed in range(250):
+        rng = random.Random(seed)
+        form = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(odd_schema(rng)), strict=seed % 2 == 0)
+        try:
+            made = constraint(text, GenerateRequest(grammar=form))
+        except MoetError as error:
+            refusals.add(error.code)
+            continue
+        n_worked += 1
+        for _ in range(12):
+            token = rng.choice(sorted(allowed(made, text)))
+            if token == 1:
+                break
+            made.take(token)
+    assert n_worked > 25
+    assert refusals == {"MD-GRAM-01"}
 
 
 def test_constraint__pattern_that_explodes__is_ready_soon() -> None:
