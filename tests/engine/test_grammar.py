@@ -385,7 +385,11 @@ WRITTEN = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("with_tags", [True, False], ids=["control tokens", "plain tags"])
+@pytest.mark.parametrize(
+    "with_tags",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["control tokens", "plain tags"],
+)
 @pytest.mark.parametrize("calls", CallFormat, ids=lambda calls: calls.value)
 def test_calls__as_models_write_them__go_through(calls: CallFormat, with_tags: bool) -> None:
     text = text_of(calls, with_tags=with_tags)
