@@ -44,7 +44,7 @@ _PLACE = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \|.*", re.DOTALL)
 """Where in our own grammar a problem is: nothing to the reader."""
 
 
-_LARGEST = 2**53
+_LARGEST, _LARGEST_STEP = 2**53, 100_000
 _NO_DETAILS = "\n<non-verbose/>"
 
 
@@ -246,8 +246,9 @@ def _check_schema(
     parameter: str, schema: Mapping[str, Any], where: str = "", *, strict: bool
 ) -> None:
     """Refuse a schema by itself: the reason is clearer than that of the grammar around it."""
-    if _has_large_number(schema):
-        raise _refused(parameter, where + "numbers beyond 2**53 cannot be enforced")
+    reason = _too_large(schema)
+    if reason is not None:
+        raise _refused(parameter, where + reason)
     grammar = llguidance.LLMatcher.grammar_from_json_schema(
         json.dumps(json_schema(schema, strict=strict))
     )
@@ -256,20 +257,23 @@ def _check_schema(
         raise _refused(parameter, where + problem)
 
 
-def _has_large_number(value: object) -> bool:
-    """Whether a schema has a number that the library must not see: `{"const": -2**63}` ends the
-    process (1.9.1, a stack overflow).
+def _too_large(value: object) -> str | None:
+    """What a schema must not ask of the library (seen with 1.9.1): `{"const": -2**63}` ends the
+    process by a stack overflow, and a `multipleOf` takes 10 us for each one it counts up to.
     """
     rest = [value]
     while rest:
         one = rest.pop()
         if isinstance(one, dict):
             rest += one.values()
+            step = one.get("multipleOf")
+            if isinstance(step, int | float) and step > _LARGEST_STEP:
+                return f"multipleOf above {_LARGEST_STEP} cannot be enforced"
         elif isinstance(one, list):
             rest += one
         elif isinstance(one, int | float) and not abs(one) <= _LARGEST:
-            return True
-    return False
+            return "numbers beyond 2**53 cannot be enforced"
+    return None
 
 
 def _strict_name(tool: Mapping[str, Any]) -> str | None:

@@ -138,3 +138,38 @@ def _within(value: Any, schema: Schema, root: Schema) -> bool:
             "maximum", value
         ) and value < schema.get("exclusiveMaximum", value + 1)
     return True
+
+
+# -- schemas that make little sense ----------------------------------------------------------
+
+_ODD_NUMBERS = (0, 1, -1, 3, 0.5, 1e-6, -2.25, 10**9, 2**53, -(2**53), 1_000_003)
+_ODD_PATTERNS = ("^a+$", "(a|b)*c", "[0-9]{3}", "^$", "(a*)*b", "(?=a)", "(", r"\w+")
+_ODD_REFERENCES = ("#", "#/$defs/a", "#/$defs/b", "#/properties/a", "http://a.b/c")
+
+
+def odd_schema(rng: random.Random, depth: int = 0) -> Any:
+    """Known keywords with values of the right kinds, put together without sense."""
+    if depth > 4:
+        return {}
+    deeper = depth + 1
+    makers: dict[str, Callable[[], Any]] = {
+        "type": lambda: rng.choice([*_TYPES, ["string", "null"], "intege"]),
+        "properties": lambda: {key: odd_schema(rng, deeper) for key in rng.sample("abc", 2)},
+        "$defs": lambda: {key: odd_schema(rng, deeper) for key in rng.sample("abc", 2)},
+        "required": lambda: rng.sample("abc", 2),
+        "items": lambda: odd_schema(rng, deeper),
+        "additionalProperties": lambda: rng.choice([True, False, odd_schema(rng, deeper)]),
+        "not": lambda: odd_schema(rng, deeper),
+        "pattern": lambda: rng.choice(_ODD_PATTERNS),
+        "format": lambda: rng.choice(["date", "uuid", "email", "uri", "ipv4", "nothing"]),
+        "$ref": lambda: rng.choice(_ODD_REFERENCES),
+        "enum": lambda: [rng.choice(_ODD_NUMBERS), "x", None, [odd_schema(rng, 9)]],
+        "const": lambda: rng.choice([*_ODD_NUMBERS, {}, "é"]),
+    }
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        makers[key] = lambda: [odd_schema(rng, deeper) for _ in range(rng.randint(0, 2))]
+    for key in ("minItems", "maxItems", "minLength", "maxLength"):
+        makers[key] = lambda: rng.choice([0, 1, 2, 5, 50, -1])
+    for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        makers[key] = lambda: rng.choice(_ODD_NUMBERS)
+    return {key: makers[key]() for key in rng.sample(sorted(makers), rng.randint(1, 4))}
