@@ -21,17 +21,8 @@ from moet_desk.engine.draft import (
     room_of,
     state_of,
 )
-from moet_desk.engine.draft_control import (
-    GUESSERS,
-    Choice,
-    Control,
-    Fixed,
-    Offer,
-    Policy,
-    Regime,
-    Seen,
-    Source,
-)
+from moet_desk.engine.draft_control import Choice, Control, Fixed, Offer, Policy, Regime
+from moet_desk.engine.draft_estimates import GUESSERS, Seen, Source
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.errors import MoetError
 

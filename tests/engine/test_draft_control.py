@@ -18,21 +18,17 @@ from moet_desk.engine.draft_control import (
     EARNED,
     FIRST_REST,
     FOLLOWED_TOKENS,
-    LEARN_STEPS,
     LONGEST_REST,
     MOST_SPARE,
     PROBE_STEPS,
     REFRESH_STEPS,
-    TRIED,
     Choice,
     Control,
     Fixed,
-    Mean,
     Offer,
     Regime,
-    Seen,
-    Source,
 )
+from moet_desk.engine.draft_estimates import LEARN_STEPS, TRIED, Mean, Seen, Source
 from moet_desk.store.pack_format import Plane
 
 ALONE = Regime(Plane.BASE, is_gated=False, n_requests=1)

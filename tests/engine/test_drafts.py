@@ -26,15 +26,8 @@ from moet_desk.engine.draft import (
     TextIndex,
     state_of,
 )
-from moet_desk.engine.draft_control import (
-    GUESSERS,
-    Choice,
-    Fixed,
-    Offer,
-    Regime,
-    Seen,
-    Source,
-)
+from moet_desk.engine.draft_control import Choice, Fixed, Offer, Regime
+from moet_desk.engine.draft_estimates import GUESSERS, Seen, Source
 from moet_desk.engine.drafting import Drafting
 from moet_desk.engine.handle import (
     EngineOptions,
