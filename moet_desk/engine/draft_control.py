@@ -39,7 +39,7 @@ PROBE_STEPS = 8
 FIRST_REST, LONGEST_REST = 48, 4096  # tokens between fruitless probes
 WON_STEPS = 32  # steps with a gain after which rests are short again
 DEEPER_STEPS = 128  # steps with a gain before one place more is looked at again
-FOLLOWED_TOKENS = 64  # tokens that a head may lag behind
+FOLLOWED_TOKENS = 64  # that a head nobody asks may be behind; with more it stops reading along
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from bench.same_text import CHATS, POOLS, answers, first_turns, running
 from moet_desk.engine.draft import (
-    LAG_TOKENS,
     MOST_PLACES,
     Acceptance,
     CpuHead,
@@ -26,7 +25,7 @@ from moet_desk.engine.draft import (
     TextIndex,
     state_of,
 )
-from moet_desk.engine.draft_control import Choice, Fixed, Offer, Regime
+from moet_desk.engine.draft_control import FOLLOWED_TOKENS, Choice, Fixed, Offer, Regime
 from moet_desk.engine.draft_estimates import GUESSERS, Seen, Source
 from moet_desk.engine.drafting import Drafting
 from moet_desk.engine.handle import (
@@ -162,12 +161,12 @@ def test_head__too_far_behind__reads_along_no_more() -> None:
     request, reader = Half(), Reader()
     request.limit, request.out_ids = 1000, list(range(500))
     drafting = Drafting(Fixed(Source.MTP, 1), mtp=MtpDrafter(reader))
-    drafting.note(request, states(0, LAG_TOKENS))
+    drafting.note(request, states(0, FOLLOWED_TOKENS))
     assert drafting.follows(request)
-    drafting.note(request, states(LAG_TOKENS, 1))
+    drafting.note(request, states(FOLLOWED_TOKENS, 1))
     assert not drafting.follows(request)
     assert state_of(request).pending == []
-    drafting.note(request, states(LAG_TOKENS + 1, 1))
+    drafting.note(request, states(FOLLOWED_TOKENS + 1, 1))
     assert state_of(request).pending == []
     assert reader.reads == []
 
@@ -313,13 +312,13 @@ def test_answers__controller_on_a_clock__as_without_and_its_numbers_shown(
 @pytest.mark.slow
 @pytest.mark.parametrize("quality", list(Quality))
 def test_answers__heldout_prompts__no_token_differs(demo_pack: Path, quality: Quality) -> None:
-    """A part of what `bench.same_text` does with 200 prompts."""
-    prompts = sorted(first_turns(CHATS, 60), key=len)[:12]
+    """A part of what `bench.same_text` does with 200 prompts: 12, four for each quality."""
+    prompts = sorted(first_turns(CHATS, 60), key=len)[list(Quality).index(quality) : 12 : 3]
     with running(demo_pack) as handle:
-        want, _ = answers(handle, prompts, quality, 8)
+        want, _ = answers(handle, prompts, quality, 6)
     for sizes in POOLS.values():
         with running(demo_pack, drafts="mtp", draft_depth=2, **sizes) as handle:
-            found, speed = answers(handle, prompts, quality, 8)
+            found, speed = answers(handle, prompts, quality, 6)
         assert found == want
         assert speed.tokens > 1.2 * speed.steps
 
