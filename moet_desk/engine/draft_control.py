@@ -19,7 +19,6 @@ from typing import Protocol
 
 from moet_desk.engine.draft_estimates import (
     GUESSERS,
-    OUTLIER,
     TRIED,
     Estimates,
     Mean,
@@ -34,7 +33,9 @@ LEAST_GAIN = 1.03
 """Below this speed over plain steps guessing is not worth its trouble (design §10)."""
 
 EARNED, MOST_SPARE = 0.01, 6.0
-REFRESH_STEPS = 48  # steps with guesses before a plain one, so that its time stays known
+REFRESH_STEPS, PLAIN_STEPS = 40, 3
+"""Steps with guesses, and the plain ones behind them, so that their time stays known."""
+
 PROBE_STEPS = 8
 FIRST_REST, LONGEST_REST = 48, 4096  # tokens between fruitless probes
 WON_STEPS = 32  # steps with a gain after which rests are short again
@@ -151,11 +152,12 @@ class _Rest:
 class _Book:
     """What a regime's steps showed, and which guesser rests there."""
 
-    def __init__(self, n_requests: int) -> None:
-        self.estimates = Estimates(n_requests)
+    def __init__(self, n_requests: int, *, one_by_one: bool) -> None:
+        self.estimates = Estimates(n_requests, one_by_one=one_by_one)
         self.n_requests = n_requests
         self.n_tokens = 0  # by request
         self.since_plain = 0
+        self.plain_left = 0  # plain steps that are to come
         self.rests = {source: _Rest() for source in GUESSERS}
 
     def note(self, source: Source, seen: Seen) -> None:
@@ -173,11 +175,13 @@ class Control:
         depth: most guesses for a request.
         sources: who could guess.
         widths: numbers of rows that a step may have; empty: any.
+        one_by_one: see `Estimates`.
     """
 
     depth: int
     sources: tuple[Source, ...] = GUESSERS
     widths: frozenset[int] = frozenset()
+    one_by_one: bool = False
     spare: float = MOST_SPARE  # plain steps that may be lost now
     probes: int = 0
     _books: dict[Regime, _Book] = field(default_factory=dict)
@@ -196,13 +200,24 @@ class Control:
 
     def choose(self, regime: Regime, offer: Offer) -> Choice:
         """See `Policy`."""
-        book = self._books.setdefault(regime, _Book(regime.n_requests))
+        book = self._book(regime)
         chosen = self._chosen(book, offer)
         self._newest = (regime, chosen)
         return chosen
 
+    def _book(self, regime: Regime) -> _Book:
+        if regime not in self._books:
+            self._books[regime] = _Book(regime.n_requests, one_by_one=self.one_by_one)
+        return self._books[regime]
+
     def _chosen(self, book: _Book, offer: Offer) -> Choice:
-        if book.estimates.plain_s is None or book.since_plain >= REFRESH_STEPS:
+        if book.estimates.plain_s is None:
+            return OFF
+        if book.since_plain >= REFRESH_STEPS and not book.plain_left:
+            book.plain_left = PLAIN_STEPS
+            book.estimates.refresh()
+        if book.plain_left:
+            book.plain_left -= 1
             return OFF
         found = [choice for s in self.sources if (choice := self._best(book, s, offer)) is not None]
         paying = [choice for choice in found if (choice.gain or 0) >= LEAST_GAIN]
@@ -282,13 +297,10 @@ class Control:
 
     def note(self, regime: Regime, choice: Choice, seen: Seen) -> None:
         """See `Policy`."""
-        book = self._books.setdefault(regime, _Book(regime.n_requests))
-        n_tokens = seen.n_tokens / regime.n_requests
-        self.spare += EARNED * n_tokens
-        plain = book.estimates.plain_s
-        if plain is not None and choice.source is not Source.OFF:
-            taken = min(seen.check_s, OUTLIER * plain * seen.rows / regime.n_requests)
-            self.spare -= (taken + seen.guess_s + seen.behind_s) / plain - n_tokens
+        book = self._book(regime)
+        self.spare += EARNED * seen.n_tokens / regime.n_requests
+        if choice.source is not Source.OFF:
+            self.spare -= book.estimates.lost(seen)
         self.spare = min(self.spare, MOST_SPARE)
         book.note(choice.source, seen)
 

@@ -80,10 +80,14 @@ class Estimates:
 
     Args:
         n_requests: answers side by side.
+        one_by_one: rows are read one after the other, none behind a wrong guess. Then a row is a
+            plain step by itself, and its time is known from every step: a busy computer cannot
+            make guesses look cheap.
     """
 
-    def __init__(self, n_requests: int) -> None:
+    def __init__(self, n_requests: int, *, one_by_one: bool = False) -> None:
         self.n_requests = n_requests
+        self._one_by_one = one_by_one
         self.rows: dict[int, Mean] = {}  # seconds of a step's rows
         self.head = Mean()  # seconds of one read of the head
         self.right: dict[Source, list[Mean]] = {source: [] for source in GUESSERS}
@@ -96,7 +100,10 @@ class Estimates:
 
     def note(self, source: Source, seen: Seen) -> None:
         """A step was made; one without guesses says what steps take without."""
-        self.rows.setdefault(seen.rows, Mean()).add(self._plausible(seen))
+        if self._one_by_one:
+            self.rows.setdefault(1, Mean()).add(seen.check_s / max(1, seen.n_tokens))
+        else:
+            self.rows.setdefault(seen.rows, Mean()).add(self._plausible(seen))
         n_guessed = sum(guessed for guessed, _ in seen.results)
         if source is Source.MTP and n_guessed:
             self.head.add(seen.guess_s / n_guessed)
@@ -123,12 +130,13 @@ class Estimates:
         """
         plain = self.plain_s
         assert plain is not None, "asked before plain steps are known"  # noqa: S101
-        taken = self._rows_s(self.n_requests + sum(counts))
-        if source is Source.MTP:
-            taken += self.head.value * (sum(counts) + behind)
         tokens = self.n_requests + sum(
             reach for count in counts for reach in self._reaches(source, count)
         )
+        rows_s = self._rows_s(self.n_requests + sum(counts))
+        taken = plain * tokens if self._one_by_one else rows_s
+        if source is Source.MTP:
+            taken += self.head.value * (sum(counts) + behind)
         return tokens / self.n_requests * plain / taken if taken > 0 else 1.0
 
     def _reaches(self, source: Source, count: int) -> Iterator[float]:
@@ -174,6 +182,23 @@ class Estimates:
                 head = CAUTION * self.head.value / plain
             taken += head * (sum(counts) + behind)
         return taken - 1.0
+
+    def lost(self, seen: Seen) -> float:
+        """Plain steps that a step with guesses took more than its tokens would have without; what
+        its rows cannot have cost is an accident. 0 while plain steps are not known.
+        """
+        plain = self.plain_s
+        if plain is None:
+            return 0.0
+        guessing_s = seen.guess_s + seen.behind_s
+        if self._one_by_one:
+            return guessing_s / plain
+        most = OUTLIER * plain * seen.rows / self.n_requests
+        return (min(seen.check_s, most) + guessing_s) / plain - seen.n_tokens / self.n_requests
+
+    def refresh(self) -> None:
+        """Plain steps come that say what they take now: let them count."""
+        self.rows[self.n_requests].doubt()
 
     def tried(self, source: Source) -> int:
         """Places at which this guesser was seen often enough."""

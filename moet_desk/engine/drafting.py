@@ -178,7 +178,11 @@ class Drafting:
 
 
 def drafting_of(
-    options: EngineOptions, mtp: MtpDrafter | None, *, widths: Sequence[int] = ()
+    options: EngineOptions,
+    mtp: MtpDrafter | None,
+    *,
+    widths: Sequence[int] = (),
+    one_by_one: bool = False,
 ) -> Drafting:
     """What the options ask for.
 
@@ -186,10 +190,11 @@ def drafting_of(
         options: the engine's.
         mtp: the model's head, if it is loaded.
         widths: numbers of rows that a step should have; none: any.
+        one_by_one: whether the decoder reads rows one after the other.
     """
     depth = min(options.draft_depth, MOST_GUESSES)
     if options.drafts == "auto":
         sources = GUESSERS if mtp is not None else (Source.LOOKUP,)
-        return Drafting(Control(depth, sources, frozenset(widths)), mtp=mtp)
+        return Drafting(Control(depth, sources, frozenset(widths), one_by_one), mtp=mtp)
     source = Source(options.drafts)
     return Drafting(Fixed(source, 0 if source is Source.OFF else depth), mtp=mtp)
