@@ -194,7 +194,7 @@ def test_control__costs_and_shares__the_depth_that_pays_most(
     tokens = 1 + sum(accumulate(right[:depth], lambda a, b: a * b))
     best = tokens / (1 + (slope + 0.05) * depth)
     reached = 1000 / (times[-1] - times[-1001])
-    assert reached > (0.95 * best if depth else 0.985)
+    assert reached > (0.92 * best if depth else 0.985)  # 3 steps of 43 are plain
 
 
 def test_control__share_falls__off_and_rises__on_again() -> None:
