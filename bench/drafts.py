@@ -3,8 +3,10 @@
     python -m bench.drafts [PROMPTS [TOKENS [DEVICE]]]
 
 One JSON line for each quality and way to guess: greedy answers, the first turns of
-tests/data/heldout/chat.jsonl. On a CPU (default) rows are read one by one, so a right guess saves
-nothing there: tokens per step is what a GPU can use.
+tests/data/heldout/chat.jsonl. All engines are open at once and take turns, prompt by prompt, so that
+whatever else the computer does meets all of them; `cpu_ms_per_token` is this process's own time. On a
+CPU (default) rows are read one by one, so a right guess saves nothing there: tokens per step is what a
+GPU can use.
 """
 
 from __future__ import annotations
@@ -13,73 +15,95 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moet_desk.engine.handle import (
-    EngineOptions,
-    GenerateRequest,
-    Quality,
-    Sampling,
-    start_engine,
-)
+from bench.same_text import CHATS, first_turns, running
+from moet_desk.engine.handle import EngineHandle, GenerateRequest, Quality, Sampling
 from moet_desk.telemetry import Finished
 from tests.conftest import DEMO, pack_source
 
-CHATS = Path(__file__).parent.parent / "tests" / "data" / "heldout" / "chat.jsonl"
-TURN = "<|assistant|>"
+WAYS: Sequence[Mapping[str, Any]] = (
+    {"drafts": "off"},
+    {"drafts": "mtp", "draft_depth": 1},
+    {"drafts": "mtp", "draft_depth": 2},
+    {"drafts": "lookup", "draft_depth": 2},
+    {"drafts": "auto", "draft_depth": 3},
+    {"drafts": "auto", "draft_depth": 3, "draft_head": True},
+)
 
 
-def prompts(count: int) -> list[str]:
-    texts = [json.loads(line)["text"] for line in CHATS.read_text().splitlines()[:count]]
-    return [text[: text.index(TURN) + len(TURN)] for text in texts]
+@dataclass(slots=True)
+class Sums:
+    """What the answers of one engine took."""
+
+    tokens: int = 0
+    steps: int = 0
+    decode_s: float = 0.0
+    cpu_s: float = 0.0
 
 
-def measure(pack: Path, quality: Quality, n_prompts: int, n_tokens: int, **options: Any) -> None:
-    handle = start_engine(pack, EngineOptions(save_heat=False, **options))
-    handle.wait_ready(120)
-    steps = tokens = 0
-    began, decode_s = time.perf_counter(), 0.0
-    for prompt in prompts(n_prompts):
-        request = GenerateRequest(
-            prompt=prompt, quality=quality, max_tokens=n_tokens, sampling=Sampling(temperature=0)
-        )
-        *_, last = handle.submit(request)
-        assert isinstance(last, Finished), last
-        steps += last.usage.steps
-        decode_s += last.usage.decode_s
-        tokens += last.usage.completion_tokens - 1  # the first one is behind the prompt
-    seconds = time.perf_counter() - began
-    time.sleep(0.2)
-    drafts = handle.snapshot().drafts
-    handle.close()
-    shares = [round(r / g, 3) for r, g in zip(drafts.right, drafts.guessed, strict=True)]
-    print(
-        json.dumps(
-            {
-                "quality": quality.value,
-                **options,
-                "tokens": tokens,
-                "tokens_per_step": round(tokens / steps, 3),
-                "right_by_place": shares,
-                "guessed": list(drafts.guessed),
-                "tok_per_s": round(tokens / decode_s, 1),
-                "seconds": round(seconds, 1),
-            }
-        ),
-        flush=True,
+def answer(handle: EngineHandle, prompt: str, quality: Quality, n_tokens: int, sums: Sums) -> None:
+    """One greedy answer, without the reading of its prompt."""
+    request = GenerateRequest(
+        prompt=prompt, quality=quality, max_tokens=n_tokens, sampling=Sampling(temperature=0)
     )
+    began = None
+    for event in handle.submit(request):
+        began = time.process_time() if began is None and not _is_reading(event) else began
+    assert isinstance(event, Finished), event
+    assert began is not None
+    sums.cpu_s += time.process_time() - began
+    sums.steps += event.usage.steps
+    sums.decode_s += event.usage.decode_s
+    sums.tokens += event.usage.completion_tokens - 1  # the first one is behind the prompt
 
 
-if __name__ == "__main__":
+def _is_reading(event: object) -> bool:
+    return type(event).__name__ == "PrefillProgress"
+
+
+def line(quality: Quality, way: Mapping[str, Any], handle: EngineHandle, sums: Sums) -> str:
+    """The figures of one engine."""
+    now = handle.snapshot()
+    shares = [round(r / g, 3) for r, g in zip(now.drafts.right, now.drafts.guessed, strict=True)]
+    figures = {
+        "quality": quality.value,
+        **way,
+        "tokens": sums.tokens,
+        "tokens_per_step": round(sums.tokens / sums.steps, 3),
+        "right_by_place": shares,
+        "guessed": list(now.drafts.guessed),
+        "tok_per_s": round(sums.tokens / sums.decode_s, 1),
+        "cpu_ms_per_token": round(1e3 * sums.cpu_s / sums.tokens, 2),
+        "settled_at": now.draft_choice.source,
+        "probes": now.draft_choice.probes,
+    }
+    return json.dumps(figures)
+
+
+def main() -> None:
     given = [*sys.argv[1:], *("60", "64", "cpu")[len(sys.argv) - 1 :]]
     n_prompts, n_tokens, device = int(given[0]), int(given[1]), given[2]
     with tempfile.TemporaryDirectory() as folder:
         pack = pack_source(DEMO, Path(folder) / "demo")
         for quality in (Quality.FAST, Quality.EXACT):
-            for options in (
-                {"drafts": "off"},
-                {"drafts": "mtp", "draft_depth": 2},
-                {"drafts": "lookup", "draft_depth": 2},
-            ):
-                measure(pack, quality, n_prompts, n_tokens, device=device, **options)
+            with ExitStack() as stack:
+                handles = [
+                    stack.enter_context(running(pack, device=device, hot_set=False, **way))
+                    for way in WAYS
+                ]
+                sums = [Sums() for _ in WAYS]
+                for prompt in first_turns(CHATS, n_prompts):
+                    for handle, its in zip(handles, sums, strict=True):
+                        answer(handle, prompt, quality, n_tokens, its)
+                time.sleep(0.2)  # until the last step is in the pictures
+                for way, handle, its in zip(WAYS, handles, sums, strict=True):
+                    print(line(quality, way, handle, its), flush=True)
+
+
+if __name__ == "__main__":
+    main()

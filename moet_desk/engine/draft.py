@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.blocks.ffn import Experts
+from moet_desk.engine.draft_control import FOLLOWED_TOKENS
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import Model
 from moet_desk.engine.mtp import MtpHead
@@ -27,9 +28,6 @@ LONGEST_MATCH, SHORTEST_MATCH = 4, 2
 
 MOST_PLACES = 32
 """Places of the same two tokens that are compared, the newest first."""
-
-LAG_TOKENS = 64
-"""States that wait for a head nobody asks; with more it stops reading along."""
 
 
 class TextIndex:
@@ -211,7 +209,7 @@ class MtpDrafter:
         state.pending += hidden
         if not request.out_ids:
             self._catch_up(request, state, 1)
-        elif len(state.pending) > LAG_TOKENS:
+        elif len(state.pending) > FOLLOWED_TOKENS:
             state.follows = False
             state.pending.clear()
 

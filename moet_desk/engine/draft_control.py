@@ -13,11 +13,18 @@ thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Protocol
 
+from moet_desk.engine.draft_estimates import (
+    GUESSERS,
+    TRIED,
+    Estimates,
+    Mean,
+    Seen,
+    Source,
+)
 from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import DraftChoice
 
@@ -26,29 +33,14 @@ LEAST_GAIN = 1.03
 """Below this speed over plain steps guessing is not worth its trouble (design §10)."""
 
 EARNED, MOST_SPARE = 0.01, 6.0
-LEARN_STEPS = 4  # plain steps before the first guess
-REFRESH_STEPS = 48  # steps with guesses before a plain one, so that its time stays known
-TRIED = 4  # guesses at a place before the next place is tried
+REFRESH_STEPS, PLAIN_STEPS = 40, 3
+"""Steps with guesses, and the plain ones behind them, so that their time stays known."""
+
 PROBE_STEPS = 8
 FIRST_REST, LONGEST_REST = 48, 4096  # tokens between fruitless probes
 WON_STEPS = 32  # steps with a gain after which rests are short again
 DEEPER_STEPS = 128  # steps with a gain before one place more is looked at again
-FOLLOWED_TOKENS = 64  # tokens that a head may lag behind
-MEMORY = 16  # measurements that a mean remembers
-CAUTION = 1.25
-HEAD_SHARE = 0.5  # of a plain step, for one read of a head that was never timed
-OUTLIER = 3.0
-
-
-class Source(Enum):
-    """Who guesses."""
-
-    OFF = "off"
-    MTP = "mtp"
-    LOOKUP = "lookup"
-
-
-GUESSERS = (Source.MTP, Source.LOOKUP)
+FOLLOWED_TOKENS = 64  # that a head nobody asks may be behind; with more it stops reading along
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,30 +84,6 @@ class Choice:
 
 
 OFF = Choice()
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a step was like.
-
-    Attributes:
-        results: by request: guesses made, and how many were right before the first wrong one.
-        n_tokens: that all its requests got.
-        check_s: seconds of its rows, without reruns of the gate: a token has these anyway.
-        guess_s: seconds of guessing.
-        behind_s: seconds in which heads read what they had not read yet.
-    """
-
-    results: tuple[tuple[int, int], ...]
-    n_tokens: int
-    check_s: float
-    guess_s: float = 0.0
-    behind_s: float = 0.0
-
-    @property
-    def rows(self) -> int:
-        """Rows of the step."""
-        return sum(1 + guessed for guessed, _ in self.results)
 
 
 class Policy(Protocol):
@@ -170,30 +138,6 @@ class Fixed:
 
 
 @dataclass(slots=True)
-class Mean:
-    """The mean of the newest measurements: of all at first, then fading."""
-
-    value: float = 0.0
-    n: int = 0
-
-    def add(self, x: float) -> None:
-        """A measurement; what is far above the others is taken for an accident."""
-        if self.n >= TRIED:
-            x = min(x, OUTLIER * self.value)
-        self.n = min(self.n + 1, MEMORY)
-        self.value += (x - self.value) / self.n
-
-    def count(self, hit: bool) -> None:
-        """A yes or no, of which the mean is the share."""
-        self.n = min(self.n + 1, MEMORY)
-        self.value += (hit - self.value) / self.n
-
-    def doubt(self) -> None:
-        """Let the next measurements count for more."""
-        self.n = min(self.n, TRIED)
-
-
-@dataclass(slots=True)
 class _Rest:
     """When a guesser that does not pay is tried again. Tokens are counted by its book."""
 
@@ -206,117 +150,21 @@ class _Rest:
 
 
 class _Book:
-    """What is known of the steps of one regime."""
+    """What a regime's steps showed, and which guesser rests there."""
 
-    def __init__(self, n_requests: int) -> None:
+    def __init__(self, n_requests: int, *, one_by_one: bool) -> None:
+        self.estimates = Estimates(n_requests, one_by_one=one_by_one)
         self.n_requests = n_requests
         self.n_tokens = 0  # by request
         self.since_plain = 0
-        self.rows: dict[int, Mean] = {}  # seconds of a step's rows
-        self.head = Mean()  # seconds of one read of the head
-        self.right: dict[Source, list[Mean]] = {source: [] for source in GUESSERS}
+        self.plain_left = 0  # plain steps that are to come
         self.rests = {source: _Rest() for source in GUESSERS}
 
-    @property
-    def plain_s(self) -> float | None:
-        """Seconds of a step without guesses; None until it is known."""
-        mean = self.rows.get(self.n_requests)
-        return mean.value if mean is not None and mean.n >= LEARN_STEPS else None
-
-    def note(self, choice: Choice, seen: Seen) -> None:
-        """A step was made; one without guesses says what steps take without."""
+    def note(self, source: Source, seen: Seen) -> None:
+        """A step was made."""
         self.n_tokens += max(1, seen.n_tokens // self.n_requests)
-        is_plain = seen.rows == self.n_requests
-        self.since_plain = 0 if is_plain else self.since_plain + 1
-        self.rows.setdefault(seen.rows, Mean()).add(self._plausible(seen))
-        if choice.source is Source.MTP and not is_plain:
-            self.head.add(seen.guess_s / sum(guessed for guessed, _ in seen.results))
-        if choice.source is not Source.OFF:
-            self._note_right(self.right[choice.source], seen.results)
-
-    def _plausible(self, seen: Seen) -> float:
-        """Seconds of the rows; a first run that compiled something says nothing of the next."""
-        plain = self.plain_s
-        if plain is None:
-            return seen.check_s
-        return min(seen.check_s, 2 * plain * seen.rows / self.n_requests)
-
-    def _note_right(self, means: list[Mean], results: Sequence[tuple[int, int]]) -> None:
-        """Shares of guesses that were right where those before them were."""
-        for guessed, right in results:
-            means += [Mean() for _ in range(guessed - len(means))]
-            for place in range(min(guessed, right + 1)):
-                means[place].count(place < right)
-
-    def gain(self, source: Source, counts: Sequence[int], behind: int) -> float:
-        """Speed of a step with guesses over that of plain ones. What was never seen is hoped for:
-        a first guess is right and a first further row is free.
-        """
-        plain = self.plain_s
-        assert plain is not None, "asked before plain steps are known"  # noqa: S101
-        taken = self._rows_s(self.n_requests + sum(counts))
-        if source is Source.MTP:
-            taken += self.head.value * (sum(counts) + behind)
-        tokens = self.n_requests + sum(
-            reach for count in counts for reach in self._reaches(source, count)
-        )
-        return tokens / self.n_requests * plain / taken if taken > 0 else 1.0
-
-    def _reaches(self, source: Source, count: int) -> Iterator[float]:
-        """The chance of each place that all guesses up to it are right."""
-        reach, share = 1.0, 1.0
-        for place in range(count):
-            means = self.right[source]
-            share = means[place].value if place < len(means) and means[place].n else share
-            reach *= share
-            yield reach
-
-    def _rows_s(self, rows: int) -> float:
-        """Seconds of a step; between and beyond what was measured on straight lines."""
-        known = sorted(self.rows)
-        if rows in self.rows:
-            return self.rows[rows].value
-        below = [r for r in known if r < rows]
-        above = [r for r in known if r > rows]
-        low = below[-1]
-        if above:
-            high = above[0]
-        elif len(below) > 1:
-            low, high = below[0], below[-1]
-        else:
-            return self.rows[low].value
-        slope = (self.rows[high].value - self.rows[low].value) / (high - low)
-        return max(self.rows[low].value + slope * (rows - low), 0.0)
-
-    def worst(self, source: Source, counts: Sequence[int], behind: int) -> float:
-        """Plain steps that are lost if no guess is right. A step of n rows takes no longer than n
-        of one row, and a read of the head no longer than half a plain step.
-        """
-        plain = self.plain_s
-        assert plain is not None, "asked before plain steps are known"  # noqa: S101
-        rows = self.n_requests + sum(counts)
-        mean = self.rows.get(rows)
-        taken = rows / self.n_requests
-        if mean is not None and mean.n >= TRIED:
-            taken = min(taken, CAUTION * mean.value / plain)
-        if source is Source.MTP:
-            head = HEAD_SHARE
-            if self.head.n >= TRIED:
-                head = CAUTION * self.head.value / plain
-            taken += head * (sum(counts) + behind)
-        return taken - 1.0
-
-    def tried(self, source: Source) -> int:
-        """Places at which this guesser was seen often enough."""
-        return sum(mean.n >= TRIED for mean in self.right[source])
-
-    def doubt(self, source: Source) -> None:
-        """A probe begins: let what it shows count."""
-        for mean in (*self.right[source], self.head):
-            mean.doubt()
-        for rows, mean in self.rows.items():
-            if rows != self.n_requests:
-                mean.doubt()
+        self.since_plain = 0 if seen.rows == self.n_requests else self.since_plain + 1
+        self.estimates.note(source, seen)
 
 
 @dataclass(slots=True)
@@ -327,11 +175,13 @@ class Control:
         depth: most guesses for a request.
         sources: who could guess.
         widths: numbers of rows that a step may have; empty: any.
+        one_by_one: see `Estimates`.
     """
 
     depth: int
     sources: tuple[Source, ...] = GUESSERS
     widths: frozenset[int] = frozenset()
+    one_by_one: bool = False
     spare: float = MOST_SPARE  # plain steps that may be lost now
     probes: int = 0
     _books: dict[Regime, _Book] = field(default_factory=dict)
@@ -350,13 +200,24 @@ class Control:
 
     def choose(self, regime: Regime, offer: Offer) -> Choice:
         """See `Policy`."""
-        book = self._books.setdefault(regime, _Book(regime.n_requests))
+        book = self._book(regime)
         chosen = self._chosen(book, offer)
         self._newest = (regime, chosen)
         return chosen
 
+    def _book(self, regime: Regime) -> _Book:
+        if regime not in self._books:
+            self._books[regime] = _Book(regime.n_requests, one_by_one=self.one_by_one)
+        return self._books[regime]
+
     def _chosen(self, book: _Book, offer: Offer) -> Choice:
-        if book.plain_s is None or book.since_plain >= REFRESH_STEPS:
+        if book.estimates.plain_s is None:
+            return OFF
+        if book.since_plain >= REFRESH_STEPS and not book.plain_left:
+            book.plain_left = PLAIN_STEPS
+            book.estimates.refresh()
+        if book.plain_left:
+            book.plain_left -= 1
             return OFF
         found = [choice for s in self.sources if (choice := self._best(book, s, offer)) is not None]
         paying = [choice for choice in found if (choice.gain or 0) >= LEAST_GAIN]
@@ -373,9 +234,9 @@ class Control:
 
     def _best(self, book: _Book, source: Source, offer: Offer) -> Choice | None:
         """The depth of a guesser that promises most, of those that can be paid for."""
-        deepest = min(self.depth, book.tried(source) + 1)
+        deepest = min(self.depth, book.estimates.tried(source) + 1)
         choices = [
-            Choice(source, depth, book.gain(source, counts, offer.behind))
+            Choice(source, depth, book.estimates.gain(source, counts, offer.behind))
             for depth in range(1, deepest + 1)
             if self._fits(book, source, counts := offer.counts(source, depth), depth, offer)
         ]
@@ -389,7 +250,7 @@ class Control:
         rows = book.n_requests + sum(counts)
         if rows > offer.most_rows or (self.widths and rows not in self.widths):
             return False
-        return book.worst(source, counts, offer.behind) <= self.spare
+        return book.estimates.worst(source, counts, offer.behind) <= self.spare
 
     def _deeper(self, book: _Book, best: Choice, offer: Offer) -> Choice:
         """The choice, or now and then one place more, which may have become worth it."""
@@ -405,7 +266,7 @@ class Control:
             depth = best.depth + 1
             counts = offer.counts(best.source, depth)
             if depth <= self.depth and self._fits(book, best.source, counts, depth, offer):
-                for mean in book.right[best.source][best.depth :]:
+                for mean in book.estimates.right[best.source][best.depth :]:
                     mean.doubt()
                 return Choice(best.source, depth, best.gain, is_probe=True)
         return best
@@ -425,7 +286,7 @@ class Control:
                 return False
             rest.left = PROBE_STEPS
             self.probes += 1
-            book.doubt(choice.source)
+            book.estimates.doubt(choice.source)
         rest.left -= 1
         seen = PROBE_STEPS - rest.left > TRIED
         if not rest.left or (seen and (choice.gain or 0) < HOPELESS_GAIN):
@@ -436,15 +297,12 @@ class Control:
 
     def note(self, regime: Regime, choice: Choice, seen: Seen) -> None:
         """See `Policy`."""
-        book = self._books.setdefault(regime, _Book(regime.n_requests))
-        n_tokens = seen.n_tokens / regime.n_requests
-        self.spare += EARNED * n_tokens
-        plain = book.plain_s
-        if plain is not None and choice.source is not Source.OFF:
-            taken = min(seen.check_s, OUTLIER * plain * seen.rows / regime.n_requests)
-            self.spare -= (taken + seen.guess_s + seen.behind_s) / plain - n_tokens
+        book = self._book(regime)
+        self.spare += EARNED * seen.n_tokens / regime.n_requests
+        if choice.source is not Source.OFF:
+            self.spare -= book.estimates.lost(seen)
         self.spare = min(self.spare, MOST_SPARE)
-        book.note(choice, seen)
+        book.note(choice.source, seen)
 
     def view(self) -> DraftChoice:
         """See `Policy`."""
@@ -452,12 +310,12 @@ class Control:
             return DraftChoice("auto")
         regime, choice = self._newest
         book = self._books[regime]
-        right = book.right.get(choice.source) or book.right[self.sources[0]]
+        right = book.estimates.right.get(choice.source) or book.estimates.right[self.sources[0]]
         return DraftChoice(
             "auto", choice.source.value, choice.depth, gain=choice.gain, is_probe=choice.is_probe,
             acceptance=tuple(mean.value for mean in right if mean.n),
-            rows_ms=_milliseconds(book.rows),
-            guess_ms=1e3 * book.head.value if book.head.n else None,
+            rows_ms=_milliseconds(book.estimates.rows),
+            guess_ms=1e3 * book.estimates.head.value if book.estimates.head.n else None,
             spare_steps=self.spare, probes=self.probes,
         )  # fmt: skip
 

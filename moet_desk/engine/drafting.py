@@ -21,17 +21,8 @@ from moet_desk.engine.draft import (
     room_of,
     state_of,
 )
-from moet_desk.engine.draft_control import (
-    GUESSERS,
-    Choice,
-    Control,
-    Fixed,
-    Offer,
-    Policy,
-    Regime,
-    Seen,
-    Source,
-)
+from moet_desk.engine.draft_control import Choice, Control, Fixed, Offer, Policy, Regime
+from moet_desk.engine.draft_estimates import GUESSERS, Seen, Source
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.errors import MoetError
 
@@ -198,7 +189,11 @@ class Drafting:
 
 
 def drafting_of(
-    options: EngineOptions, mtp: MtpDrafter | None, *, widths: Sequence[int] = ()
+    options: EngineOptions,
+    mtp: MtpDrafter | None,
+    *,
+    widths: Sequence[int] = (),
+    one_by_one: bool = False,
 ) -> Drafting:
     """What the options ask for.
 
@@ -206,10 +201,11 @@ def drafting_of(
         options: the engine's.
         mtp: the model's head, if it is loaded.
         widths: numbers of rows that a step should have; none: any.
+        one_by_one: whether the decoder reads rows one after the other.
     """
     depth = min(options.draft_depth, MOST_GUESSES)
     if options.drafts == "auto":
         sources = GUESSERS if mtp is not None else (Source.LOOKUP,)
-        return Drafting(Control(depth, sources, frozenset(widths)), mtp=mtp)
+        return Drafting(Control(depth, sources, frozenset(widths), one_by_one), mtp=mtp)
     source = Source(options.drafts)
     return Drafting(Fixed(source, 0 if source is Source.OFF else depth), mtp=mtp)

@@ -130,7 +130,9 @@ def load(
     if with_head:
         mtp = MtpHead(model, mtp_of(spec), weights)
         head = MtpDrafter(CpuHead(mtp, model, kv, one=decode, many=prefill))
-    decoder = Decoder(model, kv, residency, decode, drafting=drafting_of(options, head))
+    decoder = Decoder(
+        model, kv, residency, decode, drafting=drafting_of(options, head, one_by_one=True)
+    )
     prefiller = Prefiller(model, kv, prefill, decoder=decoder, chunk=plan.prefill_chunk)
     return Core(reader, spec, plan, model, kv, arena, residency, decoder, prefiller, prefix_bytes)
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.step import ERROR_READ, StepModel, StepRow
 from moet_desk.engine.cuda.synthetic import SyntheticLoader
-from moet_desk.engine.draft_control import Fixed, Source
+from moet_desk.engine.draft_control import Fixed
+from moet_desk.engine.draft_estimates import Source
 from moet_desk.engine.drafting import Drafting
 from moet_desk.engine.gate import confidence
 from moet_desk.engine.handle import Sampling

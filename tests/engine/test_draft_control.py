@@ -18,21 +18,18 @@ from moet_desk.engine.draft_control import (
     EARNED,
     FIRST_REST,
     FOLLOWED_TOKENS,
-    LEARN_STEPS,
     LONGEST_REST,
     MOST_SPARE,
+    PLAIN_STEPS,
     PROBE_STEPS,
     REFRESH_STEPS,
-    TRIED,
     Choice,
     Control,
     Fixed,
-    Mean,
     Offer,
     Regime,
-    Seen,
-    Source,
 )
+from moet_desk.engine.draft_estimates import LEARN_STEPS, TRIED, Mean, Seen, Source
 from moet_desk.store.pack_format import Plane
 
 ALONE = Regime(Plane.BASE, is_gated=False, n_requests=1)
@@ -51,6 +48,8 @@ class World:
         one_by_one: rows behind a wrong guess are not computed, as on a CPU.
         looks: share of steps in which the text offers guesses.
         jitter: part by which times vary.
+        busy: what is measured is three times as long now and then, as on a computer that does other
+            things too; what a token took is counted without that.
     """
 
     row_s: Sequence[float]
@@ -59,12 +58,17 @@ class World:
     one_by_one: bool = False
     looks: float = 0.0
     jitter: float = 0.0
+    busy: bool = False
     log: list[Choice] = field(default_factory=list)
 
     def play(self, control: Control, n_tokens: int) -> list[float]:
         """When each token came, from 0 on."""
         chance, times, behind = random.Random(1), [0.0], 0
+        load, calm = 1.0, 0
         while len(times) <= n_tokens:
+            if self.busy and not calm:
+                load, calm = chance.choice([1.0, 1.0, 3.0]), chance.randrange(5, 200)
+            calm -= 1
             looked = 3 if chance.random() < self.looks else 0
             offer = Offer((7,), (looked,), max(0, -(-behind // 8) - 1), len(self.row_s))
             choice = control.choose(ALONE, offer)
@@ -77,7 +81,8 @@ class World:
             check_s = self.row_s[rows - 1] * (1 + self.jitter * chance.uniform(-1, 1))
             reads = choice.source is Source.MTP
             guess_s, behind_s = reads * self.head_s * guessed, reads * self.head_s * offer.behind
-            seen = Seen(((guessed, right),), right + 1, check_s, guess_s, behind_s)
+            took = (load * check_s, load * guess_s, load * behind_s)
+            seen = Seen(((guessed, right),), right + 1, *took)
             control.note(ALONE, choice, seen)
             behind = min(FOLLOWED_TOKENS, (0 if reads else behind) + right + 1)
             whole = check_s + guess_s + behind_s
@@ -123,7 +128,7 @@ def test_control__any_costs_and_shares__never_3_percent_slower_over_500_tokens(
         return lookup if source is Source.LOOKUP else phases[at // 350 % len(phases)]
 
     world = World(row_s, head_s, right, one_by_one, looks)
-    assert loss(world.play(Control(depth), 1050), row_s[0]) < BOUND
+    assert loss(world.play(Control(depth, one_by_one=one_by_one), 1050), row_s[0]) < BOUND
 
 
 def test_bound__of_the_account__is_below_3_percent() -> None:
@@ -134,13 +139,14 @@ def test_bound__of_the_account__is_below_3_percent() -> None:
     "world",
     [
         World(linear(1.0), 0.15, one_by_one=True, jitter=0.2),
+        World(linear(1.0), 0.15, one_by_one=True, jitter=0.2, busy=True),
         World(linear(0.3), 0.05, lambda source, at: (0.36,), jitter=0.2),
         World(linear(0.15), jitter=0.2),
     ],
-    ids=["cpu", "on the edge", "good"],
+    ids=["cpu", "busy cpu", "on the edge", "good"],
 )
 def test_control__times_that_vary_by_a_fifth__bound_holds(world: World) -> None:
-    assert loss(world.play(Control(3), 3000), 1.0) < BOUND
+    assert loss(world.play(Control(3, one_by_one=world.one_by_one), 3000), 1.0) < BOUND
 
 
 def test_fixed__costs_of_a_cpu__over_the_bound() -> None:
@@ -155,7 +161,7 @@ def test_fixed__costs_of_a_cpu__over_the_bound() -> None:
 
 def test_control__cpu__off_but_for_ever_rarer_looks() -> None:
     world = World(linear(1.0), 0.15, one_by_one=True)
-    control = Control(3)
+    control = Control(3, one_by_one=True)
     world.play(control, 6000)
     guessed = [i for i, choice in enumerate(world.log) if choice.source is not Source.OFF]
     assert guessed[0] == LEARN_STEPS
@@ -188,7 +194,7 @@ def test_control__costs_and_shares__the_depth_that_pays_most(
     tokens = 1 + sum(accumulate(right[:depth], lambda a, b: a * b))
     best = tokens / (1 + (slope + 0.05) * depth)
     reached = 1000 / (times[-1] - times[-1001])
-    assert reached > (0.95 * best if depth else 0.985)
+    assert reached > (0.92 * best if depth else 0.985)  # 3 steps of 43 are plain
 
 
 def test_control__share_falls__off_and_rises__on_again() -> None:
@@ -226,7 +232,10 @@ def test_control__steps_with_guesses__a_plain_one_among_them() -> None:
     off = [i for i, choice in enumerate(world.log) if choice.source is Source.OFF]
     assert off[:LEARN_STEPS] == list(range(LEARN_STEPS))
     later = off[LEARN_STEPS:]
-    assert {b - a for a, b in pairwise(later)} == {REFRESH_STEPS + 1}
+    assert {b - a for a, b in pairwise(later)} == {1, REFRESH_STEPS + 1}
+    assert sum(b - a == 1 for a, b in pairwise(later)) == pytest.approx(
+        len(later) * (PLAIN_STEPS - 1) / PLAIN_STEPS, abs=2
+    )
 
 
 def learned(control: Control, regime: Regime) -> None:
@@ -309,7 +318,7 @@ def test_mean__accident__does_not_move_it_far() -> None:
 
 def test_rest__between_fruitless_looks__doubles_up_to_a_limit() -> None:
     world = World(linear(1.0), 0.1, one_by_one=True)
-    control = Control(1, (Source.MTP,))
+    control = Control(1, (Source.MTP,), one_by_one=True)
     world.play(control, 20_000)
     at = [i for i, choice in enumerate(world.log) if choice.source is not Source.OFF]
     breaks = [b - a for a, b in pairwise(at) if b - a > PROBE_STEPS]

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.decode import Decoder
-from moet_desk.engine.draft_control import Choice, Fixed, Offer, Regime, Source
+from moet_desk.engine.draft_control import Choice, Fixed, Offer, Regime
+from moet_desk.engine.draft_estimates import Source
 from moet_desk.engine.drafting import Drafting
 from moet_desk.engine.handle import Sampling
 from moet_desk.engine.kv_cache import KvSequence

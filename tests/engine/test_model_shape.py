@@ -11,6 +11,16 @@ import torch
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.chunk_sizes import SCALE_BLOCK, chunk_bytes
 from moet_desk.engine.cuda.shapes import SHAPES
+from moet_desk.engine.handle import EngineOptions
+from moet_desk.engine.model_shape import (
+    RowSizes,
+    device_shape,
+    loads_head,
+    running_layers,
+    wishes_of,
+)
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.row_sizes import ExpertLayout
 from moet_desk.kernels.triton import dense
 
 
@@ -29,3 +39,23 @@ def test_scale_block__the_kernels_own() -> None:
 def test_import__without_torch() -> None:
     code = "import moet_desk.engine.model_shape, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "device", "loaded"),
+    [("auto", True, 1), ("auto", False, 0), ("off", True, 0), ("mtp", False, 1)],
+)
+def test_shapes__mtp_head__counts_where_it_is_loaded(
+    drafts: str, device: bool, loaded: int
+) -> None:
+    """Its experts and its KV, in plans on paper as in the loaders."""
+    shape = SHAPES["deepseek-v4-flash"](8192).with_head()
+    spec, options = shape.spec, EngineOptions(drafts=drafts)
+    with_head = loads_head(spec, options, on_card=device)
+    sizes = RowSizes.of(ExpertLayout(spec.hidden, spec.moe_ffn.inter))
+    found = device_shape(
+        spec, sizes, KvFormat.NVFP4, wishes_of(options), dense_bytes=1, with_head=with_head
+    )
+    assert found.n_rows == (43 + loaded) * 256
+    assert found.kv_token_bytes == (43 + loaded) * 352
+    assert len(running_layers(spec, with_head=with_head)) == 43 + loaded

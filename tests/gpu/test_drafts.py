@@ -33,6 +33,7 @@ DRAFTS: list[dict[str, Any]] = [
     {"drafts": "mtp"},
     {"drafts": "mtp", "draft_depth": 3, "pool_slots": 32, "fine_slots": 32},
     {"drafts": "lookup", "draft_depth": 4},
+    {"drafts": "auto", "draft_depth": 3},
 ]
 
 
