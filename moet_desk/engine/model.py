@@ -7,6 +7,8 @@ differently in BLAS; so a row's result cannot depend on what runs beside it (des
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 from torch import Tensor
 
@@ -87,12 +89,27 @@ class Model:
         Shapes:
             ids [T] int64; returns [T, H] float32, after the final norm
         """
+        reading = self.layers(ids, kv, sequence, experts)
+        while True:
+            try:
+                next(reading)
+            except StopIteration as end:
+                hidden: Tensor = end.value
+                return hidden
+
+    def layers(
+        self, ids: Tensor, kv: KvCache, sequence: KvSequence, experts: Experts
+    ) -> Generator[None, None, Tensor]:
+        """`forward` with a stop behind each layer; it returns the hidden states at the end, and
+        `sequence.length` has not moved before that.
+        """
         start, n_tokens = sequence.length, ids.shape[0]
         cos, sin = self.rope(start, n_tokens)
         x = self.embed(ids)
         eps = self.spec.norm_eps
         for block in self._blocks:
             x = block(x, eps, cos, sin, kv, sequence, experts)
+            yield
         sequence.length = start + n_tokens
         return rms_norm(x, self._final_norm, eps)
 

@@ -6,6 +6,9 @@ depends on the prompt and the plan alone.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Generator
+
 import torch
 from torch import Tensor
 
@@ -16,6 +19,7 @@ from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import Model
 from moet_desk.engine.request import ActiveRequest
 from moet_desk.engine.residency import Residency
+from moet_desk.engine.scheduler import TURN_S
 from moet_desk.errors import MoetError
 from moet_desk.kernels.reference import combine
 from moet_desk.store.pack_format import Plane
@@ -55,6 +59,7 @@ class Prefiller:
         experts: of each plane.
         decoder: its gate judges the first token of a balanced answer too.
         chunk: tokens of a chunk.
+        clock: seconds.
 
     Attributes:
         fast_uses_fine: whether prompts of fast requests look into 4-bit slots.
@@ -73,38 +78,68 @@ class Prefiller:
         *,
         decoder: Decoder,
         chunk: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
         self._kv = kv
         self._experts = experts
         self._decoder = decoder
-        self.chunk = chunk
+        self.chunk, self._clock = chunk, clock
+        self._open: tuple[ActiveRequest, Generator[None, None, Tensor]] | None = None
         self.prompts = PromptReading.CPU  # with the experts of the answer
 
     def step(self, request: ActiveRequest) -> int:
-        """Read the next chunk; after the last one the answer gets its first token.
+        """Go on with the request's next chunk; after the last one the answer gets its first token.
 
         Returns:
-            how many tokens were read. A request that fails ends with its error.
+            how many tokens were read: 0 while a chunk is on its way. A request that fails ends
+            with its error.
         """
-        start = request.kv.length
+        start, ends = request.kv.length, self._clock() + TURN_S
         end = min(start - start % self.chunk + self.chunk, len(request.prompt_ids))
         try:
-            ids = torch.tensor(request.prompt_ids[start:end])
-            hidden = self.hidden(ids, request.kv, request.plane)
-            if request.request.prompt_logprobs:
-                for at in range(0, len(hidden), _SLICE):
-                    logits = self._decoder.scores(hidden[at : at + _SLICE])
-                    request.note_prompt(start + at, logits)
-            request.note_read()
-            if end < len(request.prompt_ids):
-                self._decoder.drafting.note(request, hidden)
-            elif not request.ended:  # it is, if no token of an answer was asked for
-                logits = self._decoder.gated(request, request.prompt_ids[-1], hidden)
-                request.accept(request.sampler.choose(logits))
+            layers = self._layers_of(request, start, end)
+            hidden = None
+            while hidden is None:
+                try:
+                    next(layers)
+                except StopIteration as read:
+                    hidden = read.value
+                else:
+                    if self._clock() >= ends:
+                        return 0
+            self._open = None
+            self._close(request, start, end, hidden)
         except MoetError as error:
+            self._open = None
             request.fail(error)
         return end - start
+
+    def _layers_of(
+        self, request: ActiveRequest, start: int, end: int
+    ) -> Generator[None, None, Tensor]:
+        """The layers of the chunk on its way, if it is this request's; else of its next one."""
+        if self._open is None or self._open[0] is not request:
+            ids, experts = torch.tensor(request.prompt_ids[start:end]), self._experts[request.plane]
+            self._open = request, self._model.layers(ids, self._kv, request.kv, experts)
+        return self._open[1]
+
+    def _close(self, request: ActiveRequest, start: int, end: int, hidden: Tensor) -> None:
+        """The chunk was read; behind the last one comes the answer's first token.
+
+        Shapes:
+            hidden [end - start, H]
+        """
+        if request.request.prompt_logprobs:
+            for at in range(0, len(hidden), _SLICE):
+                logits = self._decoder.scores(hidden[at : at + _SLICE])
+                request.note_prompt(start + at, logits)
+        request.note_read()
+        if end < len(request.prompt_ids):
+            self._decoder.drafting.note(request, hidden)
+        elif not request.ended:  # it is, if no token of an answer was asked for
+            logits = self._decoder.gated(request, request.prompt_ids[-1], hidden)
+            request.accept(request.sampler.choose(logits))
 
     def hidden(self, ids: Tensor, sequence: KvSequence, plane: Plane) -> Tensor:
         """Read one chunk and return its hidden states: ids [T] int64 -> [T, H] float32."""

@@ -2,7 +2,7 @@
 
 Requests are admitted in the order they came, while pages for their longest possible answer are
 free. Of the running ones the oldest unread prompt gets one chunk, then every answer gets one token;
-so a long prompt delays a running chat by one chunk at most.
+so a long prompt delays a running chat by one chunk at most, and by `TURN_S` and a layer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections import deque
 
 from moet_desk.engine.request import ActiveRequest
+
+TURN_S = 0.15
+"""Seconds after which reading a prompt stops at the next layer, so that the answers of others go on
+(design §8: a chat waits 250 ms at most).
+"""
 
 
 class Scheduler:

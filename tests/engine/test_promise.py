@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from moet_desk.engine import prefill
 from moet_desk.engine.handle import (
     EngineHandle,
     EngineOptions,
@@ -134,3 +135,22 @@ def test_tokens__same_seed_again__same_text_other_seed_other_text(
     with engine(demo_pack, pool_slots=50) as handle:
         assert answer(handle, [REQUESTS[2], other, REQUESTS[2]])[::2] == [wanted[2], wanted[2]]
         assert answer(handle, [other])[0] != wanted[2]
+
+
+def test_tokens__prompt_read_a_layer_per_turn__same_bits_and_others_go_on_between(
+    demo_pack: Path, wanted: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "TURN_S", 0.0)
+    with engine(demo_pack) as handle:
+        assert answer(handle, REQUESTS) == wanted
+        happened: list[str] = []  # in the engine's order: callbacks run in its thread
+        chat = handle.submit(ask(STORY, Quality.FAST, Sampling(temperature=0)))
+        assert chat.wait(60)
+        chat.take()
+        chat.on_event(lambda: happened.append("token"))
+        reader = handle.submit(ask(SUM, Quality.FAST, Sampling(temperature=0)))
+        reader.on_event(lambda: happened.append("read"))
+        for stream in (reader, chat):
+            list(stream)
+    before = happened[: happened.index("read")]
+    assert before.count("token") >= 6  # the demo has 8 layers, and a prompt of one chunk

@@ -23,6 +23,7 @@ from moet_desk.engine.draft import state_of
 from moet_desk.engine.handle import PromptReading
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.request import ActiveRequest
+from moet_desk.engine.scheduler import TURN_S
 from moet_desk.errors import MoetError
 from moet_desk.kernels.triton.dense import embed
 from moet_desk.kernels.triton.gemm import gemm, split
@@ -30,8 +31,6 @@ from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.store.pack_format import Plane
 
 _SCORED_ROWS = 8  # what the head of a step takes at once
-TURN_S = 0.15
-"""Seconds after which a turn ends at the next layer (design §8: a chat waits 250 ms at most)."""
 
 
 @dataclass(slots=True)
