@@ -81,6 +81,19 @@ def test_damaged_file__is_set_aside_and_reported(
     assert str(tmp_path) not in caplog.text
 
 
+def test_file_fails_later__reported_and_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ResponseStore(tmp_path / "responses.sqlite3")
+    store.put("a", kept())
+    store.close()
+    store.put("b", kept())
+    assert store.get("a") is None
+    assert not store.delete("a")
+    assert [word in caplog.text for word in ("b is not kept", "a cannot be read")] == [True] * 2
+    assert list(tmp_path.iterdir()) == [tmp_path / "responses.sqlite3"]  # closed in order
+
+
 def test_threads__all_are_kept() -> None:
     store = ResponseStore()
     threads = [threading.Thread(target=store.put, args=(f"r{i}", kept())) for i in range(20)]
