@@ -88,7 +88,7 @@ class ResponseStore:
                 return None
             messages, body = json.loads(zlib.decompress(row[0]))
         except (sqlite3.Error, zlib.error, ValueError) as problem:
-            log.warning("response %s cannot be read: %s", response_id, problem)
+            log.warning("response %r cannot be read: %s", response_id, problem)
             return None
         return Kept(messages, body)
 
@@ -98,7 +98,7 @@ class ResponseStore:
             with self._lock, self._file as file:
                 done = file.execute("DELETE FROM responses WHERE id = ?", (response_id,))
         except sqlite3.Error as problem:
-            log.warning("response %s cannot be deleted: %s", response_id, problem)
+            log.warning("response %r cannot be deleted: %s", response_id, problem)
             return False
         return done.rowcount > 0
 
@@ -122,19 +122,34 @@ class ResponseStore:
 def _open(path: Path | None) -> sqlite3.Connection:
     if path is None:
         return _connect(":memory:")
+    try:
+        return _open_file(path)
+    except (OSError, sqlite3.Error) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        log.warning("responses are kept in memory: %s cannot be used: %s", path.name, reason)
+        return _connect(":memory:")
+
+
+def _open_file(path: Path) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # It holds what was said: only its owner may read it.
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    _make_private(path)
     try:
         return _connect(str(path))
+    except sqlite3.OperationalError:  # another program has it, or the drive is full
+        raise
     except sqlite3.DatabaseError as problem:
         aside = path.with_name(path.name + ".damaged")
         log.warning("%s cannot be read (%s); it is set aside as %s", path.name, problem, aside.name)
         path.replace(aside)
         for end in ("-wal", "-shm"):
             path.with_name(path.name + end).unlink(missing_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        _make_private(path)
         return _connect(str(path))
+
+
+def _make_private(path: Path) -> None:
+    """Make the file if it is not there. It holds what was said: only its owner may read it."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def _connect(where: str) -> sqlite3.Connection:
