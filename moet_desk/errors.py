@@ -743,7 +743,7 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "MD-API-05",
         "The request cannot be read",
         "{reason}.",
-        "Send a JSON body as in the OpenAI chat completions reference.",
+        "Send a JSON body as the reference of this address's protocol has it.",
         reaction=_CLIENT,
         exit=ExitCode.USAGE,
         http=400,

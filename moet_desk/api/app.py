@@ -57,9 +57,9 @@ _WORKERS = 3
 _CLIENT_GONE = 499  # nobody reads it; the log does
 
 
-def build_app(engine: EngineHandle, options: EndpointOptions) -> ASGIApp:
-    """Make the ASGI application that serves `engine`."""
-    routes = _Routes(engine, options)
+def build_app(engine: EngineHandle, options: EndpointOptions, kept: ResponseStore) -> ASGIApp:
+    """Make the ASGI application that serves `engine`, with the responses that were kept."""
+    routes = _Routes(engine, options, kept)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
@@ -96,11 +96,11 @@ def build_app(engine: EngineHandle, options: EndpointOptions) -> ASGIApp:
 class _Routes:
     """Handlers of one endpoint. All state is the engine's, but for responses that are kept."""
 
-    def __init__(self, engine: EngineHandle, options: EndpointOptions) -> None:
+    def __init__(self, engine: EngineHandle, options: EndpointOptions, kept: ResponseStore) -> None:
         self._engine = engine
         self._options = options
         self._started = int(time.time())
-        self._kept = ResponseStore(options.responses)
+        self._kept = kept
         self._workers = CapacityLimiter(_WORKERS)
 
     # -- answers -----------------------------------------------------------------------------

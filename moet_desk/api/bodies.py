@@ -16,11 +16,13 @@ from moet_desk.errors import MoetError
 from moet_desk.telemetry import TokenLogprob, Usage
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
     """Token counts as OpenAI names them; balanced answers also say how many were made again, and
     the seconds that took; opportunistic ones that they are such.
     """
     details: dict[str, Any] = {}
+    if reasoning_tokens:
+        details["reasoning_tokens"] = reasoning_tokens
     if usage.rerun_tokens is not None:
         details |= {"rerun_tokens": usage.rerun_tokens, "rerun_s": usage.rerun_s}
     if usage.opportunistic:

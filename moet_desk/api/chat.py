@@ -134,7 +134,7 @@ class ChatWriter:
             }
             for answer in answers
         ]
-        usage = usage_body(total_usage(answers))
+        usage = _usage(answers)
         return self._shared.wrap("chat.completion", choices, usage=usage)
 
     def start(self, answers: Sequence[Answer]) -> bytes:
@@ -153,7 +153,7 @@ class ChatWriter:
         """See `relay.Writer`."""
         if not self._wants_usage:
             return DONE
-        usage = usage_body(total_usage(answers))
+        usage = _usage(answers)
         return sse(self._shared.wrap("chat.completion.chunk", [], usage=usage)) + DONE
 
     def failed(self, error: MoetError) -> bytes:
@@ -185,6 +185,11 @@ def chat_message(answer: Answer) -> dict[str, Any]:
     if calls:
         message |= {"content": content or None, "tool_calls": calls}
     return message
+
+
+def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    reasoning_tokens = sum(answer.reasoning_tokens for answer in answers)
+    return usage_body(total_usage(answers), reasoning_tokens)
 
 
 def _call_body(part: Part) -> dict[str, Any]:

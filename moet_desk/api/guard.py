@@ -117,7 +117,8 @@ def check_key(headers: Headers, options: EndpointOptions) -> None:
         given = headers.get("x-api-key", "")  # how Anthropic's clients send it
     if not given:
         raise fail("MD-API-06", reason="This server wants a key", hint=hint)
-    if not hmac.compare_digest(given.strip().encode(), options.key.encode()):
+    # Header text is Latin-1; its bytes are what the client sent.
+    if not hmac.compare_digest(given.strip().encode("latin-1"), options.key.encode()):
         raise fail("MD-API-06", reason="The key is not this server's", hint=hint)
 
 

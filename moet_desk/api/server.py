@@ -18,6 +18,7 @@ from moet_desk.api.app import build_app
 from moet_desk.api.guard import EndpointOptions
 from moet_desk.engine.handle import EngineHandle
 from moet_desk.errors import fail
+from moet_desk.store.responses import ResponseStore
 
 _STOP_GRACE_S = 1  # running answers get this long to end, then they are cancelled
 _NEXT_PORTS = 100  # how far the search for a free port goes
@@ -89,9 +90,10 @@ class _Server(uvicorn.Server):
 
     def __init__(self, engine: EngineHandle, options: EndpointOptions) -> None:
         self.ready = threading.Event()  # up, or never will be: see `started`
+        self._kept = ResponseStore(options.responses)
         super().__init__(
             uvicorn.Config(
-                build_app(engine, options),
+                build_app(engine, options, self._kept),
                 http="h11",
                 ws="none",
                 lifespan="off",
@@ -110,6 +112,7 @@ class _Server(uvicorn.Server):
             with listener:
                 asyncio.run(self.serve(sockets=[listener]))
         finally:
+            self._kept.close()
             self.ready.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

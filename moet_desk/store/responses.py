@@ -1,8 +1,9 @@
 """Answers of the endpoint that clients may go on from: one SQLite file of bounded size.
 
 A record holds the whole conversation up to its answer, so dropping an old one never breaks a newer
-one. It is a convenience, not a promise: a file that cannot be read is set aside, and writes survive
-the program but not a power cut. One connection behind a lock: any thread may call.
+one. It is a convenience, not a promise: a file that cannot be read is set aside, what cannot be
+written or read later on is reported in the log and missing, and writes survive the program but not
+a power cut. One connection behind a lock: any thread may call.
 """
 
 from __future__ import annotations
@@ -69,26 +70,36 @@ class ResponseStore:
             log.warning("response %s is too large to be kept: %d bytes", response_id, len(record))
             return
         row = (response_id, self._now(), len(record), record)
-        with self._lock, self._file as file:
-            file.execute(
-                "INSERT INTO responses (id, created, n_bytes, record) VALUES (?,?,?,?)", row
-            )
-            self._drop_oldest(file)
+        insert = "INSERT INTO responses (id, created, n_bytes, record) VALUES (?, ?, ?, ?)"
+        try:
+            with self._lock, self._file as file:
+                file.execute(insert, row)
+                self._drop_oldest(file)
+        except sqlite3.Error as problem:
+            log.warning("response %s is not kept: %s", response_id, problem)
 
     def get(self, response_id: str) -> Kept | None:
         """The response of that id, if it is still there."""
         query = "SELECT record FROM responses WHERE id = ?"
-        with self._lock:
-            row = self._file.execute(query, (response_id,)).fetchone()
-        if row is None:
+        try:
+            with self._lock:
+                row = self._file.execute(query, (response_id,)).fetchone()
+            if row is None:
+                return None
+            messages, body = json.loads(zlib.decompress(row[0]))
+        except (sqlite3.Error, zlib.error, ValueError) as problem:
+            log.warning("response %r cannot be read: %s", response_id, problem)
             return None
-        messages, body = json.loads(zlib.decompress(row[0]))
         return Kept(messages, body)
 
     def delete(self, response_id: str) -> bool:
         """Forget a response; False if it is not there."""
-        with self._lock, self._file as file:
-            done = file.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+        try:
+            with self._lock, self._file as file:
+                done = file.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+        except sqlite3.Error as problem:
+            log.warning("response %r cannot be deleted: %s", response_id, problem)
+            return False
         return done.rowcount > 0
 
     def close(self) -> None:
@@ -111,19 +122,34 @@ class ResponseStore:
 def _open(path: Path | None) -> sqlite3.Connection:
     if path is None:
         return _connect(":memory:")
+    try:
+        return _open_file(path)
+    except (OSError, sqlite3.Error) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        log.warning("responses are kept in memory: %s cannot be used: %s", path.name, reason)
+        return _connect(":memory:")
+
+
+def _open_file(path: Path) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # It holds what was said: only its owner may read it.
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    _make_private(path)
     try:
         return _connect(str(path))
+    except sqlite3.OperationalError:  # another program has it, or the drive is full
+        raise
     except sqlite3.DatabaseError as problem:
         aside = path.with_name(path.name + ".damaged")
         log.warning("%s cannot be read (%s); it is set aside as %s", path.name, problem, aside.name)
         path.replace(aside)
         for end in ("-wal", "-shm"):
             path.with_name(path.name + end).unlink(missing_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        _make_private(path)
         return _connect(str(path))
+
+
+def _make_private(path: Path) -> None:
+    """Make the file if it is not there. It holds what was said: only its owner may read it."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def _connect(where: str) -> sqlite3.Connection:

@@ -4,8 +4,9 @@ import socket
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
 
-from moet_desk.api.guard import EndpointOptions, host_of, is_served
+from moet_desk.api.guard import EndpointOptions, check_key, host_of, is_served
 from moet_desk.api.server import Endpoint
 from moet_desk.errors import MoetError
 from tests.api.fakes import FakeEngine
@@ -65,6 +66,16 @@ def test_key__wrong_or_missing__401(engine: FakeEngine) -> None:
         assert httpx.get(f"{endpoint.address}/health").status_code == 200
     finally:
         endpoint.stop()
+
+
+@pytest.mark.parametrize("key", ["s3cret", "schlüssel ☂"])
+def test_key__any_text__is_compared_by_its_bytes(key: str) -> None:
+    options = EndpointOptions(key=key)
+    for name, value in (("authorization", f"bearer  {key}"), ("x-api-key", key)):
+        check_key(Headers(raw=[(name.encode(), value.encode())]), options)
+        wrong = Headers(raw=[(name.encode(), value[:-1].encode())])
+        with pytest.raises(MoetError, match="MD-API-06"):
+            check_key(wrong, options)
 
 
 def test_cors__allowed_page_only(engine: FakeEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from moet_desk.api.server import Endpoint
 from moet_desk.engine.handle import GenerateRequest, RequestStream
 from moet_desk.engine.scripted import Script, ScriptedEngine
 
+XDG = ("DATA", "CONFIG", "CACHE", "STATE")
 HERE = Path(__file__).resolve().parent
 WORDS = "High water at Oban is at noon."
 CALL = '<tool_call>{"name": "fetch_tide", "arguments": {"harbour": "Oban"}}</tool_call>'
@@ -41,11 +43,11 @@ def script(answer: str) -> Script:
 
 
 class Played(ScriptedEngine):
-    """Says the words; calls the tool if there is one and its result is not there yet."""
+    """Says the words; makes the call if there are tools and no result is there yet."""
 
-    def __init__(self, words: str) -> None:
+    def __init__(self, words: str, call: str) -> None:
         super().__init__(script(words))
-        self._caller = ScriptedEngine(script(CALL)).start()
+        self._caller = ScriptedEngine(script(call)).start()
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         roles = [message.get("role") for message in request.messages or ()]
@@ -55,9 +57,9 @@ class Played(ScriptedEngine):
 
 
 @contextmanager
-def served(words: str) -> Iterator[str]:
+def served(words: str, call: str = CALL) -> Iterator[str]:
     """The address of an endpoint that plays."""
-    engine = Played(words)
+    engine = Played(words, call)
     engine.start()
     endpoint = Endpoint(engine, EndpointOptions(port=0))
     endpoint.start()
@@ -120,7 +122,35 @@ def aider(at: Path) -> None:
     print("aider: ok")
 
 
-DRIVES = {"node": node, "litellm": litellm, "llm": llm, "aider": aider}
+def opencode(at: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        repo = Path(folder) / "repo"
+        repo.mkdir()
+        run("git", "init", "-q", cwd=repo)
+        given = {"filePath": str(repo / "note.txt"), "content": "High water at noon."}
+        call = json.dumps({"name": "write", "arguments": given})
+        with served(WORDS, f"<tool_call>{call}</tool_call>") as address:
+            provider = {
+                "npm": "@ai-sdk/openai-compatible",
+                "name": "Desk",
+                "options": {"baseURL": f"{address}/v1", "apiKey": "none"},
+                "models": {"played": {"name": "Played", "tool_call": True}},
+            }
+            config = repo / "opencode.json"
+            config.write_text(json.dumps({"provider": {"desk": provider}, "autoupdate": False}))
+            # It takes its folder from PWD, and all it keeps goes into the temporary one.
+            places = {f"XDG_{name}_HOME": f"{folder}/{name}" for name in XDG}
+            said = run(
+                at / "node_modules/.bin/opencode", "run", "--model", "desk/played", "Write it.",
+                cwd=repo, PWD=str(repo), HOME=folder, OPENCODE_CONFIG=str(config),
+                OPENCODE_DISABLE_MODELS_FETCH="1", **places,
+            )  # fmt: skip
+        assert WORDS in said, said
+        assert (repo / "note.txt").read_text() == given["content"]
+    print("opencode: ok")
+
+
+DRIVES = {"node": node, "litellm": litellm, "llm": llm, "aider": aider, "opencode": opencode}
 
 
 def main() -> None:

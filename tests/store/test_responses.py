@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import string
 import threading
 from pathlib import Path
@@ -79,6 +80,45 @@ def test_damaged_file__is_set_aside_and_reported(
     assert (tmp_path / "responses.sqlite3.damaged").read_bytes().startswith(b"no database")
     assert "set aside" in caplog.text
     assert str(tmp_path) not in caplog.text
+
+
+def test_file_fails_later__reported_and_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ResponseStore(tmp_path / "responses.sqlite3")
+    store.put("a", kept())
+    store.close()
+    store.put("b", kept())
+    assert store.get("a") is None
+    assert not store.delete("a")
+    assert [word in caplog.text for word in ("b is not kept", "'a' cannot be read")] == [True] * 2
+    assert list(tmp_path.iterdir()) == [tmp_path / "responses.sqlite3"]  # closed in order
+
+
+def test_file_that_another_program_holds__stays_and_memory_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "responses.sqlite3"
+    ResponseStore(path).close()
+    before = path.read_bytes()
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: connect(*a, **{**k, "timeout": 0.05}))
+    with connect(path) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        store = ResponseStore(path)
+        store.put("a", kept())
+        assert store.get("a") == kept()
+        other.rollback()
+    assert "kept in memory" in caplog.text
+    assert path.read_bytes() == before
+    assert not list(tmp_path.glob("*.damaged"))
+
+
+def test_folder_that_cannot_be_made__memory_serves(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    store = ResponseStore(tmp_path / "file" / "responses.sqlite3")
+    store.put("a", kept())
+    assert store.get("a") == kept()
 
 
 def test_threads__all_are_kept() -> None:
