@@ -91,7 +91,7 @@ class ActiveRequest:
         self.reran = False  # the token that comes next is made again with FP4 experts
         self.draft_tokens = self.accepted_tokens = 0
         self.kv = KvSequence()
-        self.n_restored = 0  # tokens of the prompt whose KV was there already
+        self.n_restored: int | None = None  # tokens whose KV was there already; None: not looked
         self.draft: DraftState | None = None
         self.out_ids: list[int] = []
         self.steps = 0
@@ -128,7 +128,7 @@ class ActiveRequest:
 
     def note_read(self) -> None:
         """Tell the reader how far the prompt is."""
-        self.stream.push(PrefillProgress(self.n_read, len(self.prompt_ids), self.n_restored))
+        self.stream.push(PrefillProgress(self.n_read, len(self.prompt_ids), self.n_restored or 0))
         if self.n_read == len(self.prompt_ids):
             self.timing.read = time.monotonic()
             if self.limit == 0:
@@ -233,7 +233,7 @@ class ActiveRequest:
         return Usage(
             prompt_tokens=len(self.prompt_ids),
             completion_tokens=len(self.out_ids),
-            cached_tokens=self.n_restored,
+            cached_tokens=self.n_restored or 0,
             queue_s=(timing.admitted or now) - timing.submitted,
             prefill_s=read - timing.admitted if timing.admitted else 0.0,
             decode_s=now - read if self.out_ids else 0.0,

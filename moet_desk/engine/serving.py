@@ -239,12 +239,13 @@ class Serving:
             if pages is None:
                 return
             request.kv = pages
-            self._restore(request)
             request.timing.admitted = time.monotonic()
             self._scheduler.admit(request)
 
     def _read_chunk(self, request: ActiveRequest) -> None:
         began = time.monotonic()
+        if request.n_restored is None:  # not when it was admitted: another may have read since
+            self._restore(request)
         n_tokens = self.core.prefiller.step(request)
         self._meter.note_read(n_tokens, time.monotonic() - began)
         if n_tokens and request.reading:
@@ -254,6 +255,7 @@ class Serving:
 
     def _restore(self, request: ActiveRequest) -> None:
         """Take what was read of the same beginning of another prompt."""
+        request.n_restored = 0
         if request.request.prompt_logprobs:
             return  # the scores of all its tokens are wanted
         request.n_restored = self._prefixes.restore(_prefix(request), request.kv, self.core.kv)
