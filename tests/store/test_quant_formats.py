@@ -181,11 +181,11 @@ def test_fp4_of__largest_float32__still_decodes_to_finite_values(tmp_path: Path)
 def test_decode__unknown_layout__says_how_it_is_stored(tmp_path: Path) -> None:
     tensors = {
         "x.weight": torch.zeros(4, 16, dtype=torch.float8_e4m3fn),
-        "x.weight_scale": torch.ones(4, 1),
+        "x.weight_scale": torch.ones(3, 1),
         "table": torch.zeros(4, dtype=torch.int64),
     }
     index = index_with(tmp_path, tensors)
-    with pytest.raises(MoetError, match=r"F8_E4M3 \[4, 16\] with weight_scale F32 \[4, 1\]") as e:
+    with pytest.raises(MoetError, match=r"F8_E4M3 \[4, 16\] with weight_scale F32 \[3, 1\]") as e:
         decode(index, "x")
     assert e.value.code == "MD-SRC-05"
     with pytest.raises(MoetError, match="MD-SRC-05"):
