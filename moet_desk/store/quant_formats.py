@@ -160,18 +160,18 @@ def _finite_scales(info: TensorInfo, stored: Tensor) -> Tensor:
     if values.dim() < 2:
         values = values.reshape(-1, 1)
     if info.format is Format.NVFP4:
-        values = values * _factor(info.extras[0])
+        values = _for_all(values, info.extras[0])
     if not _all_finite(values):
         raise _invalid(info.name, "scales", values)
     return values
 
 
-def _factor(raw: RawTensor) -> Tensor:
-    """NVFP4's scale for all as a number to multiply with, NaN for one that cannot be."""
-    value = raw.tensor().reshape(()).clone()
+def _for_all(scales: Tensor, raw: RawTensor) -> Tensor:
+    """NVFP4's scales of blocks with the one for all of them; NaN if that one cannot be."""
+    value = raw.tensor().reshape(())
     if not torch.isfinite(value):
-        return value.fill_(torch.nan)
-    return 1 / value if raw.name.endswith("_global_scale") else value
+        return torch.full_like(scales, torch.nan)
+    return scales / value if raw.name.endswith("_global_scale") else scales * value
 
 
 # -- codes of rows as float32 [R, K] -----------------------------------------------------------

@@ -14,7 +14,7 @@ from moet_desk.kernels.reference.quant import balance_zeros, fp4_values, quantiz
 from moet_desk.store import quant_formats
 from moet_desk.store.quant_formats import check_finite, decode, e8m0, fp4_of
 from moet_desk.store.sources import TensorIndex
-from tests.store.tiny import mxfp4_values, store
+from tests.store.tiny import e4m3, mxfp4_values, store
 
 
 def index_with(folder: Path, tensors: dict[str, torch.Tensor]) -> TensorIndex:
@@ -24,14 +24,6 @@ def index_with(folder: Path, tensors: dict[str, torch.Tensor]) -> TensorIndex:
 
 def stored(kind: str, shape: tuple[int, int] = (160, 96)) -> dict[str, torch.Tensor]:
     return store("x", shape, kind, torch.Generator().manual_seed(7))
-
-
-def e4m3(byte: int) -> float:
-    """One e4m3fn number from its bits."""
-    sign, exponent, mantissa = byte >> 7, (byte >> 3) & 15, byte & 7
-    small = exponent == 0
-    value = (mantissa / 8 + (not small)) * 2.0 ** ((1 if small else exponent) - 7)
-    return -value if sign else value
 
 
 def fp8_values(weight: torch.Tensor, scale: np.ndarray) -> np.ndarray:
