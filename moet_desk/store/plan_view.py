@@ -7,6 +7,7 @@ read, tile by tile. Pure over an index.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from torch import Tensor
@@ -40,11 +41,12 @@ def view_of(index: TensorIndex, plan: PackPlan) -> TensorIndex:
     missing then.
 
     Raises:
-        MoetError: MD-SRC-02 an expert is there twice, alone and in a stack.
+        MoetError: MD-SRC-02 a tensor is there twice, such as an expert alone and in a stack.
     """
     tensors = {name: index.info(name) for name in index.names()}
     if "{expert}" in plan.gate:
         for layer in plan.moe_layers:
+            _rename_layer(tensors, plan, layer)
             _cut_layer(tensors, plan, layer)
     for name in plan.dense:
         info = tensors.get(name)
@@ -54,6 +56,21 @@ def view_of(index: TensorIndex, plan: PackPlan) -> TensorIndex:
 
 
 # -- merged experts ----------------------------------------------------------------------------
+
+
+def _rename_layer(tensors: _Tensors, plan: PackPlan, layer: int) -> None:
+    """Give the MoE part of a layer that is saved as transformers holds it its family's name."""
+    own = plan.gate.partition("experts.")[0].format(layer=layer)
+    held = f"model.layers.{layer}.mlp."
+    if own == held or f"{held}experts.gate_up_proj" not in tensors:
+        return
+    for name in [name for name in tensors if name.startswith(held)]:
+        info = tensors.pop(name)
+        weight = replace(info.weight, name=own + info.weight.name.removeprefix(held))
+        new = own + name.removeprefix(held)
+        if new in tensors:
+            raise damaged(weight.file.name, f"{name} is there as {new} too")
+        tensors[new] = replace(info, name=new, weight=weight)
 
 
 def _cut_layer(tensors: _Tensors, plan: PackPlan, layer: int) -> None:

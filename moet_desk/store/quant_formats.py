@@ -125,7 +125,8 @@ def check_finite(index: TensorIndex, name: str) -> None:
 
 def _decode(info: TensorInfo, rows: slice | None, expert: int | None) -> Tensor:
     if info.format in _FLOATS:
-        return info.weight.part(rows, expert).to(torch.float32, copy=True)
+        stored = info.weight.part(rows, expert)
+        return stored.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if info.format is Format.MXFP4:
         return fp4_values(*_mxfp4(info, rows, expert))
     if info.format is Format.GGUF:
