@@ -306,7 +306,7 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "MD-SRC-05",
         "Unknown quantisation",
         "{tensor} is stored as {format}, which cannot be read.",
-        "Use the BF16, FP8 (block 128), MXFP4 or GGUF files of this model.",
+        "Use the BF16, FP8, MXFP4, NVFP4, int4 or GGUF files of this model.",
         exit=ExitCode.UNFIT,
     ),
     ErrorSpec(
@@ -329,6 +329,14 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "Tensors that this model should not have",
         "{n_unknown} tensors are not known to the family {family}, first: {first}.",
         "Use the model's own files, unchanged; this may be another variant of it.",
+        exit=ExitCode.UNFIT,
+    ),
+    ErrorSpec(
+        "MD-SRC-09",
+        "Unknown quantisation",
+        "{path} names {what} in its quantization_config, which is not known here and may change"
+        " the numbers.",
+        "Use the BF16, FP8, MXFP4, NVFP4, int4 or GGUF files of this model.",
         exit=ExitCode.UNFIT,
     ),
     # GGUF files ------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from moet_desk.store.pack_rows import RowMaker
 from moet_desk.store.pack_verify import VerifyReport, mend, rows_to_make
 from moet_desk.store.pull_prepare import MakePlan, SeenModel, look_at_model
 from moet_desk.store.pull_state import FileRecord, read_origin
-from moet_desk.store.sources import RawTensor
+from moet_desk.store.sources import RawTensor, TensorInfo
 from moet_desk.units import KIB
 
 _GAP_BYTES = 64 * KIB
@@ -118,12 +118,17 @@ def _parts(maker: RowMaker, report: VerifyReport) -> Iterator[tuple[str, range]]
         layer, expert = divmod(row, plan.n_experts)
         for template in (plan.gate, plan.up, plan.down):
             name = template.format(layer=plan.moe_layers[layer], expert=expert)
-            for raw in index.info(name).raws:
+            for raw in _stored(index.info(name)):
                 yield raw.file.name, _span(raw, None if "{expert}" in template else expert)
     if not report.dense_ok:
         for name in plan.dense:
-            for raw in index.info(name).raws:
+            for raw in _stored(index.info(name)):
                 yield raw.file.name, _span(raw, None)
+
+
+def _stored(info: TensorInfo) -> Iterator[RawTensor]:
+    for raw in info.raws:
+        yield from raw.stored
 
 
 def _span(raw: RawTensor, expert: int | None) -> range:

@@ -17,6 +17,7 @@ from moet_desk.store.gguf.files import is_gguf
 from moet_desk.store.gguf.source import open_gguf
 from moet_desk.store.headers import damaged
 from moet_desk.store.pack_format import COPIED_FILES
+from moet_desk.store.quantization import read_quantization
 from moet_desk.store.sources import TensorIndex
 
 _CONFIG = "config.json"
@@ -47,7 +48,7 @@ class ModelSource:
 
         Raises:
             MoetError: MD-SRC-01, 02, 03, 05 as `TensorIndex.open`; MD-SRC-07 the config cannot be
-                used; MD-GGUF-01..06.
+                used, MD-SRC-09 its quantisation is not known; MD-GGUF-01..06.
         """
         if not is_gguf(path):
             small = read_small(path)
@@ -55,7 +56,8 @@ class ModelSource:
             if _CONFIG not in small:
                 raise fail("MD-SRC-01", path=str(path), missing=_CONFIG)
             config = parse_config(small[_CONFIG], config_path)
-            return cls(path, config_path, config, TensorIndex.open(path), small)
+            index = TensorIndex.open(path, read_quantization(config, config_path))
+            return cls(path, config_path, config, index, small)
         # a folder may hold what the file lacks; the config must be what names and shapes follow
         beside = read_small(path) if path.is_dir() else {}
         kept = {name: data for name, data in beside.items() if name != _CONFIG}

@@ -95,6 +95,8 @@ class PackPlan:
     ".weight" or quantisation suffixes. `moe_layers` are model layer numbers in pack order.
     `dense` maps every other logical tensor that is kept to its shape; `ignored` are name prefixes
     that may be present and are left out. Anything else in the source is an error.
+    Files may merge a layer's experts into `gate_up_proj` and `down_proj` (`plan_view`); if
+    `alternating`, rows of gate and up take turns there, else all of gate comes first.
     """
 
     model_type: str
@@ -107,6 +109,7 @@ class PackPlan:
     down: str
     dense: Mapping[str, tuple[int, ...]]
     ignored: tuple[str, ...] = ()
+    alternating: bool = False
 
     @property
     def n_rows(self) -> int:

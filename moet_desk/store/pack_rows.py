@@ -19,6 +19,7 @@ from torch import Tensor
 from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.layouts import GROUP, ExpertLayout, pack_expert
 from moet_desk.store.pack_format import DIGEST_BYTES, PackPlan, Plane
+from moet_desk.store.plan_view import view_of
 from moet_desk.store.quant_formats import TILE_WEIGHTS, check_finite, fp4_of
 from moet_desk.store.sources import DTYPES, Format, RawTensor, TensorIndex
 
@@ -72,19 +73,23 @@ class RowMaker:
         index: the source's tensors.
         plan: which of them are experts and which are dense.
 
+    Attributes:
+        index: the tensors as the plan names them (`plan_view`).
+
     Raises:
-        MoetError: the plan does not fit the source: MD-SRC-03 tensors missing, MD-SRC-04 a wrong
-            shape, MD-SRC-05 a format that cannot be read, MD-SRC-08 tensors nobody knows.
+        MoetError: the plan does not fit the source: MD-SRC-02 an expert is there twice, MD-SRC-03
+            tensors missing, MD-SRC-04 a wrong shape, MD-SRC-05 a format that cannot be read,
+            MD-SRC-08 tensors nobody knows.
     """
 
     def __init__(self, index: TensorIndex, plan: PackPlan) -> None:
-        self.index = index
         self.plan = plan
         if plan.hidden % GROUP or plan.inter % GROUP or not plan.n_rows:
             reason = f"experts of {plan.hidden} x {plan.inter}, not whole blocks of {GROUP}"
             raise fail("MD-SRC-05", tensor=plan.gate, format=reason)
         self.layout = ExpertLayout(plan.hidden, plan.inter)
-        self.kinds = _check_plan(index, plan)
+        self.index = view_of(index, plan)
+        self.kinds = _check_plan(self.index, plan)
 
     @property
     def source_format(self) -> str:

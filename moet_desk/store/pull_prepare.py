@@ -7,7 +7,6 @@ does not fit is refused before its weights are fetched. One thread, with helpers
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from moet_desk.store.headers import (
     read_shard_index,
 )
 from moet_desk.store.hub import Listing, RemoteFile
+from moet_desk.store.model_source import parse_config, read_small
 from moet_desk.store.pack_folder import missing_bytes, pack_sizes
 from moet_desk.store.pack_format import PACK_JSON, PackPlan
 from moet_desk.store.pack_rows import RowMaker
@@ -39,10 +39,12 @@ from moet_desk.store.pull_state import (
     read_state,
     write_state,
 )
+from moet_desk.store.quantization import Quantization, read_quantization
 from moet_desk.store.shard_book import peak_bytes
 from moet_desk.store.sources import TensorIndex, WeightFile, index_shards, raw_tensors
 from moet_desk.store.stream_pack import unit_shards
 
+_CONFIG = "config.json"
 _HEADERS_AT_ONCE = 8
 
 MakePlan = Callable[[Mapping[str, Any], str, Collection[str]], PackPlan]
@@ -143,17 +145,23 @@ def look_at_model(work: Path, listing: Listing, line: Line, make_plan: MakePlan)
         Stopped: asked to stop.
     """
     _fetch_small(work, listing, line)
+    path = str(work / _CONFIG)
+    config = parse_config(read_small(work)[_CONFIG], path)
+    quantization = read_quantization(config, path)
     shards = _shards(work, listing)
-    headers, index, homes = _index(work, listing, shards, line, fresh=False)
+
+    def look(*, fresh: bool) -> SeenModel:
+        headers, index, homes = _index(work, listing, shards, line, quantization, fresh=fresh)
+        maker = RowMaker(index, make_plan(config, path, index.names()))
+        return SeenModel(shards, headers, homes, maker)
+
     try:
-        maker = _maker(work, index, make_plan)
+        return look(fresh=False)
     except MoetError as error:
         if not error.code.startswith("MD-SRC"):
             raise
         # headers alone have no checksum: look twice before a model is blamed
-        headers, index, homes = _index(work, listing, shards, line, fresh=True)
-        maker = _maker(work, index, make_plan)
-    return SeenModel(shards, headers, homes, maker)
+        return look(fresh=True)
 
 
 def check_room(prepared: Prepared) -> None:
@@ -209,8 +217,8 @@ def _fetch_small(work: Path, listing: Listing, line: Line) -> None:
         file = listing.file(name)
         if file is not None and check_file(file, work / name, line) is None:
             fetch_file(line, listing, file, work)
-    if not (work / "config.json").is_file():
-        raise fail("MD-SRC-01", path=listing.repo, missing="config.json")
+    if not (work / _CONFIG).is_file():
+        raise fail("MD-SRC-01", path=listing.repo, missing=_CONFIG)
 
 
 def _shards(work: Path, listing: Listing) -> tuple[RemoteFile, ...]:
@@ -234,7 +242,13 @@ _Indexed = tuple[dict[str, bytes], TensorIndex, dict[str, WeightFile]]
 
 
 def _index(
-    work: Path, listing: Listing, shards: tuple[RemoteFile, ...], line: Line, *, fresh: bool
+    work: Path,
+    listing: Listing,
+    shards: tuple[RemoteFile, ...],
+    line: Line,
+    quantization: Quantization,
+    *,
+    fresh: bool,
 ) -> _Indexed:
     """All tensors of the model, from headers that are here or are fetched."""
     if fresh:
@@ -246,12 +260,13 @@ def _index(
     sizes = {file.name: file.size for file in shards}
     if not (work / INDEX_FILE).is_file():
         (name,) = headers
-        raws = raw_tensors(homes[name], headers[name], sizes[name])
-        return headers, TensorIndex({raw.name: raw for raw in raws}, [work / name]), homes
+        raws = {raw.name: raw for raw in raw_tensors(homes[name], headers[name], sizes[name])}
+        return headers, TensorIndex(raws, [work / name], quantization), homes
     index = index_shards(
         work,
         read_shard_index(work / INDEX_FILE),
         lambda name: raw_tensors(homes[name], headers[name], sizes[name]),
+        quantization,
     )
     return headers, index, homes
 
@@ -288,17 +303,6 @@ def _header_end(start: bytes, file: RemoteFile) -> int:
     if len(start) < LENGTH_BYTES:
         return min(LENGTH_BYTES, file.size)
     return LENGTH_BYTES + header_length(start[:LENGTH_BYTES], file.size, file.name)
-
-
-def _maker(work: Path, index: TensorIndex, make_plan: MakePlan) -> RowMaker:
-    path = work / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise fail("MD-SRC-07", path=str(path), reason=str(error)) from error
-    if not isinstance(config, dict):
-        raise fail("MD-SRC-07", path=str(path), reason="it is not a JSON object")
-    return RowMaker(index, make_plan(config, str(path), index.names()))
 
 
 def _is_complete(asked: Asked, listing: Listing) -> bool:

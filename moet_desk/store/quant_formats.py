@@ -4,13 +4,18 @@ Owns the meaning of each `Format`; the quantiser itself is `kernels.reference.qu
 of rows, so that a matrix costs its nibbles and one tile. Pure functions over mapped tensors; the
 packer's threads call them.
 
-Formats (models.md §3): FP8 is q * scale with one scale per 128 x 128 block, edge blocks partial.
-MXFP4 is e2m1 with one E8M0 byte u = 2**(u - 127) per 32 columns; byte j holds element 2j in its low
-nibble and 2j + 1 in its high one, in all three layouts of safetensors files. GGUF blocks are
-`gguf.blocks`.
+Formats (models.md §3): FP8 is q * scale with one scale per 128 x 128 block, edge blocks partial, or
+per row, or for the whole matrix. Whole numbers are the same with a scale per group of columns;
+packed ones are stored plus 8 (int4) or 128 (int8), the first in the lowest bits of a word. NVFP4 is
+e2m1 times an e4m3 scale per 16 columns times one float32 for all, of which compressed-tensors
+writes the inverse. MXFP4 is e2m1 with one E8M0 byte u = 2**(u - 127) per 32 columns. A byte of
+either e2m1 holds element 2j in its low nibble and 2j + 1 in its high one, in all layouts of
+safetensors files. GGUF blocks are `gguf.blocks`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,15 +25,17 @@ from moet_desk.kernels.reference.quant import (
     MAX_FINITE_SCALE,
     balance_zeros,
     fp4_values,
+    nibble_values,
     quantize_fp4,
 )
 from moet_desk.store.gguf.blocks import dequantized, mxfp4_parts
-from moet_desk.store.sources import (
+from moet_desk.store.headers import damaged
+from moet_desk.store.sources import TensorIndex
+from moet_desk.store.stored_tensors import (
     FP8_BLOCK,
     MXFP4_BLOCK,
     Format,
     RawTensor,
-    TensorIndex,
     TensorInfo,
 )
 
@@ -52,12 +59,19 @@ def decode(
         A new float32 tensor: the logical shape, without the expert dimension when one was chosen.
 
     Raises:
-        MoetError: MD-SRC-05 a format that cannot be decoded, MD-SRC-06 NaN or infinite values.
+        MoetError: MD-SRC-05 a format that cannot be decoded, MD-SRC-06 NaN or infinite values,
+            MD-SRC-02 packed numbers of another shape than is written beside them.
     """
-    info = index.info(name)
+    return decode_info(index.info(name), rows=rows, expert=expert)
+
+
+def decode_info(
+    info: TensorInfo, *, rows: slice | None = None, expert: int | None = None
+) -> Tensor:
+    """`decode` for a tensor that is in no index."""
     values = _decode(info, rows, expert)
     if not _all_finite(values):
-        raise _invalid(name, "weights", values)
+        raise _invalid(info.name, "weights", values)
     return values
 
 
@@ -111,33 +125,93 @@ def check_finite(index: TensorIndex, name: str) -> None:
 
 def _decode(info: TensorInfo, rows: slice | None, expert: int | None) -> Tensor:
     if info.format in _FLOATS:
-        return info.weight.part(rows, expert).to(torch.float32, copy=True)
-    if info.format is Format.FP8 and expert is None:
-        return _fp8(info, rows)
+        stored = info.weight.part(rows, expert)
+        return stored.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if info.format is Format.MXFP4:
         return fp4_values(*_mxfp4(info, rows, expert))
     if info.format is Format.GGUF:
         return dequantized(_block_rows(info, rows, expert), info.weight.dtype)
+    if info.format in _CODES and expert is None:
+        return _scaled(info, rows)
     raise fail("MD-SRC-05", tensor=info.name, format=info.stored_as)
 
 
-def _fp8(info: TensorInfo, rows: slice | None) -> Tensor:
+def _scaled(info: TensorInfo, rows: slice | None) -> Tensor:
+    """Codes times the scale of their block, for every format with a grid of scales."""
     n_rows, width = info.shape
-    weight = _select(info.weight.tensor(), rows, None).to(torch.float32)  # [R, K]
-    scale = _finite_scales(info)  # [N/128, K/128] f32
-    block_rows = torch.arange(n_rows)[rows or slice(None)] // FP8_BLOCK
-    columns = scale[block_rows].repeat_interleave(FP8_BLOCK, dim=1)  # [R, >= K]
-    return weight.mul_(columns[:, :width])
+    values = _CODES[info.format](info, rows)  # [R, K] f32
+    stored = _scale(info)
+    if stored.shape[:1] == (n_rows,):
+        columns = _finite_scales(info, stored.part(rows, None))
+    else:
+        scale = _finite_scales(info, stored.tensor())  # one row of it for many of the weight
+        tall = FP8_BLOCK if info.format is Format.FP8 else max(1, n_rows)
+        columns = scale[torch.arange(n_rows)[rows or slice(None)] // tall]
+    if columns.shape[1] > 1:
+        wide = FP8_BLOCK if info.format is Format.FP8 else width // columns.shape[1]
+        columns = columns.repeat_interleave(wide, dim=1)[:, :width]  # [R, K]
+    return values.mul_(columns)
 
 
-def _finite_scales(info: TensorInfo) -> Tensor:
-    scale = _scale(info)
-    if scale.dtype == "F8_E8M0":
-        return e8m0(_checked_e8m0(info.name, scale.tensor()))
-    values = scale.tensor().to(torch.float32)
+def _finite_scales(info: TensorInfo, stored: Tensor) -> Tensor:
+    """Stored scales as float32 [R', K'], each for the same number of rows and columns."""
+    if _scale(info).dtype == "F8_E8M0":
+        return e8m0(_checked_e8m0(info.name, stored))
+    values = stored.to(torch.float32)
+    if values.dim() < 2:
+        values = values.reshape(-1, 1)
+    if info.format is Format.NVFP4:
+        values = _for_all(values, info.extras[0])
     if not _all_finite(values):
         raise _invalid(info.name, "scales", values)
     return values
+
+
+def _for_all(scales: Tensor, raw: RawTensor) -> Tensor:
+    """NVFP4's scales of blocks with the one for all of them; NaN if that one cannot be."""
+    value = raw.tensor().reshape(())
+    if not torch.isfinite(value):
+        return torch.full_like(scales, torch.nan)
+    return scales / value if raw.name.endswith("_global_scale") else scales * value
+
+
+# -- codes of rows as float32 [R, K] -----------------------------------------------------------
+
+
+def _float_codes(info: TensorInfo, rows: slice | None) -> Tensor:
+    return info.weight.part(rows, None).to(torch.float32)
+
+
+def _e2m1_codes(info: TensorInfo, rows: slice | None) -> Tensor:
+    return torch.from_numpy(nibble_values()[_nibbles(info.weight.part(rows, None)).numpy()])
+
+
+def _whole_codes(info: TensorInfo, rows: slice | None) -> Tensor:
+    if info.weight.dtype == "I8":
+        return _float_codes(info, rows)
+    (written,) = info.extras
+    shape = tuple(written.tensor().tolist())
+    if shape != info.shape:
+        reason = (
+            f"{info.name} holds {list(info.shape)} numbers, its weight_shape says {list(shape)}"
+        )
+        raise damaged(info.weight.file.name, reason)
+    codes = info.weight.part(rows, None).contiguous().view(torch.uint8)  # little-endian words
+    if info.format is Format.INT4:
+        return _nibbles(codes).to(torch.float32).sub_(8)
+    return codes.to(torch.float32).sub_(128)
+
+
+_CODES: Mapping[Format, Callable[[TensorInfo, slice | None], Tensor]] = {
+    Format.FP8: _float_codes,
+    Format.FP8_ROWS: _float_codes,
+    Format.NVFP4: _e2m1_codes,
+    Format.INT4: _whole_codes,
+    Format.INT8: _whole_codes,
+}
+
+
+# -- MXFP4 and GGUF ----------------------------------------------------------------------------
 
 
 def _mxfp4(info: TensorInfo, rows: slice | None, expert: int | None) -> tuple[Tensor, Tensor]:
@@ -146,8 +220,9 @@ def _mxfp4(info: TensorInfo, rows: slice | None, expert: int | None) -> tuple[Te
         nibbles, scales = mxfp4_parts(_block_rows(info, rows, expert))
         return nibbles, _checked_e8m0(info.name, scales)
     half = (*info.shape[:-1], info.shape[-1] // 2)
-    codes = info.weight.bytes().view(half)  # the three layouts differ in shape and dtype only
-    stored = info.scale.bytes().view(*info.shape[:-1], info.shape[-1] // MXFP4_BLOCK)
+    # the three layouts differ in shape and dtype only
+    codes = info.weight.tensor().view(torch.uint8).reshape(half)
+    stored = info.scale.tensor().reshape(*info.shape[:-1], info.shape[-1] // MXFP4_BLOCK)
     scales = _checked_e8m0(info.name, _select(stored, rows, expert))
     return _nibbles(_select(codes, rows, expert)), scales
 

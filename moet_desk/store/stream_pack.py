@@ -17,14 +17,13 @@ import blake3
 from moet_desk.errors import fail
 from moet_desk.store.durable import PARTIAL, sync_folder, write_at
 from moet_desk.store.pack_folder import PackFolder
-from moet_desk.store.pack_format import DENSE_FILE, PackProgress, Phase
+from moet_desk.store.pack_format import DENSE_FILE, DIGEST_BYTES, PackProgress, Phase
 from moet_desk.store.pack_rows import (
     MadeRow,
     RowMaker,
     dense_bytes,
     dense_header,
     dense_tensors,
-    row_digest,
 )
 from moet_desk.store.pack_writer import Effort, make_rows
 from moet_desk.store.quant_formats import check_finite
@@ -163,11 +162,13 @@ class StreamPacker:
         return fd
 
     def _write_part(self, fd: int, raw: RawTensor) -> bytes:
-        data = raw.data()
-        write_at(fd, data, self._offsets[self._part_of[raw.name]])
-        digest = row_digest(data)
+        at, hasher = self._offsets[self._part_of[raw.name]], blake3.blake3()
+        for chunk in raw.chunks(_READ_BYTES):
+            write_at(fd, chunk, at)
+            hasher.update(chunk)
+            at += len(chunk)
         raw.forget()
-        return digest
+        return hasher.digest(length=DIGEST_BYTES)
 
     def finish_dense(self) -> list[int]:
         """Put the dense file in its place after comparing all of it with the journal.
@@ -212,7 +213,7 @@ class StreamPacker:
                 data = os.pread(fd, size, self._offsets[part] + at)
                 hasher.update(data)
                 own.update(data)
-            if own.digest(length=16) != self._folder.dense_parts.get(part):
+            if own.digest(length=DIGEST_BYTES) != self._folder.dense_parts.get(part):
                 bad.append(part)
             self._progress(PackProgress(Phase.DENSE, self._offsets[part + 1], total, "bytes"))
             if self._stop():

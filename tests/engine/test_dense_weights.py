@@ -56,3 +56,36 @@ def test_matrix__fp8_whose_blocks_do_not_meet__decoded(tmp_path: Path) -> None:
     weight, want = joined(tmp_path, 160, torch.float32)
     assert weight.kind is WeightKind.F32
     assert torch.equal(weight.values, want)
+
+
+@pytest.mark.parametrize("shapes", [((48, 1), (256, 1)), ((48, 1), (1,)), ((), ())])
+def test_matrix__fp8_with_a_scale_per_row_or_for_all__stays_fp8(
+    tmp_path: Path, shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    source = torch.Generator().manual_seed(1)
+    tensors: dict[str, Tensor] = {}
+    for name, rows, shape in zip("ab", (48, 256), shapes, strict=True):
+        values = torch.randn(rows, 160, generator=source)
+        tensors[f"{name}.weight"] = values.to(torch.float8_e4m3fn)
+        scales = torch.rand(shape, generator=source) + 0.5
+        tensors[f"{name}.weight_scale"] = scales.bfloat16()
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader: Any = Reader(tmp_path)
+    weight = DenseLoader(reader, torch.device("cpu")).matrix("a", "b")
+    assert (weight.kind, weight.scale_rows) == (WeightKind.FP8, 1)
+    assert weight.scales is not None
+    want = torch.cat([reader.dense_tensor(name) for name in "ab"])
+    assert torch.equal(weight.values.float() * weight.scales, want)
+
+
+def test_matrix__fp8_of_two_kinds__decoded(tmp_path: Path) -> None:
+    values = torch.ones(128, 128).to(torch.float8_e4m3fn)
+    tensors = {
+        "a.weight": values, "a.weight_scale": torch.full((1, 1), 2.0),
+        "b.weight": values.clone(), "b.weight_scale": torch.full((128, 1), 3.0),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader: Any = Reader(tmp_path)
+    weight = DenseLoader(reader, torch.device("cpu")).matrix("a", "b")
+    assert weight.kind is WeightKind.F32
+    assert weight.values[:, 0].tolist() == [2.0] * 128 + [3.0] * 128

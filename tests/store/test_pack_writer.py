@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from moet_desk.errors import MoetError
 from moet_desk.kernels.layouts import unpack_nibbles
 from moet_desk.store.journal import read_journal
+from moet_desk.store.model_source import ModelSource
 from moet_desk.store.pack_folder import check_pack_space
 from moet_desk.store.pack_format import PackProgress, Phase, Plane
 from moet_desk.store.pack_reader import PackReader
@@ -48,14 +49,17 @@ def unpacked(reader: PackReader, row: int) -> tuple[torch.Tensor, ...]:
     return (*first, *unpack_nibbles(base[at:], fine[fine_at:], layout.down))
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "mxfp4-v4", "bf16", "f16", "fp8", "fp8-e8m0"])
+@pytest.mark.parametrize(
+    "kind",
+    ["mxfp4", "mxfp4-v4", "bf16", "f16", "fp8", "fp8-e8m0", "fp8-rows", "nvfp4", "int4-32"],
+)
 def test_write_pack__each_source_format__rows_give_its_fp4_back(kind: str, tmp_path: Path) -> None:
     source, dest = tmp_path / "source", tmp_path / "pack"
     write_source(source, TINY, kind, shards=2)
     meta = write_pack(source, plan_of(TINY, source), dest)
-    index = TensorIndex.open(source)
+    index = ModelSource.open(source).index
     assert meta.fine_is_lossless == kind.startswith("mxfp4")
-    assert meta.source_format == kind.split("-", maxsplit=1)[0]
+    assert meta.source_format == (kind if kind == "fp8-rows" else kind.split("-", maxsplit=1)[0])
     with PackReader.open(dest) as reader:
         for row in range(meta.n_rows):
             layer, expert = meta.expert_of(row)

@@ -14,7 +14,7 @@ from moet_desk.kernels.reference.quant import balance_zeros, fp4_values, quantiz
 from moet_desk.store import quant_formats
 from moet_desk.store.quant_formats import check_finite, decode, e8m0, fp4_of
 from moet_desk.store.sources import TensorIndex
-from tests.store.tiny import mxfp4_values, store
+from tests.store.tiny import e4m3, mxfp4_values, store
 
 
 def index_with(folder: Path, tensors: dict[str, torch.Tensor]) -> TensorIndex:
@@ -24,14 +24,6 @@ def index_with(folder: Path, tensors: dict[str, torch.Tensor]) -> TensorIndex:
 
 def stored(kind: str, shape: tuple[int, int] = (160, 96)) -> dict[str, torch.Tensor]:
     return store("x", shape, kind, torch.Generator().manual_seed(7))
-
-
-def e4m3(byte: int) -> float:
-    """One e4m3fn number from its bits."""
-    sign, exponent, mantissa = byte >> 7, (byte >> 3) & 15, byte & 7
-    small = exponent == 0
-    value = (mantissa / 8 + (not small)) * 2.0 ** ((1 if small else exponent) - 7)
-    return -value if sign else value
 
 
 def fp8_values(weight: torch.Tensor, scale: np.ndarray) -> np.ndarray:
@@ -181,11 +173,11 @@ def test_fp4_of__largest_float32__still_decodes_to_finite_values(tmp_path: Path)
 def test_decode__unknown_layout__says_how_it_is_stored(tmp_path: Path) -> None:
     tensors = {
         "x.weight": torch.zeros(4, 16, dtype=torch.float8_e4m3fn),
-        "x.weight_scale": torch.ones(4, 1),
+        "x.weight_scale": torch.ones(3, 1),
         "table": torch.zeros(4, dtype=torch.int64),
     }
     index = index_with(tmp_path, tensors)
-    with pytest.raises(MoetError, match=r"F8_E4M3 \[4, 16\] with weight_scale F32 \[4, 1\]") as e:
+    with pytest.raises(MoetError, match=r"F8_E4M3 \[4, 16\] with weight_scale F32 \[3, 1\]") as e:
         decode(index, "x")
     assert e.value.code == "MD-SRC-05"
     with pytest.raises(MoetError, match="MD-SRC-05"):

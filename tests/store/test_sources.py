@@ -236,8 +236,10 @@ U8 = torch.zeros(4, 16, dtype=torch.uint8)
     "tensors",
     [
         {"x.weight": F8},
-        {"x.weight": F8, "x.weight_scale": torch.ones(())},
-        {"x.weight": F8, "x.weight_scale": torch.ones(128, 1)},
+        {"x.weight": F8, "x.weight_scale": torch.ones(64, 1)},
+        {"x.weight": torch.cat([F8, F8]), "x.weight_scale": torch.ones(1, 1)},
+        {"x.weight": F8, "x.weight_scale": torch.ones(128, 4)},
+        {"x.weight": F8[0], "x.weight_scale": torch.ones(())},
         {
             "x.weight": F8,
             "x.weight_scale": torch.ones(1, 1),

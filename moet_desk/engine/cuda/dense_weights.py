@@ -1,8 +1,9 @@
 """Dense weights on the device, as shipped: FP8 stays FP8, bfloat16 stays bfloat16.
 
 Matrices that read the same input are joined into one, so that one launch does their product. FP8
-matrices can only be joined where their 128-row blocks of scales meet; if they do not, the joined
-matrix is decoded to float32 instead, which changes no value.
+matrices with a scale per row (or one for all rows) can always be joined, those with blocks of
+scales where the 128-row blocks meet. If they do not, or if formats differ, the joined matrix is
+decoded to float32 instead, which changes no value.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class DenseLoader:
         if formats == {Format.BF16}:
             parts = [info.weight.tensor() for info in infos]
             return DenseWeight(self._put(torch.cat(parts)))
-        if formats == {Format.FP8} and _blocks_meet(infos):
+        is_block_wise = formats == {Format.FP8} and _blocks_meet(infos)
+        if is_block_wise or formats == {Format.FP8_ROWS}:
             values = torch.cat([info.weight.tensor().view(torch.uint8) for info in infos])
             scales = torch.cat([_scale(info) for info in infos])
             return DenseWeight(self._put(values).view(torch.float8_e4m3fn), self._put(scales))
@@ -75,8 +77,13 @@ def _blocks_meet(infos: list[TensorInfo]) -> bool:
 
 
 def _scale(info: TensorInfo) -> Tensor:
-    """Block scales as float32, which holds those of every stored kind (Qwen3 ships bfloat16)."""
+    """Scales as float32, which holds those of every stored kind (Qwen3 ships bfloat16).
+
+    Of blocks [N/128, K/128], or of rows [N, 1].
+    """
     if info.scale is None:
         raise ValueError(f"{info.name} has no scales")
     stored = info.scale.tensor()
+    if info.format is Format.FP8_ROWS:
+        return stored.float().reshape(-1, 1).expand(info.shape[0], 1)
     return e8m0(stored) if info.scale.dtype == "F8_E8M0" else stored.float()

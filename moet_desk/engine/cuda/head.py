@@ -65,6 +65,8 @@ def halves(joined: DenseWeight) -> tuple[DenseWeight, DenseWeight]:
     parts = weight[:, :width].contiguous(), weight[:, width:].contiguous()
     if joined.scales is None:
         return DenseWeight(parts[0]), DenseWeight(parts[1])
+    if joined.scale_rows == 1:
+        return DenseWeight(parts[0], joined.scales), DenseWeight(parts[1], joined.scales)
     if width % SCALE_BLOCK:
         raise ValueError(f"blocks of {SCALE_BLOCK} scales do not meet at {width}")
     middle = width // SCALE_BLOCK

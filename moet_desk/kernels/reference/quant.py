@@ -82,7 +82,7 @@ def fp4_values(nibbles: Tensor, scales: Tensor) -> Tensor:
     Shapes:
         nibbles [N, K] uint8, scales [N, K/32] uint8; returns [N, K] float32 (NaN for scale 255)
     """
-    return _scaled(_nibble_values()[nibbles.numpy()], scales)
+    return _scaled(nibble_values()[nibbles.numpy()], scales)
 
 
 def base_values(codes: Tensor, scales: Tensor) -> Tensor:
@@ -139,6 +139,7 @@ def _inverse_scales() -> NDArray[np.float64]:
 
 
 @cache
-def _nibble_values() -> NDArray[np.float32]:
+def nibble_values() -> NDArray[np.float32]:
+    """The FP4 value of each nibble, -0 of 8 included."""
     magnitudes = np.array(MAGNITUDES, np.float32)
     return np.concatenate([magnitudes, -magnitudes])

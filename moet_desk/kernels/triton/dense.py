@@ -1,8 +1,8 @@
 """Products of a few rows with dense weights, memory-bound and batch-invariant; embedding.
 
 Owns the decode step's dense products: x stays float32, weights stay as shipped (bfloat16, float32,
-or e4m3 with a float32 scale per 128 x 128). The prompt's products are in `gemm`. Launchers allocate
-nothing. Called on the engine thread.
+or e4m3 with a float32 scale per 128 x 128 or per row). The prompt's products are in `gemm`.
+Launchers allocate nothing. Called on the engine thread.
 
 Summing order, the same for every number of rows, tile and card: K is walked in steps of 32 runs of
 16 bytes. Lane c fuses the products of its run, in an order that depends on c alone (`loads`), onto
@@ -55,7 +55,7 @@ class DenseWeight:
 
     Attributes:
         values: [N, K] float32, bfloat16 or float8_e4m3fn, contiguous.
-        scales: [ceil(N/128), ceil(K/128)] float32 for e4m3, else None.
+        scales: [ceil(N/128), ceil(K/128)] or [N, 1] float32 for e4m3, else None.
 
     Raises:
         ValueError: dtype, layout or scales do not fit each other.
@@ -69,11 +69,11 @@ class DenseWeight:
             raise ValueError(
                 f"a dense weight of shape {tuple(self.values.shape)} is no plain matrix"
             )
-        wanted = tuple(-(-size // SCALE_BLOCK) for size in self.values.shape)
+        blocks = self._blocks
         found = None if self.scales is None else tuple(self.scales.shape)
-        if found != (wanted if self.kind is WeightKind.FP8 else None):
+        if found not in ((blocks, (self.n, 1)) if self.kind is WeightKind.FP8 else (None,)):
             raise ValueError(
-                f"scales {found} do not fit a {self.kind.value} weight of {wanted} blocks"
+                f"scales {found} do not fit a {self.kind.value} weight of {blocks} blocks"
             )
         if self.k % RUN[self.kind]:
             raise ValueError(f"{self.k} inputs are not whole runs of {RUN[self.kind]}")
@@ -99,6 +99,16 @@ class DenseWeight:
     def k(self) -> int:
         """Inputs."""
         return self.values.shape[1]
+
+    @property
+    def _blocks(self) -> tuple[int, int]:
+        return -(-self.n // SCALE_BLOCK), -(-self.k // SCALE_BLOCK)
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows that share a scale; with 1, all columns share it too."""
+        of_rows = self.scales is not None and tuple(self.scales.shape) != self._blocks
+        return 1 if of_rows else SCALE_BLOCK
 
     @property
     def raw(self) -> Tensor:
@@ -152,6 +162,7 @@ def _gemv_sums(
     T: tl.constexpr,
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
     HARDWARE: tl.constexpr,
     PTX: tl.constexpr,
@@ -163,14 +174,14 @@ def _gemv_sums(
     """
     RUN: tl.constexpr = 16 if KIND == "fp8" else 8 if KIND == "bf16" else 4
     PIECES: tl.constexpr = RUN // 4
-    SCALE_K: tl.constexpr = (K + 127) // 128
+    SCALE_K: tl.constexpr = 1 if SCALE_ROWS == 1 else (K + 127) // 128
     EVEN: tl.constexpr = K % (32 * RUN) == 0
     lane = tl.arange(0, 32)[None, :]
     turn = turn_of(lane, PIECES)
     line = weight.to(tl.pointer_type(tl.int32)) + (rows.to(tl.int64) * (K // PIECES))[:, None]
     grid = scales
     if KIND == "fp8":
-        grid = scales + (rows // 128 * SCALE_K)[:, None]
+        grid = scales + (rows // SCALE_ROWS * SCALE_K)[:, None]
     sums = ()
     for _ in tl.static_range(T):
         sums = sums + (tl.zeros([ROWS, 32], tl.float32),)
@@ -219,6 +230,7 @@ def _gemv_kernel(
     T: tl.constexpr,
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
     HARDWARE: tl.constexpr,
     PTX: tl.constexpr,
@@ -237,6 +249,7 @@ def _gemv_kernel(
         T,
         ROWS,
         KIND,
+        SCALE_ROWS,
         UNROLL,
         HARDWARE,
         PTX,
@@ -266,6 +279,7 @@ def _swiglu_gemv_kernel(
     T: tl.constexpr,
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
     HARDWARE: tl.constexpr,
     PTX: tl.constexpr,
@@ -285,6 +299,7 @@ def _swiglu_gemv_kernel(
         T,
         2 * ROWS,
         KIND,
+        SCALE_ROWS,
         UNROLL,
         HARDWARE,
         PTX,
@@ -360,18 +375,19 @@ def swiglu_gemv(
         x [T, K] float32; gate_up [2I, K], gate rows first (e4m3 scales: those of G, then those of
         U, which is one matrix's grid only if I is a multiple of 128); out [T, I] float32
     Raises:
-        ValueError: T is not 1..8, x does not fit, or I of e4m3 is not a multiple of 128.
+        ValueError: T is not 1..8, x does not fit, or blocks of 128 rows do not meet at I.
     """
     _check_rows(x, gate_up.k)
     inter = gate_up.n // 2
-    if gate_up.kind is WeightKind.FP8 and inter % SCALE_BLOCK:
+    if gate_up.kind is WeightKind.FP8 and inter % gate_up.scale_rows:
         raise ValueError(f"gate and up of {inter} rows share a block of scales")
     tile = tile or tile_for(gate_up.n, x.shape[0])
     rows = max(1, tile.rows // 2)
     _swiglu_gemv_kernel[(triton.cdiv(inter, rows),)](
         x, x.stride(0), gate_up.raw, gate_up.scales, out, out.stride(0), gate_up.k, limit,
         INTER=inter, K=gate_up.k, T=x.shape[0], ROWS=rows,
-        KIND=gate_up.kind.value, UNROLL=tile.unroll, HARDWARE=has_e4m3(x.device), PTX=PTX,
+        KIND=gate_up.kind.value, SCALE_ROWS=gate_up.scale_rows,
+        UNROLL=tile.unroll, HARDWARE=has_e4m3(x.device), PTX=PTX,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -405,7 +421,7 @@ def _launch(
         x, x.stride(0), weight.raw, weight.scales, bias, residual,
         0 if residual is None else residual.stride(0), out, out.stride(0), weight.k,
         COUNT=rows.count, K=weight.k, FIRST=rows.first, PITCH=rows.pitch, HEAD_X=x_pitch,
-        T=x.shape[0], ROWS=tile.rows, KIND=weight.kind.value,
+        T=x.shape[0], ROWS=tile.rows, KIND=weight.kind.value, SCALE_ROWS=weight.scale_rows,
         UNROLL=tile.unroll, HARDWARE=has_e4m3(x.device), PTX=PTX,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -109,6 +109,7 @@ def _gemm_kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     KIND: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     MMA: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
@@ -135,7 +136,10 @@ def _gemm_kernel(
             raw = tl.load(w + k0, mask=seen, other=0)
         product = _product(high, low, raw, KIND, MMA, HARDWARE)
         if KIND == "fp8":
-            scale = tl.load(scales + n // 128 * SCALE_K + k0 // 128, mask=n < N, other=0.0)
+            if SCALE_ROWS == 1:
+                scale = tl.load(scales + n, mask=n < N, other=0.0)
+            else:
+                scale = tl.load(scales + n // 128 * SCALE_K + k0 // 128, mask=n < N, other=0.0)
             product *= scale[None, :]
         acc += product
     live = (m < M)[:, None] & (n < N)[None, :]
@@ -198,7 +202,7 @@ def gemm(
     _gemm_kernel[grid](
         parts, weight.raw, weight.scales, bias, residual, out, out.stride(0), rows,
         N=weight.n, K=k, BM=tile.m, BN=tile.n, BK=tile.k, GROUP=8, KIND=weight.kind.value,
-        MMA=not INTERPRETED, HARDWARE=has_e4m3(parts.device),
+        SCALE_ROWS=weight.scale_rows, MMA=not INTERPRETED, HARDWARE=has_e4m3(parts.device),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

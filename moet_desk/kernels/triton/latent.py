@@ -49,6 +49,7 @@ def _absorb_kernel(
     BD: tl.constexpr,
     BR: tl.constexpr,
     KIND: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
@@ -64,7 +65,10 @@ def _absorb_kernel(
         at = (line.to(tl.int64) * R)[:, None] + r[None, :]
         tile = weight_tile(weight + at, live[:, None] & (r < R)[None, :], KIND, HARDWARE)
         if KIND == "fp8":
-            block = line // 128 * ((R + 127) // 128) + tl.program_id(0) * BR // 128
+            if SCALE_ROWS == 1:
+                block = line
+            else:
+                block = line // 128 * ((R + 127) // 128) + tl.program_id(0) * BR // 128
             scale = tl.load(scales + block, mask=live, other=0.0)
         moved = ()
         for t in tl.static_range(T):
@@ -90,8 +94,8 @@ def mla_absorb(q_nope: Tensor, up: LatentWeight, out: Tensor) -> None:
     _absorb_kernel[(triton.cdiv(r, width), up.heads)](
         q_nope, q_nope.stride(0), q_nope.stride(1), up.weight.raw, up.weight.scales, out,
         PITCH=up.dn + up.dv, DN=up.dn, R=r, T=q_nope.shape[0], BD=16, BR=width,
-        KIND=up.weight.kind.value, STAGES=4, HARDWARE=has_e4m3(q_nope.device),
-        num_warps=4, enable_fp_fusion=False,
+        KIND=up.weight.kind.value, SCALE_ROWS=up.weight.scale_rows, STAGES=4,
+        HARDWARE=has_e4m3(q_nope.device), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

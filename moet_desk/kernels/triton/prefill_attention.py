@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
-from moet_desk.kernels.triton.dense import SCALE_BLOCK, DenseWeight
+from moet_desk.kernels.triton.dense import DenseWeight
 from moet_desk.kernels.triton.gemm import gemm, store_parts
 from moet_desk.kernels.triton.kv_entries import (
     KvPages,
@@ -387,7 +387,7 @@ def _rows_of(weight: DenseWeight, first: int, count: int) -> DenseWeight:
     values = weight.values[first : first + count]
     if weight.scales is None:
         return DenseWeight(values)
-    low, high = first // SCALE_BLOCK, -(-(first + count) // SCALE_BLOCK)
+    low, high = first // weight.scale_rows, -(-(first + count) // weight.scale_rows)
     return DenseWeight(values, weight.scales[low:high])
 
 
@@ -396,7 +396,7 @@ def _heads_that_fit(up: LatentWeight, floats: int) -> int:
     width = up.dn + up.dv
     fit = floats // width
     if up.weight.scales is not None and fit < up.heads:
-        step = SCALE_BLOCK // gcd(SCALE_BLOCK, width)
+        step = up.weight.scale_rows // gcd(up.weight.scale_rows, width)
         fit = fit // step * step
     if fit < 1:
         raise ValueError(f"no room for the keys and values of one head ({width} floats an entry)")

@@ -9,7 +9,7 @@ to a thread.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,49 +19,20 @@ from torch import Tensor
 from moet_desk.store.gguf.archs import Arch, Change
 from moet_desk.store.gguf.blocks import BLOCK_SIZES, INTEGERS, MXFP4, dequantized
 from moet_desk.store.headers import damaged
-from moet_desk.store.sources import DTYPES, Format, RawTensor, TensorInfo, WeightFile
+from moet_desk.store.stored_tensors import (
+    DTYPES,
+    Format,
+    MadeTensor,
+    RawTensor,
+    RowsOf,
+    TensorInfo,
+    WeightFile,
+)
 
 _TILE_WEIGHTS = 1 << 22
 _BLOCK_TENSOR = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _PLAIN_FORMATS = {"F64": Format.F64, "F32": Format.F32, "F16": Format.F16, "BF16": Format.BF16}
 _MADE_DTYPE = "BF16"  # of dense tensors that were quantised: what models are published in
-
-RowsOf = Callable[[range], Tensor]
-"""Rows of a matrix (items of a vector), in order, to float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class MadeTensor(RawTensor):
-    """A tensor that its file holds in another form. `start` means nothing.
-
-    Attributes:
-        parents: what it is made from.
-        rows_of: its values.
-    """
-
-    parents: tuple[RawTensor, ...]
-    rows_of: RowsOf
-
-    def tensor(self) -> Tensor:
-        return self.part(None, None)
-
-    def part(self, rows: slice | None, expert: int | None) -> Tensor:
-        assert expert is None, "experts are slices"  # noqa: S101
-        chosen = range(self.shape[0])[rows or slice(None)]
-        return self.rows_of(chosen).to(DTYPES[self.dtype])
-
-    def bytes(self) -> Tensor:
-        return self.tensor().contiguous().view(-1).view(torch.uint8)
-
-    def chunks(self, n_bytes: int) -> Iterator[memoryview]:
-        step = max(1, n_bytes * self.shape[0] // max(1, self.n_bytes))
-        for first in range(0, self.shape[0], step):
-            part = self.part(slice(first, first + step), None).contiguous()
-            yield memoryview(part.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-    def forget(self) -> None:
-        for parent in self.parents:
-            parent.forget()
 
 
 @dataclass(frozen=True, slots=True)

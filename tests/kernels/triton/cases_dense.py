@@ -16,16 +16,20 @@ POINTER = {WeightKind.F32: "*fp32", WeightKind.BF16: "*bf16", WeightKind.FP8: "*
 TILES = {90: gemm.HOPPER_TILE, 120: gemm.CONSUMER_TILE}
 
 
-def _weight(kind: WeightKind) -> tuple[dict[str, str], dict[str, Any]]:
+def _weight(kind: WeightKind, *, by_row: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
     """Signature and constexprs of a weight and its scales."""
+    values: dict[str, Any] = {"KIND": kind.value, "HARDWARE": True}
+    values["SCALE_ROWS"] = 1 if by_row else 128
     if kind is WeightKind.FP8:
-        return {"weight": "*u8", "scales": "*fp32"}, {"KIND": "fp8", "HARDWARE": True}
-    return {"weight": POINTER[kind]}, {"scales": None, "KIND": kind.value, "HARDWARE": True}
+        return {"weight": "*u8", "scales": "*fp32"}, values
+    return {"weight": POINTER[kind]}, {**values, "scales": None}
 
 
-def _gemv(n: int, k: int, rows: int, kind: WeightKind, *, swiglu: bool = False) -> Case:
+def _gemv(
+    n: int, k: int, rows: int, kind: WeightKind, *, swiglu: bool = False, by_row: bool = False
+) -> Case:
     tile = dense.tile_for(n, rows)
-    types, values = _weight(kind)
+    types, values = _weight(kind, by_row=by_row)
     types |= {"x": "*fp32", "x_stride": "i32", "out": "*fp32", "out_stride": "i32"}
     types |= {"width": "i32"}
     values |= {"K": k, "T": rows, "UNROLL": tile.unroll}
@@ -36,19 +40,22 @@ def _gemv(n: int, k: int, rows: int, kind: WeightKind, *, swiglu: bool = False) 
         types |= {"residual": "*fp32", "residual_stride": "i32"}
         values |= {"bias": None, "COUNT": n, "FIRST": 0, "PITCH": 0, "HEAD_X": 0}
         values |= {"ROWS": tile.rows}
-    name = f"{'swiglu_gemv' if swiglu else 'gemv'} {kind.value} {n}x{k} T={rows}"
+    own = "swiglu_gemv" if swiglu else "gemv"
+    name = f"{own} {kind.value} {n}x{k} T={rows}{' by row' if by_row else ''}"
     kernel = dense._swiglu_gemv_kernel if swiglu else dense._gemv_kernel
     # Weights come in by 16 bytes a thread, or the memory's speed is out of reach.
     wants = ("LDG.E.128", "FFMA")
     return Case(name, kernel, types, values, tile.warps, EXACT, wants=wants)
 
 
-def _absorb(heads: int, dn: int, dv: int, r: int, rows: int, kind: WeightKind) -> Case:
-    types, values = _weight(kind)
+def _absorb(
+    heads: int, dn: int, dv: int, r: int, rows: int, kind: WeightKind, *, by_row: bool = False
+) -> Case:
+    types, values = _weight(kind, by_row=by_row)
     types |= {"q": "*fp32", "q_stride": "i32", "q_pitch": "i32", "out": "*fp32"}
     values |= {"PITCH": dn + dv, "DN": dn, "R": r, "T": rows, "BD": 16, "BR": min(128, r)}
     values |= {"STAGES": 4}
-    name = f"mla_absorb {kind.value} N={heads} dn={dn} T={rows}"
+    name = f"mla_absorb {kind.value} N={heads} dn={dn} T={rows}{' by row' if by_row else ''}"
     return Case(name, latent._absorb_kernel, types, values, 4, EXACT)
 
 
@@ -103,16 +110,17 @@ def _norm(hidden: int) -> Case:
     )  # fmt: skip
 
 
-def _gemm(kind: WeightKind, capability: int) -> Case:
+def _gemm(kind: WeightKind, capability: int, *, by_row: bool = False) -> Case:
     tile = TILES[capability]
-    types, values = _weight(kind)
+    types, values = _weight(kind, by_row=by_row)
     types |= {"parts": "*bf16", "out": "*fp32", "out_stride": "i32", "M": "i32"}
     values |= {
         "bias": None, "residual": None, "N": 4096, "K": 4096, "BM": tile.m, "BN": tile.n,
         "BK": tile.k, "GROUP": 8, "MMA": True,
     }  # fmt: skip
+    name = f"gemm {kind.value}{' by row' if by_row else ''} for {capability}"
     return Case(
-        f"gemm {kind.value} for {capability}", gemm._gemm_kernel, types, values, tile.warps,
+        name, gemm._gemm_kernel, types, values, tile.warps,
         {"num_stages": tile.stages}, decode=False, only=capability,
         wants=("HGMMA",) if capability == 90 else ("HMMA",),
     )  # fmt: skip
@@ -141,6 +149,12 @@ def _cases() -> Iterator[Case]:
     for kind in WeightKind:
         for capability in TILES:
             yield _gemm(kind, capability)
+    for rows in (1, 8):
+        yield _gemv(4096, 4096, rows, WeightKind.FP8, by_row=True)
+        yield _gemv(4096, 4096, rows, WeightKind.FP8, swiglu=True, by_row=True)
+        yield _absorb(64, 128, 128, 512, rows, WeightKind.FP8, by_row=True)
+    for capability in TILES:
+        yield _gemm(WeightKind.FP8, capability, by_row=True)
 
 
 CASES = list(_cases())

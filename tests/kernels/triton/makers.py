@@ -11,13 +11,16 @@ from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.latent import LatentWeight
 
 
-def dense_weight(n: int, k: int, kind: WeightKind, *, device: str = "cpu") -> DenseWeight:
+def dense_weight(
+    n: int, k: int, kind: WeightKind, *, by_row: bool = False, device: str = "cpu"
+) -> DenseWeight:
     values = torch.randn(n, k, device=device) * 0.1
     if kind is WeightKind.F32:
         return DenseWeight(values)
     if kind is WeightKind.BF16:
         return DenseWeight(values.bfloat16())
-    scales = torch.rand(-(-n // 128), -(-k // 128), device=device) + 0.1
+    grid = (n, 1) if by_row else (-(-n // 128), -(-k // 128))
+    scales = torch.rand(grid, device=device) + 0.1
     return DenseWeight((values * 10).to(torch.float8_e4m3fn), scales)
 
 
@@ -26,14 +29,25 @@ def real_values(weight: DenseWeight) -> Tensor:
     values = weight.values.double()
     if weight.scales is None:
         return values
-    scales = weight.scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    scales = weight.scales.double()
+    if scales.shape == (weight.n, 1):
+        return values * scales
+    scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
     return values * scales[: weight.n, : weight.k]
 
 
 def latent_weight(
-    kind: WeightKind, heads: int, dn: int, dv: int, r: int, *, device: str = "cpu"
+    kind: WeightKind,
+    heads: int,
+    dn: int,
+    dv: int,
+    r: int,
+    *,
+    by_row: bool = False,
+    device: str = "cpu",
 ) -> LatentWeight:
-    return LatentWeight(dense_weight(heads * (dn + dv), r, kind, device=device), heads, dn, dv)
+    weight = dense_weight(heads * (dn + dv), r, kind, by_row=by_row, device=device)
+    return LatentWeight(weight, heads, dn, dv)
 
 
 def latent_halves(up: LatentWeight) -> tuple[Tensor, Tensor]:

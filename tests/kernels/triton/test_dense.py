@@ -135,3 +135,55 @@ def test_gemv__nine_rows__refused() -> None:
     weight = dense_weight(4, 32, WeightKind.F32)
     with pytest.raises(ValueError, match=r"not 1\.\.8 rows"):
         gemv(torch.zeros(9, 32), weight, torch.empty(9, 4))
+
+
+# -- a scale per row ---------------------------------------------------------------------------
+
+
+def test_gemv__scale_per_row__near_float64_and_each_row_alone() -> None:
+    weight, x = dense_weight(131, 272, WeightKind.FP8, by_row=True), torch.randn(3, 272)
+    assert weight.scale_rows == 1
+    outs = [torch.empty(3, 131) for _ in range(2)]
+    for out, rows in zip(outs, (16, 64), strict=True):
+        gemv(x, weight, out, tile=GemvTile(rows=rows, warps=4))
+    assert relative_error(outs[0], x.double() @ real_values(weight).T) < 5e-7
+    assert torch.equal(outs[0], outs[1])
+    alone = torch.empty(1, 131)
+    gemv(x[1:2], weight, alone)
+    assert torch.equal(alone[0], outs[0][1])
+
+
+def test_swiglu_gemv__scale_per_row__halves_need_not_meet_a_block() -> None:
+    weight = dense_weight(2 * 40, 160, WeightKind.FP8, by_row=True)
+    x, out = torch.randn(2, 160), torch.empty(2, 40)
+    swiglu_gemv(x, weight, out)
+    both = x.double() @ real_values(weight).T
+    assert relative_error(out, swiglu(both[:, :40], both[:, 40:], None)) < 1e-6
+    with pytest.raises(ValueError, match="share a block"):
+        swiglu_gemv(x, dense_weight(2 * 40, 160, WeightKind.FP8), out)
+
+
+def test_head_gemv__scale_per_row__rows_of_each_head() -> None:
+    weight, x = dense_weight(3 * 72, 160, WeightKind.FP8, by_row=True), torch.randn(2, 3, 160)
+    out = torch.empty(2, 3 * 24)
+    head_gemv(x, weight, out, first=48, count=24, pitch=72)
+    wanted = real_values(weight).view(3, 72, 160)[:, 48:]
+    assert relative_error(out, torch.einsum("thk,hnk->thn", x.double(), wanted).flatten(1)) < 5e-7
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 13, 96), (17, 140, 208)])
+def test_gemm__scale_per_row__within_2e_5(m: int, n: int, k: int) -> None:
+    weight, x = dense_weight(n, k, WeightKind.FP8, by_row=True), torch.randn(m, k)
+    parts, out = torch.empty(2, m, k, dtype=torch.bfloat16), torch.empty(m, n)
+    split(x, parts)
+    gemm(parts, weight, out)
+    assert relative_error(out, x.double() @ real_values(weight).T) < 2e-5
+
+
+def test_dense_weight__one_row__scales_are_a_block() -> None:
+    values = torch.zeros(1, 64, dtype=torch.float8_e4m3fn)
+    assert DenseWeight(values, torch.zeros(1, 1)).scale_rows == 128
+    with pytest.raises(ValueError, match="do not fit"):
+        DenseWeight(values.expand(130, 64).contiguous(), torch.zeros(129, 1))
+    with pytest.raises(ValueError, match="do not fit"):
+        DenseWeight(torch.zeros(4, 8), torch.zeros(4, 1))

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from moet_desk.engine.cuda.draft import DeviceHead
+from moet_desk.engine.cuda.head import halves
 from moet_desk.engine.draft import CpuHead, state_of
 from moet_desk.engine.sampling import Chosen, Draw
+from moet_desk.kernels.triton.dense import WeightKind
 from moet_desk.store.pack_format import Plane
 from tests.engine.oracle import loaded
 from tests.engine.test_mtp_parity import packed_with_head
+from tests.kernels.triton.makers import dense_weight, real_values
 from tests.kernels.triton.test_chunk import IDS, OPTIONS, on_device
 
 N_TOKENS = 4
@@ -119,3 +122,11 @@ def test_answers__with_the_head__equal_those_without(pack: Path) -> None:
     assert found.out_ids == want
     assert counts.guessed[0] >= found.steps - 1  # none where the answer has no room
     assert found.steps + found.accepted == N_TOKENS - 1
+
+
+def test_halves__scale_per_row__both_keep_it() -> None:
+    joined = dense_weight(24, 192, WeightKind.FP8, by_row=True)
+    first, second = halves(joined)
+    assert torch.equal(torch.cat([real_values(first), real_values(second)], 1), real_values(joined))
+    with pytest.raises(ValueError, match="do not meet at 96"):
+        halves(dense_weight(24, 192, WeightKind.FP8))

@@ -12,9 +12,13 @@ from tests.kernels.triton.makers import dense_weight, latent_halves, latent_weig
 HEADS, NOPE, ROPE, RANK, VALUE = 3, 24, 16, 128, 20
 
 
-@pytest.mark.parametrize("kind", list(WeightKind))
-def test_absorb_and_out__every_weight__near_float64_and_each_row_alone(kind: WeightKind) -> None:
-    up = latent_weight(kind, HEADS, NOPE, VALUE, RANK)
+@pytest.mark.parametrize(
+    ("kind", "by_row"), [*((kind, False) for kind in WeightKind), (WeightKind.FP8, True)]
+)
+def test_absorb_and_out__every_weight__near_float64_and_each_row_alone(
+    kind: WeightKind, by_row: bool
+) -> None:
+    up = latent_weight(kind, HEADS, NOPE, VALUE, RANK, by_row=by_row)
     w_k, w_v = latent_halves(up)
     q, latent = torch.randn(3, HEADS, NOPE + ROPE), torch.empty(3, HEADS, RANK)
     mla_absorb(q[..., :NOPE], up, latent)
