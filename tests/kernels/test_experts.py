@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet_desk.kernels.kinds import Activations
+from moet_desk.kernels.kinds import Activations, Glu
 from moet_desk.kernels.reference import (
     combine,
     expert_mlp,
@@ -57,13 +57,13 @@ def test_expert_mlp__any_batch__same_bits(hidden: int, inter: int, limit: float 
     x = torch.randn(8, hidden) * torch.logspace(-2, 2, 8)[:, None]
     q, s = quantize_activations(x)
     alone = [
-        expert_mlp(q[t : t + 1], s[t : t + 1], slot, expert.layout, limit=limit)[0]
+        expert_mlp(q[t : t + 1], s[t : t + 1], slot, expert.layout, glu=Glu(limit))[0]
         for t in range(8)
     ]
     for count in range(2, 9):
         for start in range(9 - count):
             part = slice(start, start + count)
-            got = expert_mlp(q[part], s[part], slot, expert.layout, limit=limit)
+            got = expert_mlp(q[part], s[part], slot, expert.layout, glu=Glu(limit))
             assert torch.equal(got, torch.stack(alone[part]))
 
 
@@ -98,8 +98,8 @@ def test_expert_rows__several_slots__bits_of_one_by_one(
     layout = experts[0].layout
     slots = [expert.base_slot() for expert in experts]
     q, s = quantize_activations(torch.randn(1, hidden))
-    got = expert_rows(q, s, slots, layout, limit=10.0)
-    want = torch.cat([expert_mlp(q, s, slot, layout, limit=10.0) for slot in slots])
+    got = expert_rows(q, s, slots, layout, glu=Glu(10.0))
+    want = torch.cat([expert_mlp(q, s, slot, layout, glu=Glu(10.0)) for slot in slots])
     assert torch.equal(got, want)
 
 
@@ -117,8 +117,8 @@ def test_expert_mlp__against_float64__int8_noise_only(limit: float | None) -> No
     x = torch.randn(32, 512)
     want = double_mlp(x, expert, limit)
     slot = expert.fine_slot()
-    got = expert_mlp(*quantize_activations(x), slot, expert.layout, limit=limit)
-    exact = expert_mlp_float(x, slot, expert.layout, limit=limit)
+    got = expert_mlp(*quantize_activations(x), slot, expert.layout, glu=Glu(limit))
+    exact = expert_mlp_float(x, slot, expert.layout, glu=Glu(limit))
     assert relative(got, want) < 0.02
     assert relative(exact, want) < 2e-6
 

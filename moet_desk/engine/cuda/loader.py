@@ -220,6 +220,8 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     config = reader.config()
     has_mtp = reader.meta.moe_layers[-1] >= int(config["num_hidden_layers"])
     spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
+    if spec.moe_ffn.expert_bias:
+        raise fail("MD-GPU-10", model=pack.name, what="biases of experts")
     form = device_kv_format(options.kv_format)
     check_head(spec, options)
     with_head = loads_head(spec, options, on_card=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.kernels import reference
-from moet_desk.kernels.kinds import Activations
+from moet_desk.kernels.kinds import Activations, Glu
 from moet_desk.kernels.layouts import ExpertLayout, base_codes
 from moet_desk.kernels.reference.experts import _block_matmul
 from moet_desk.kernels.triton.experts import (
@@ -98,7 +98,7 @@ class Step:
         return self._by_pair(
             lambda t, k: reference.expert_mlp(
                 q[t : t + 1], s[t : t + 1], self.slot(t, k), self.layout,
-                limit=limit, kind=kind,
+                glu=Glu(limit), kind=kind,
             )
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.kernels import reference
-from moet_desk.kernels.kinds import Activations
+from moet_desk.kernels.kinds import Activations, Glu
 from moet_desk.kernels.triton.grouped import (
     Batch,
     PairGroups,
@@ -117,7 +117,7 @@ def test_grouped__chunk__as_the_reference(
         expert = experts[int(ids[t, k])]
         slot = expert.fine_slot() if fine else expert.base_slot()
         want = reference.expert_mlp(
-            q[t : t + 1], s[t : t + 1], slot, expert.layout, limit=limit, kind=kind
+            q[t : t + 1], s[t : t + 1], slot, expert.layout, glu=Glu(limit), kind=kind
         )
         assert float((part[row] - want[0]).norm() / want.norm()) < NEAR[kind]
 
