@@ -230,14 +230,6 @@ _ROWS: tuple[ErrorSpec, ...] = (
         http=503,
     ),
     ErrorSpec(
-        "MD-GPU-10",
-        "This model does not run on a graphics card yet",
-        "{model} needs {what}, which the kernels for cards do not compute.",
-        "Set engine.device to cpu.",
-        exit=ExitCode.UNFIT,
-        http=503,
-    ),
-    ErrorSpec(
         "MD-RAM-02",
         "Locking memory was refused",
         "The driver would not pin {want} for experts (error {status}); about {got} are pinned.",

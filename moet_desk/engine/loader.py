@@ -15,7 +15,7 @@ import torch
 from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.ablation import AsymmetricTransfer
-from moet_desk.engine.blocks.expert_math import Biases, ExpertMath, load_biases
+from moet_desk.engine.blocks.expert_math import ExpertForm, ExpertMath, load_form
 from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.decode import DecodeExperts, Decoder, OpportunisticExperts
@@ -105,7 +105,7 @@ def load(
     report.begin("Dense layers", total=_dense_bytes(reader))
     weights = Weights(_counted(reader, report))
     model = Model(spec, weights, context=plan.context)
-    biases = load_biases(spec.moe_layers, weights)
+    experts = load_form(spec, weights)
     mixer = spec.layers[0].mixer
     kv = KvCache(
         mixer,
@@ -120,7 +120,7 @@ def load(
     transfer = _transfer(arena, reader, options)
     residency = _residency(spec, plan, reader, transfer, with_head=with_head)
     _warm(pack, plan, arena, residency, report)
-    math = {plane: _expert_math(reader, spec, biases, plane, options) for plane in Plane}
+    math = {plane: _expert_math(reader, experts, plane, options) for plane in Plane}
     decode: dict[Plane, Experts] = {
         plane: DecodeExperts(residency, math[plane], plane) for plane in Plane
     }
@@ -137,11 +137,11 @@ def load(
 
 
 def _expert_math(
-    reader: PackReader, spec: Spec, biases: Biases, plane: Plane, options: EngineOptions
+    reader: PackReader, form: ExpertForm, plane: Plane, options: EngineOptions
 ) -> ExpertMath:
     kind = Activations.INT8 if plane is Plane.BASE else Activations.INT15
     activations = None if options.activations == "float" else kind
-    return ExpertMath(reader.layout, activations, spec.moe_ffn.glu, biases)
+    return ExpertMath(reader.layout, activations, form)
 
 
 def _has_mtp(reader: PackReader) -> bool:

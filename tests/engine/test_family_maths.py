@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet_desk.engine.blocks.expert_math import ExpertMath, load_biases
+from moet_desk.engine.blocks.expert_math import ExpertMath, load_form
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.loader import Core
@@ -178,8 +178,7 @@ def logits_with(core: Core, spec: Spec, ids: list[int], *, added_to_norms: float
     sequence = kv.reserve(len(ids))
     assert sequence is not None
     with torch.inference_mode():
-        biases = load_biases(spec.moe_layers, Weights(load))
-        math = ExpertMath(core.reader.layout, None, spec.moe_ffn.glu, biases)
+        math = ExpertMath(core.reader.layout, None, load_form(spec, load))
         chunk = PrefillExperts(core.residency, math, Plane.FINE)
         return model.logits(model.forward(torch.tensor(ids), kv, sequence, chunk))
 
