@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moet_desk.engine.handle import Quality, Sampling
 from moet_desk.engine.parsers.answers import AnswerFormat, CallFormat
 from moet_desk.engine.template import ChatTemplate
 from moet_desk.engine.text import Text
@@ -20,6 +22,8 @@ from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from tests.conftest import DEMO, pack_source
 from tests.engine.oracle import loaded, logits_of
+from tests.engine.test_balanced import balanced
+from tests.engine.test_promise import STORY, SUM, answer, ask, engine
 from tests.engine.tiny_models import GQA_CONFIGS, LENGTH, random_model
 from tests.store.tiny import E2M1
 
@@ -116,6 +120,41 @@ def test_logits__of_the_published_layout__those_of_transformers_on_its_values(
     with loaded(pack, kv_format="f32") as core:  # 15-bit activations and the published weights
         got = logits_of(core, ids.tolist(), plane=Plane.FINE)
     assert (got - want).abs().median() < 5e-3 * want.std()
+
+
+@pytest.mark.slow
+def test_tokens__however_it_runs__same_bits(demo_source: Path, tmp_path: Path) -> None:
+    """Promise 1, with prompts that are longer than a window."""
+    model = random_model({**GQA_CONFIGS["gpt_oss"], "vocab_size": 8192}, 0.25)
+    model.save_pretrained(tmp_path / "source")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(demo_source / name, tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    requests = [
+        ask(STORY, Quality.FAST, Sampling(temperature=0)),
+        ask(SUM, Quality.EXACT, Sampling(temperature=0.8, seed=11)),
+        balanced(STORY, Sampling(temperature=0), gate=0.5),
+    ]
+    with engine(pack) as handle:
+        wanted = [answer(handle, [request])[0] for request in requests]
+    assert len({tuple(tokens) for tokens in wanted}) == len(wanted)
+    with engine(pack, pool_slots=4, fine_slots=4, arena_rows=2) as handle:
+        assert answer(handle, requests) == wanted
+
+
+@pytest.mark.slow
+def test_opportunistic__fp4_slots_for_all__the_answer_of_exact(tmp_path: Path) -> None:
+    """Each expert has the bias that is its own in either precision."""
+    random_model(GQA_CONFIGS["gpt_oss"], 0.25).save_pretrained(tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    ids = list(range(3, 27))
+    with loaded(pack, kv_format="f32", opportunistic=True, fine_slots=16) as core:
+        exact = logits_of(core, ids, plane=Plane.FINE, sizes=[1] * len(ids))
+        again = logits_of(core, ids, plane=Plane.BASE, sizes=[1] * len(ids))
+    with loaded(pack, kv_format="f32") as core:
+        fast = logits_of(core, ids, plane=Plane.BASE, sizes=[1] * len(ids))
+    assert torch.equal(again, exact)
+    assert not torch.equal(fast, exact)
 
 
 # -- chat --------------------------------------------------------------------------------------
