@@ -50,6 +50,7 @@ class GqaFacts:
     dense_inter: int
     shared_inter: int
     vocab: int
+    expert_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ class DecodeExperts:
         """See `Experts`; here T is 1."""
         slots = self._residency.slots(self._plane, moe_layer, ids[0].tolist())
         codes, scales = self._math.prepare(x)
-        parts = self._math.rows(codes, scales, slots)  # [K, H]
+        parts = self._math.rows(codes, scales, slots, moe_layer=moe_layer, ids=ids[0])  # [K, H]
         return combine(parts[None], weights)
 
 
@@ -61,7 +61,9 @@ class OpportunisticExperts:
             places = [i for i, (its, _) in enumerate(found) if its is plane]
             if places:
                 codes, scales = math.prepare(x)
-                parts[places] = math.rows(codes, scales, [found[i][1] for i in places])
+                slots = [found[i][1] for i in places]
+                chosen = ids[0, places]
+                parts[places] = math.rows(codes, scales, slots, moe_layer=moe_layer, ids=chosen)
         return combine(parts[None], weights)
 
 

@@ -15,7 +15,7 @@ import torch
 from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.ablation import AsymmetricTransfer
-from moet_desk.engine.blocks.expert_math import ExpertMath
+from moet_desk.engine.blocks.expert_math import ExpertForm, ExpertMath, load_form
 from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.decode import DecodeExperts, Decoder, OpportunisticExperts
@@ -105,6 +105,7 @@ def load(
     report.begin("Dense layers", total=_dense_bytes(reader))
     weights = Weights(_counted(reader, report))
     model = Model(spec, weights, context=plan.context)
+    experts = load_form(spec, weights)
     mixer = spec.layers[0].mixer
     kv = KvCache(
         mixer,
@@ -119,7 +120,7 @@ def load(
     transfer = _transfer(arena, reader, options)
     residency = _residency(spec, plan, reader, transfer, with_head=with_head)
     _warm(pack, plan, arena, residency, report)
-    math = {plane: _expert_math(reader, plane, options) for plane in Plane}
+    math = {plane: _expert_math(reader, experts, plane, options) for plane in Plane}
     decode: dict[Plane, Experts] = {
         plane: DecodeExperts(residency, math[plane], plane) for plane in Plane
     }
@@ -137,11 +138,12 @@ def load(
     return Core(reader, spec, plan, model, kv, arena, residency, decoder, prefiller, prefix_bytes)
 
 
-def _expert_math(reader: PackReader, plane: Plane, options: EngineOptions) -> ExpertMath:
-    if options.activations == "float":
-        return ExpertMath(reader.layout, None)
+def _expert_math(
+    reader: PackReader, form: ExpertForm, plane: Plane, options: EngineOptions
+) -> ExpertMath:
     kind = Activations.INT8 if plane is Plane.BASE else Activations.INT15
-    return ExpertMath(reader.layout, kind)
+    activations = None if options.activations == "float" else kind
+    return ExpertMath(reader.layout, activations, form)
 
 
 def _has_mtp(reader: PackReader) -> bool:

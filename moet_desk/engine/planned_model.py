@@ -139,7 +139,9 @@ def spec_of(entry: CatalogueEntry) -> Spec:
     """A spec with the sizes of an entry: right in every width, not meant to be computed with."""
     facts = entry.mla or entry.gqa
     router = Router(entry.experts, entry.top_k, Score.SIGMOID, True, 1, 1, True, 1.0)
-    moe = MoeFfn(router, entry.inter, facts.shared_inter if facts else entry.inter)
+    has_bias = entry.gqa is not None and entry.gqa.expert_bias
+    shared = facts.shared_inter if facts else entry.inter
+    moe = MoeFfn(router, entry.inter, shared, expert_bias=has_bias)
     dense = DenseFfn(facts.dense_inter if facts else entry.inter)
     n_dense = entry.layers - entry.moe_layers
     mixer = _mixer_of(entry)

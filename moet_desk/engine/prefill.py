@@ -47,7 +47,9 @@ class PrefillExperts:
         for expert, places in zip(experts.tolist(), groups, strict=True):
             slot = self._residency.read(self._plane, moe_layer, expert)
             tokens = places // top_k
-            parts[places] = self._math.mlp(codes[tokens], scales[tokens], slot)
+            parts[places] = self._math.mlp(
+                codes[tokens], scales[tokens], slot, moe_layer=moe_layer, expert=expert
+            )
         return combine(parts.view(n_tokens, top_k, -1), weights)
 
 

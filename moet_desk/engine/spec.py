@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from moet_desk.kernels.kinds import KvFormat, RopeScaling, Score
+from moet_desk.kernels.kinds import SWIGLU, Glu, KvFormat, RopeScaling, Score
 from moet_desk.kernels.kv_sizes import gqa_entry_bytes, mla_entry_bytes
 
 
@@ -55,7 +55,10 @@ class QkNorm(Enum):
 class Gqa:
     """Grouped-query attention: `n_heads` query heads share `n_keys` heads of keys and values.
 
-    Of each head the first `rope.dim` numbers rotate. `has_bias` is of queries, keys and values.
+    Of each head the first `rope.dim` numbers rotate. `has_bias` is of queries, keys and values,
+    `out_bias` of the product behind the heads. With `window`, a token sees that many tokens, itself
+    included; with `has_sinks`, each head has one more logit, which takes probability and gives
+    nothing.
     """
 
     n_heads: int
@@ -66,19 +69,26 @@ class Gqa:
     norm_eps: float
     softmax_scale: float
     rope: Rope
+    out_bias: bool = False
+    has_sinks: bool = False
+    window: int | None = None
 
     def entry_bytes(self, form: KvFormat) -> int:
-        """KV bytes of a token in one layer."""
+        """KV bytes of a token in one layer. Entries behind a window are kept too."""
         return gqa_entry_bytes(form, self.n_keys, self.head_dim, self.head_dim)
 
 
 Mixer = Mla | Gqa
-"""How tokens of one sequence see each other. All layers of a model have the same one."""
+"""How tokens of one sequence see each other. All layers of a model have the same one, but for the
+window.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """How the experts of a token are chosen. The selection bias never enters the weights."""
+    """How the experts of a token are chosen. The selection bias never enters the weights, a bias on
+    the logits does.
+    """
 
     n_experts: int
     top_k: int
@@ -88,6 +98,7 @@ class Router:
     kept_groups: int
     renormalize: bool
     scale: float
+    logit_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +112,18 @@ class DenseFfn:
 class MoeFfn:
     """Routed experts, plus one shared expert of width `shared_inter` (0: none).
 
-    `name` is what its tensors are called below the layer, `bias_name` the selection bias below
-    that.
+    `name` is what its tensors are called below the layer, `router_name` and `bias_name` the router
+    and the selection bias below that. `expert_bias`: both products of an expert have one, stored
+    for all experts together.
     """
 
     router: Router
     inter: int
     shared_inter: int
     name: str = "mlp."
+    router_name: str = "gate"
+    glu: Glu = SWIGLU
+    expert_bias: bool = False
     bias_name: str = "gate.e_score_correction_bias"
 
 

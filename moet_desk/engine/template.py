@@ -111,7 +111,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 class ChatTemplate:
     """One compiled chat template. Immutable; safe to use from any thread."""
 
-    __slots__ = ("_now", "_template", "_tokens", "efforts", "switches")
+    __slots__ = ("_now", "_reads_thinking", "_template", "_tokens", "efforts", "switches")
 
     def __init__(
         self,
@@ -139,6 +139,9 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as problem:
             raise _refused(problem) from problem
         names = {node.name for node in tree.find_all(nodes.Name)}
+        fields = {node.attr for node in tree.find_all(nodes.Getattr)}
+        # gpt-oss's name for what the others call reasoning_content
+        self._reads_thinking = "thinking" in fields and "reasoning_content" not in fields
         self.switches = tuple(name for name in SWITCHES if name in names)
         self.efforts = levels_of({str(node.value) for node in tree.find_all(nodes.Const)})
 
@@ -164,7 +167,7 @@ class ChatTemplate:
         variables = {
             **{name: value for name, value in (switches or {}).items() if name in SWITCHES},
             **self._tokens,
-            "messages": messages,
+            "messages": [_with_thinking(m) for m in messages] if self._reads_thinking else messages,
             "tools": tools or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -178,6 +181,14 @@ class ChatTemplate:
             raise
         except Exception as problem:  # a template is foreign code and may raise anything
             raise _refused(problem) from problem
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with its reasoning as `thinking`; beside a call the template takes that or text."""
+    reasoning = message.get("reasoning_content")
+    if not reasoning or (message.get("tool_calls") and message.get("content")):
+        return message
+    return {"thinking": reasoning, **message}
 
 
 def _environment() -> _Sandbox:

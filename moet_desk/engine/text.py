@@ -20,8 +20,9 @@ from tokenizers import Tokenizer
 from moet_desk.engine.detokenize import Detokenizer, TokenBytes
 from moet_desk.engine.handle import Sampling
 from moet_desk.engine.messages import SpecialText, prepare_messages, prepare_tools
-from moet_desk.engine.parsers.answers import PromptEnd
+from moet_desk.engine.parsers.answers import CallFormat, PromptEnd
 from moet_desk.engine.parsers.formats import choose_format, prompt_end
+from moet_desk.engine.parsers.harmony import STOPS
 from moet_desk.engine.template import ChatTemplate
 from moet_desk.errors import MoetError, fail
 
@@ -88,6 +89,8 @@ class Text:
         self.answers = choose_format(str(config.get("model_type")), template)
         self.vocab_size = max(_whole(config, "vocab_size"), self._tokenizer.get_vocab_size())
         self.eos_ids = _end_ids(config, generation, special, self._tokenizer)
+        if self.answers.calls is CallFormat.HARMONY:  # config.json knows one of them only
+            self.eos_ids |= {self._controls[name].id for name in STOPS if name in self._controls}
         self.bos_id = _first_id(config, generation, special, self._tokenizer)
         self.defaults = _default_sampling(generation)
         self._bytes = TokenBytes(

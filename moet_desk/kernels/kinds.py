@@ -36,6 +36,21 @@ class Activations(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Glu:
+    """An expert's activation: (up + shift) * gate * sigmoid(alpha * gate).
+
+    With a limit L, gate is first cut to <= L and up to -L..L. As it stands it is SwiGLU.
+    """
+
+    limit: float | None = None
+    alpha: float = 1.0
+    shift: float = 0.0
+
+
+SWIGLU = Glu()
+
+
+@dataclass(frozen=True, slots=True)
 class RopeScaling:
     """YaRN parameters (arXiv 2309.00071) as in a config's `rope_scaling`.
 

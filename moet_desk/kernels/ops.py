@@ -47,6 +47,7 @@ OPS: Mapping[str, Op] = MappingProxyType(
         "expert_rows": Op(ref.expert_rows, tolerance=1e-5),
         "expert_mlp_float": Op(ref.expert_mlp_float, tolerance=1e-5),
         "swiglu": Op(ref.swiglu, tolerance=1e-6),
+        "gated": Op(ref.gated, tolerance=1e-6),
         "combine": _exact(ref.combine),
         "route": Op(ref.route, tolerance=1e-6),
         "lookup": _exact(ref.lookup),

@@ -11,7 +11,7 @@ import pytest
 from moet_desk.engine.families import plan_for, spec_for
 from moet_desk.engine.spec import DenseFfn, Gqa, Mla, QkNorm
 from moet_desk.errors import MoetError
-from moet_desk.kernels.kinds import Score
+from moet_desk.kernels.kinds import Glu, Score
 
 
 @pytest.fixture
@@ -164,9 +164,25 @@ MINIMAX_M2: dict[str, Any] = {
     "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_mtp": True,
     "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
 }  # fmt: skip
+GPT_OSS_20B: dict[str, Any] = {
+    "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0,
+    "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2880, "initial_context_length": 4096, "initializer_range": 0.02,
+    "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+    "output_router_logits": False, "pad_token_id": 199999,
+    "quantization_config": {"quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+        "original_max_position_embeddings": 4096, "truncate": False,
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
 PUBLISHED = {
     "glm": GLM_4_5_AIR, "qwen": QWEN3_30B, "olmoe": OLMOE, "mixtral": MIXTRAL,
-    "flash": GLM_4_7_FLASH, "minimax": MINIMAX_M2,
+    "flash": GLM_4_7_FLASH, "minimax": MINIMAX_M2, "oss": GPT_OSS_20B,
 }  # fmt: skip
 
 
@@ -236,6 +252,30 @@ def test_spec__minimax_m2__as_published() -> None:
     assert plan.up == "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3"
 
 
+def test_spec__gpt_oss_20b__as_published() -> None:
+    spec = spec_for(GPT_OSS_20B, path="config.json", has_mtp=False)
+    mixers = [layer.mixer for layer in spec.layers]
+    assert [mixer.window for mixer in mixers if isinstance(mixer, Gqa)] == [128, None] * 12
+    first = mixers[0]
+    assert isinstance(first, Gqa)
+    assert (first.n_heads, first.n_keys, first.head_dim, first.has_sinks) == (64, 8, 64, True)
+    assert (first.has_bias, first.out_bias, first.rope.base) == (True, True, 150000.0)
+    assert first.rope.yarn is not None
+    assert (first.rope.yarn.factor, first.rope.yarn.truncate) == (32.0, False)
+    moe = spec.moe_ffn
+    assert moe.glu == Glu(limit=7.0, alpha=1.702, shift=1.0)
+    assert (moe.router.score, moe.router.logit_bias, moe.router.top_k) == (
+        Score.TOPK_SOFTMAX, True, 4,
+    )  # fmt: skip
+    without = {key: value for key, value in GPT_OSS_20B.items() if key != "layer_types"}
+    assert spec_for(without, path="config.json", has_mtp=False) == spec
+    plan = plan_for(GPT_OSS_20B, path="config.json", names=[])
+    assert plan.gate == plan.up == "model.layers.{layer}.mlp.experts.gate_up_proj"
+    assert plan.dense["model.layers.3.mlp.experts.gate_up_proj_bias"] == (32, 5760)
+    assert plan.dense["model.layers.3.mlp.router.bias"] == (32,)
+    assert plan.dense["model.layers.3.self_attn.sinks"] == (64,)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
@@ -262,6 +302,13 @@ def test_spec__minimax_m2__as_published() -> None:
         ("mixtral", {"attention_bias": False}, "attention_bias"),
         ("flash", {"mlp_layer_types": ["sparse"] * 47}, "mlp_layer_types"),
         ("flash", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("oss", {"rope_scaling": None}, "yarn"),
+        ("oss", {"attention_bias": False}, "attention_bias"),
+        ("oss", {"sliding_window": None}, "sliding_window is missing"),
+        ("oss", {"layer_types": ["full_attention"] * 23}, "24 of sliding_attention"),
+        ("oss", {"layer_types": ["linear_attention"] * 24}, "24 of sliding_attention"),
+        ("oss", {"experts_per_token": 2}, "experts_per_token"),
+        ("oss", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),
         ("minimax", {"attn_type_list": [0] + [1] * 61}, "attn_type_list"),
         ("minimax", {"shared_intermediate_size": 1536}, "shared_intermediate_size"),
         ("minimax", {"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta"),

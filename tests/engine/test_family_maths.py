@@ -11,13 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from moet_desk.engine.blocks.expert_math import ExpertMath, load_form
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.loader import Core
 from moet_desk.engine.model import Model
+from moet_desk.engine.prefill import PrefillExperts
 from moet_desk.engine.spec import Mla, MoeFfn, QkNorm, Spec
 from moet_desk.kernels.kinds import Activations, KvFormat, Score
-from moet_desk.kernels.reference import combine, expand_base, expert_mlp, quantize_activations
+from moet_desk.kernels.reference import (
+    ExpertBias,
+    combine,
+    expand_base,
+    expert_mlp,
+    quantize_activations,
+)
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from tests.conftest import pack_source
@@ -58,9 +66,11 @@ def attention(**changes: Any) -> Mutation:
     """A spec with another attention; a callable value gets the old one."""
 
     def mutate(spec: Spec) -> Spec:
-        mixer = spec.layers[0].mixer
-        other = replace(mixer, **_values(mixer, changes))
-        return replace(spec, layers=tuple(replace(layer, mixer=other) for layer in spec.layers))
+        layers = (
+            replace(layer, mixer=replace(layer.mixer, **_values(layer.mixer, changes)))
+            for layer in spec.layers
+        )
+        return replace(spec, layers=tuple(layers))
 
     return mutate
 
@@ -108,6 +118,26 @@ SIGMOID = {
 }
 NO_GROUPS = {"no groups": router(n_groups=1, kept_groups=1)}
 NO_YARN = {"no yarn": rope(yarn=None)}
+OSS = {
+    **{what: mutate for what, mutate in GROUPED.items() if what != "weights renormalised or not"},
+    **NO_YARN,
+    "yarn truncated": rope(yarn=lambda yarn: replace(yarn, truncate=True)),
+    "no sinks": attention(has_sinks=False),
+    "no windows": attention(window=None),
+    "a wider window": attention(window=lambda size: size and size + 1),
+    "a narrower window": attention(window=lambda size: size and size - 1),
+    "windows in the other layers": attention(window=lambda size: None if size else 8),
+    "no bias of queries, keys and values": attention(has_bias=False),
+    "no bias of the output": attention(out_bias=False),
+    "no bias of the router": router(logit_bias=False),
+    "no bias of experts": experts(expert_bias=False),
+    "another alpha": experts(glu=lambda glu: replace(glu, alpha=1.0)),
+    "up without 1": experts(glu=lambda glu: replace(glu, shift=0.0)),
+}
+CLAMPED = {
+    "no limit": experts(glu=lambda glu: replace(glu, limit=None)),
+    "a higher limit": experts(glu=lambda glu: replace(glu, limit=0.31)),
+}
 MUTATIONS: dict[str, dict[str, Mutation]] = {
     "v3_groups_yarn": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN},
     "v3_no_query_latent": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN},
@@ -124,6 +154,8 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
     "qwen3_dense_yarn": {**GROUPED, **WITH_NORM, **NO_YARN},
     "olmoe": {**GROUPED, **WITH_NORM},
     "mixtral": GROUPED,
+    "gpt_oss": OSS,
+    "gpt_oss_clamped": {**OSS, **CLAMPED},
     "minimax": {
         **GROUPED, **WITH_NORM,
         "no selection bias": router(selection_bias=False),
@@ -146,7 +178,8 @@ def logits_with(core: Core, spec: Spec, ids: list[int], *, added_to_norms: float
     sequence = kv.reserve(len(ids))
     assert sequence is not None
     with torch.inference_mode():
-        chunk = core.prefiller._experts[Plane.FINE]
+        math = ExpertMath(core.reader.layout, None, load_form(spec, load))
+        chunk = PrefillExperts(core.residency, math, Plane.FINE)
         return model.logits(model.forward(torch.tensor(ids), kv, sequence, chunk))
 
 
@@ -168,7 +201,9 @@ def test_mutated_spec__any_part__parity_is_lost(
     assert unnoticed == []
 
 
-@pytest.mark.parametrize("name", ["plain_rope", "glm", "qwen3", "olmoe", "mixtral", "minimax"])
+@pytest.mark.parametrize(
+    "name", ["plain_rope", "glm", "qwen3", "olmoe", "mixtral", "minimax", "gpt_oss"]
+)
 def test_mutated_epsilon__small_weights__parity_is_lost(name: str, tmp_path: Path) -> None:
     """Only small weights show it: activations are near to epsilon there."""
     model = random_model(MODELS[name], 0.02)
@@ -197,8 +232,16 @@ def test_mutated_epsilon__small_weights__parity_is_lost(name: str, tmp_path: Pat
 class Twin:
     """2-bit experts straight from the pack's rows, one expert and one token after the other."""
 
-    def __init__(self, reader: PackReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: PackReader, spec: Spec) -> None:
+        self._reader, self._ffn = reader, spec.moe_ffn
+
+    def _bias(self, layer: int, expert: int) -> ExpertBias | None:
+        if not self._ffn.expert_bias:
+            return None
+        name = f"model.layers.{layer}.mlp.experts."
+        gate_up = self._reader.dense_tensor(name + "gate_up_proj_bias")[expert]
+        down = self._reader.dense_tensor(name + "down_proj_bias")[expert]
+        return ExpertBias(torch.cat([gate_up[0::2], gate_up[1::2]])[None], down[None])
 
     def __call__(self, moe_layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         layout, meta = self._reader.layout, self._reader.meta
@@ -212,7 +255,11 @@ class Twin:
                 self._reader.read_row(Plane.BASE, at, memoryview(base))
                 slot = torch.empty(layout.slot_floats)
                 expand_base(torch.frombuffer(base, dtype=torch.uint8), layout, slot)
-                parts.append(expert_mlp(codes, scales, slot, layout, kind=Activations.INT8))
+                bias = self._bias(meta.moe_layers[moe_layer], expert)
+                out = expert_mlp(
+                    codes, scales, slot, layout, glu=self._ffn.glu, bias=bias, kind=Activations.INT8
+                )
+                parts.append(out)
             tokens.append(torch.cat(parts))
         return combine(torch.stack(tokens), weights)
 
@@ -226,7 +273,7 @@ def test_two_bit_path__token_by_token__equals_the_twin_bit_for_bit(
         got = logits_of(core, ids, plane=Plane.BASE, sizes=[1] * len(ids))
         sequence = core.kv.reserve(len(ids))
         assert sequence is not None
-        twin, want = Twin(core.reader), []
+        twin, want = Twin(core.reader, core.spec), []
         with torch.inference_mode():
             for token in ids:
                 hidden = core.model.forward(torch.tensor([token]), core.kv, sequence, twin)

@@ -68,6 +68,13 @@ TINY_QWEN: dict[str, Any] = {
 QWEN_YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+TINY_OSS: dict[str, Any] = {
+    **TINY_GQA, "model_type": "gpt_oss", "head_dim": 16, "intermediate_size": 32,
+    "num_local_experts": 8, "sliding_window": 8, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
 GQA_CONFIGS: dict[str, dict[str, Any]] = {
     "glm": TINY_GLM,
     "glm_groups": {
@@ -85,6 +92,12 @@ GQA_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {
         **TINY_GQA, "model_type": "mixtral", "intermediate_size": 32, "num_local_experts": 8,
+    },
+    "gpt_oss": TINY_OSS,
+    "gpt_oss_clamped": {
+        **TINY_OSS, "swiglu_limit": 0.3, "swiglu_alpha": 1.3, "layer_types": [
+            "full_attention", "sliding_attention", "full_attention",
+        ], "num_hidden_layers": 3, "sliding_window": 5,
     },
     "minimax": {
         **TINY_GQA, "model_type": "minimax_m2", "head_dim": 32, "rotary_dim": 16,
@@ -134,6 +147,11 @@ def use_packed_experts(model: Any, pack: Path) -> None:
         experts = f"model.layers.{meta.moe_layers[layer]}.mlp.experts."
         gate_up, down = state[experts + "gate_up_proj"], state[experts + "down_proj"]
         # a slot holds both matrices transposed
+        if experts + "down_proj_bias" in state:  # as gpt-oss has them, gate and up in turn
+            gate, up = slot[:split].view(gate_up[expert].shape).chunk(2, 1)
+            gate_up[expert].copy_(torch.stack([gate, up], -1).flatten(1))
+            down[expert].copy_(slot[split:].view(down[expert].shape))
+            continue
         gate_up[expert].copy_(slot[:split].view(gate_up[expert].T.shape).T)
         down[expert].copy_(slot[split:].view(down[expert].T.shape).T)
     reader.close()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.kernels import reference
-from moet_desk.kernels.kinds import Activations, Score
+from moet_desk.kernels.kinds import Activations, Glu, Score
 from moet_desk.kernels.mailbox import MAILBOX, Answer, Request, answer, read_request
 from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup
 from moet_desk.kernels.triton.experts import Tile
@@ -46,6 +46,7 @@ from tests.kernels.triton.moe_makers import (
     expanded,
     plain_codes,
     planar_codes,
+    random_bias,
     random_step,
     run_step,
     wanted_bytes,
@@ -94,8 +95,9 @@ def test_experts__shapes__bits_of_the_reference(hidden: int, inter: int, fine: b
 @pytest.mark.parametrize("fine", [False, True])
 def test_experts__without_ptx__same_bits(fine: bool) -> None:
     step = random_step(512, 128, 3, 3, fine=fine)
-    with_ptx = run_step(step, device=GPU, limit=2.0)
-    assert_same_bits(run_step(step, device=GPU, limit=2.0, ptx=False), with_ptx)
+    step.bias, glu = random_bias(step.layout, len(step.experts)), Glu(2.0, 1.702, 1.0)
+    with_ptx = run_step(step, device=GPU, glu=glu)
+    assert_same_bits(run_step(step, device=GPU, glu=glu, ptx=False), with_ptx)
 
 
 @pytest.mark.parametrize("fine", [False, True])

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet_desk.kernels.kinds import Activations
+from moet_desk.kernels.kinds import Activations, Glu
 from moet_desk.kernels.reference import (
+    ExpertBias,
     combine,
     expert_mlp,
     expert_mlp_float,
     expert_rows,
+    gated,
     quantize_activations,
     swiglu,
 )
@@ -57,13 +59,13 @@ def test_expert_mlp__any_batch__same_bits(hidden: int, inter: int, limit: float 
     x = torch.randn(8, hidden) * torch.logspace(-2, 2, 8)[:, None]
     q, s = quantize_activations(x)
     alone = [
-        expert_mlp(q[t : t + 1], s[t : t + 1], slot, expert.layout, limit=limit)[0]
+        expert_mlp(q[t : t + 1], s[t : t + 1], slot, expert.layout, glu=Glu(limit))[0]
         for t in range(8)
     ]
     for count in range(2, 9):
         for start in range(9 - count):
             part = slice(start, start + count)
-            got = expert_mlp(q[part], s[part], slot, expert.layout, limit=limit)
+            got = expert_mlp(q[part], s[part], slot, expert.layout, glu=Glu(limit))
             assert torch.equal(got, torch.stack(alone[part]))
 
 
@@ -98,8 +100,8 @@ def test_expert_rows__several_slots__bits_of_one_by_one(
     layout = experts[0].layout
     slots = [expert.base_slot() for expert in experts]
     q, s = quantize_activations(torch.randn(1, hidden))
-    got = expert_rows(q, s, slots, layout, limit=10.0)
-    want = torch.cat([expert_mlp(q, s, slot, layout, limit=10.0) for slot in slots])
+    got = expert_rows(q, s, slots, layout, glu=Glu(10.0))
+    want = torch.cat([expert_mlp(q, s, slot, layout, glu=Glu(10.0)) for slot in slots])
     assert torch.equal(got, want)
 
 
@@ -117,8 +119,8 @@ def test_expert_mlp__against_float64__int8_noise_only(limit: float | None) -> No
     x = torch.randn(32, 512)
     want = double_mlp(x, expert, limit)
     slot = expert.fine_slot()
-    got = expert_mlp(*quantize_activations(x), slot, expert.layout, limit=limit)
-    exact = expert_mlp_float(x, slot, expert.layout, limit=limit)
+    got = expert_mlp(*quantize_activations(x), slot, expert.layout, glu=Glu(limit))
+    exact = expert_mlp_float(x, slot, expert.layout, glu=Glu(limit))
     assert relative(got, want) < 0.02
     assert relative(exact, want) < 2e-6
 
@@ -144,6 +146,27 @@ def test_swiglu__against_float64__and_its_far_ends() -> None:
     assert torch.allclose(swiglu(g, u).double(), want, rtol=1e-6, atol=1e-12)
     ends = torch.tensor([-200.0, 200.0, 0.0])
     assert torch.equal(swiglu(ends, torch.ones(3)), torch.tensor([0.0, 200.0, 0.0]))
+
+
+def test_expert_rows__biases_and_another_glu__same_bits_as_one_by_one() -> None:
+    glu, layout = Glu(limit=7.0, alpha=1.702, shift=1.0), random_expert(64, 32).layout
+    slots = [random_expert(64, 32, low=118, high=124).fine_slot() for _ in range(3)]
+    bias = ExpertBias(torch.randn(3, 64), torch.randn(3, 64))
+    q, s = quantize_activations(torch.randn(1, 64))
+    got = expert_rows(q, s, slots, layout, glu=glu, bias=bias)
+    for k, slot in enumerate(slots):
+        one = ExpertBias(bias.gate_up[k : k + 1], bias.down[k : k + 1])
+        assert torch.equal(got[k : k + 1], expert_mlp(q, s, slot, layout, glu=glu, bias=one))
+
+
+def test_gated__gpt_oss__by_its_formula() -> None:
+    g = torch.tensor([9.0, 7.0, 2.0, -9.0, 0.0])
+    u = torch.tensor([-8.0, 8.0, -1.0, 0.5, 3.0])
+    cut_g = torch.tensor([7.0, 7.0, 2.0, -9.0, 0.0], dtype=torch.float64)  # never cut below
+    cut_u = torch.tensor([-7.0, 7.0, -1.0, 0.5, 3.0], dtype=torch.float64)
+    want = (cut_u + 1) * cut_g / (1 + torch.exp(-1.702 * cut_g))
+    got = gated(g, u, Glu(limit=7.0, alpha=1.702, shift=1.0))
+    assert torch.allclose(got.double(), want, rtol=1e-6, atol=0.0)
 
 
 def test_swiglu__limit__cuts_gate_above_and_up_on_both_sides() -> None:

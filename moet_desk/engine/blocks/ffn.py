@@ -46,15 +46,18 @@ class MoeBlock:
     def __init__(self, ffn: MoeFfn, weights: Weights, *, moe_layer: int) -> None:
         self.moe_layer = moe_layer
         self._router: Router = ffn.router
-        self._w_router = weights("gate")
+        self._w_router = weights(ffn.router_name)
+        self._logit_bias = weights(ffn.router_name + ".bias") if ffn.router.logit_bias else None
         bias = ffn.router.selection_bias
         self._bias = weights(ffn.bias_name) if bias else None
         self._shared = SwigluFfn(weights.below("shared_experts.")) if ffn.shared_inter else None
 
     def __call__(self, x: Tensor, experts: Experts) -> Tensor:
-        router = self._router
+        router, logits = self._router, linear(x, self._w_router)
+        if self._logit_bias is not None:
+            logits += self._logit_bias
         ids, weights = route(
-            linear(x, self._w_router),
+            logits,
             top_k=router.top_k,
             score=router.score,
             selection_bias=self._bias,

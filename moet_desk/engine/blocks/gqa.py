@@ -1,8 +1,8 @@
 """Grouped-query attention over the KV pages of one sequence.
 
-One block for its variants: a bias on queries, keys and values, their norm per head or over the
-whole width, and rope on a part of each head. Plain multi-head attention is the case of as many key
-heads as query heads.
+One block for its variants: biases, a norm of queries and keys per head or over the whole width,
+rope on a part of each head, sinks and windows. Plain multi-head attention is the case of as many
+key heads as query heads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class GqaBlock:
         has_norm = mixer.qk_norm is not QkNorm.NONE
         self._q_norm = weights("q_norm") if has_norm else None
         self._k_norm = weights("k_norm") if has_norm else None
+        self._sinks = weights("sinks") if mixer.has_sinks else None
         self._w_out = weights("o_proj")
+        self._out_bias = weights("o_proj.bias") if mixer.out_bias else None
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv: KvCache, sequence: KvSequence
@@ -51,8 +53,12 @@ class GqaBlock:
         k = self._turned(self._normed(k, self._k_norm), cos, sin)
         kv.write(self._layer, sequence, k, v.reshape(n_tokens, mixer.n_keys, -1))
         keys, values = kv.read(self._layer, sequence, start + n_tokens)
-        mixed = gqa(q, keys, values, scale=mixer.softmax_scale, start=start)
-        return linear(mixed, self._w_out)
+        mixed = gqa(
+            q, keys, values, scale=mixer.softmax_scale, start=start,
+            window=mixer.window, sink=self._sinks,
+        )  # fmt: skip
+        out = linear(mixed, self._w_out)
+        return out if self._out_bias is None else out + self._out_bias
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Queries or keys [T, heads * D] after their norm, as heads [T, heads, D]."""

@@ -133,7 +133,9 @@ class GqaLaunches:
         has_norm = mixer.qk_norm is not QkNorm.NONE
         self._q_norm = load.vector(name + "q_norm") if has_norm else None
         self._k_norm = load.vector(name + "k_norm") if has_norm else None
+        self.sinks = load.vector(name + "sinks") if mixer.has_sinks else None
         self.w_out = load.matrix(name + "o_proj")
+        self.out_bias = load.vector(name + "o_proj.bias") if mixer.out_bias else None
 
     def launch(
         self, b: StepBuffers, rows: int, rotation: Rotation, kv: KvPages, lengths: Tensor
@@ -145,9 +147,9 @@ class GqaLaunches:
         self.prepare(b.joined[t], queries, rotation, kv)
         gqa_decode(
             queries, kv, lengths, b.heads[t].view(heads), n_keys=mixer.n_keys,
-            scale=mixer.softmax_scale, scratch=b.attention,
+            scale=mixer.softmax_scale, scratch=b.attention, window=mixer.window, sink=self.sinks,
         )  # fmt: skip
-        gemv(b.heads[t], self.w_out, b.x[t], residual=b.x[t])
+        gemv(b.heads[t], self.w_out, b.x[t], bias=self.out_bias, residual=b.x[t])
 
     def prepare(self, joined: Tensor, queries: Tensor, rotation: Rotation, kv: KvPages) -> None:
         """From the joined projections, which are changed, to queries [T, N, D] and KV entries."""
@@ -187,7 +189,10 @@ class MoeLaunches:
         self._branch = branch
         self.router: Router = ffn.router
         self.moe_layer = moe_layer
-        self.w_router = load.matrix(name + "gate")
+        self.w_router = load.matrix(name + ffn.router_name)
+        self.logit_bias: Tensor | None = None
+        if ffn.router.logit_bias:
+            self.logit_bias = load.vector(name + ffn.router_name + ".bias")
         bias = ffn.router.selection_bias
         self.bias = load.vector(name + ffn.bias_name) if bias else None
         self.shared = None
@@ -199,7 +204,7 @@ class MoeLaunches:
         if self.shared is not None:  # beside the router, the look-up and the fetch
             with self._branch.beside():
                 self.shared.launch(b, rows, out=b.shared_out[t], residual=None)
-        gemv(b.normed[t], self.w_router, b.router[t])
+        gemv(b.normed[t], self.w_router, b.router[t], bias=self.logit_bias)
         route(
             b.router[t], self.bias, ids=b.ids[t], weights=b.weights[t], score=router.score,
             n_groups=router.n_groups, kept_groups=router.kept_groups,

@@ -106,9 +106,10 @@ class ChunkLayer:
         rms_norm(x, self._layer.attention_norm, self._eps, out=normed)
         if isinstance(attention, MlaLaunches):
             heads = self._mla(attention, normed, rotation, kv, start)
+            gemm(self._split(heads), attention.w_out, x, residual=x)
         else:
             heads = self._gqa(attention, normed, rotation, kv, start)
-        gemm(self._split(heads), attention.w_out, x, residual=x)
+            gemm(self._split(heads), attention.w_out, x, bias=attention.out_bias, residual=x)
 
     def _gqa(
         self, gqa: GqaLaunches, normed: Tensor, rotation: Rotation, kv: KvPages, start: int
@@ -120,7 +121,10 @@ class ChunkLayer:
         gemm(self._split(normed), gqa.w_in, joined, bias=gqa.bias)
         queries, heads = narrow.take(*shape), narrow.take(*shape)
         gqa.prepare(joined, queries, rotation, kv)
-        gqa_prefill(queries, kv, heads, n_keys=mixer.n_keys, start=start, scale=mixer.softmax_scale)
+        gqa_prefill(
+            queries, kv, heads, n_keys=mixer.n_keys, start=start, scale=mixer.softmax_scale,
+            window=mixer.window, sink=gqa.sinks,
+        )  # fmt: skip
         return heads.view(rows, -1)
 
     def _mla(
@@ -174,7 +178,7 @@ class ChunkLayer:
             out=normed, codes=codes[here], scales=b.scales[here],
         )  # fmt: skip
         logits = b.router[: x.shape[0]]
-        gemm(self._split(normed), moe.w_router, logits)
+        gemm(self._split(normed), moe.w_router, logits, bias=moe.logit_bias)
         route(
             logits, moe.bias, ids=b.ids[here], weights=b.weights[here], score=router.score,
             n_groups=router.n_groups, kept_groups=router.kept_groups,

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moet_desk.engine.blocks.expert_math import PLAIN, ExpertForm
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
 from moet_desk.engine.cuda.chunk_sizes import batch_size, staging_bytes
 from moet_desk.engine.cuda.pools import DevicePool
@@ -147,6 +148,7 @@ class ChunkExperts:
         readers: threads for rows on disk.
         bounce: of each plane pinned host memory [places, stride] for rows on disk, as many places
             as `most_places` says; empty if all rows are in RAM.
+        form: of the experts; biases are on the device.
     """
 
     def __init__(
@@ -159,10 +161,12 @@ class ChunkExperts:
         n_experts: int,
         readers: ThreadPoolExecutor,
         bounce: Mapping[Plane, Tensor],
+        form: ExpertForm = PLAIN,
     ) -> None:
         device = buffers.x.device
         self._pools, self._host, self._layout, self._b = dict(pools), host, layout, buffers
         self._n_experts, self._readers, self._bounce = n_experts, readers, bounce
+        self._form = form
         self._n_layers = pools[Plane.BASE].tables.n_layers
         self._size = batch_size(layout, n_experts)
         self._staging = Staging(staging_bytes(layout, n_experts), device)
@@ -216,7 +220,7 @@ class ChunkExperts:
         self._fill(turns[0].fills)
         for turn, batch, behind in zip_longest(turns, batches, turns[1:]):
             with self._staging.reading(turn.places):
-                self._compute(rows, batch, groups, weights, out, reading.activations)
+                self._compute(rows, batch, groups, weights, out, reading.activations, moe_layer)
             if behind is not None:  # after the launches: reading from disk holds up the host only
                 self._fill(behind.fills)
 
@@ -352,9 +356,10 @@ class ChunkExperts:
         weights: Tensor,
         out: Tensor,
         kind: Activations,
+        moe_layer: int,
     ) -> None:
         b, layout, n = self._b, self._layout, batch.n_rows
-        m = weights.shape[0]
+        m, bias = weights.shape[0], self._form.biases.get(moe_layer)
         mid = b.mid[: n * layout.inter].view(n, layout.inter)
         codes = shaped(b.mid_codes, n, *plain_shape(layout.inter, kind))
         scales = b.mid_scales[: n * (layout.inter // GROUP)].view(n, layout.inter // GROUP)
@@ -363,10 +368,13 @@ class ChunkExperts:
         grouped_gate_up(
             rows, batch, self._workspace, groups=groups,
             codes=shaped(b.codes, m, *plain_shape(layout.hidden, kind)), scales=b.scales[:m],
-            out=mid,
+            out=mid, glu=self._form.glu, bias=None if bias is None else bias.gate_up,
         )  # fmt: skip
         quantize_rows(mid, codes, scales)
-        grouped_down(rows, batch, self._workspace, codes=codes, scales=scales, out=part)
+        grouped_down(
+            rows, batch, self._workspace, codes=codes, scales=scales, out=part,
+            bias=None if bias is None else bias.down,
+        )  # fmt: skip
         add_rows(part, batch, groups, weights=weights, out=out)
 
     def _upload(self, batches: Sequence[Batch]) -> list[Batch]:

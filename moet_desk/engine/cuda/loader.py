@@ -20,6 +20,7 @@ import torch
 
 from moet_desk import hardware
 from moet_desk.engine import heat
+from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.chunk_sizes import most_places
 from moet_desk.engine.cuda.decode import CudaDecoder
@@ -156,8 +157,10 @@ def _load(
     mailbox, server = _mailbox(arena, opened, allocate, error)
     if server is not None:
         undo.callback(server.close)
+    dense = DenseLoader(reader, device)
+    form = load_form(spec, dense.table)
     model = StepModel(
-        spec, DenseLoader(reader, device), kv, _step_experts(opened, pools, mailbox, arena),
+        spec, dense, kv, _step_experts(opened, pools, mailbox, arena, form),
         context=plan.context, device=device, error=error, server=server,
         with_head=opened.with_head,
     )  # fmt: skip
@@ -169,7 +172,7 @@ def _load(
     buffers = ChunkBuffers.make(spec, plan.prefill_chunk, context=plan.context, device=device)
     streamed = ChunkExperts(
         pools, arena, reader.layout, buffers, n_experts=reader.meta.n_experts, readers=readers,
-        bounce=_bounce(opened, allocate),
+        bounce=_bounce(opened, allocate), form=form,
     )  # fmt: skip
     head = MtpDrafter(DeviceHead(model)) if opened.with_head else None
     decoder = CudaDecoder(model, drafting_of(options, head, widths=widths))
@@ -254,13 +257,14 @@ def _step_experts(
     pools: Mapping[Plane, DevicePool],
     mailbox: fetch.Mailbox | None,
     arena: Arena,
+    form: ExpertForm,
 ) -> Mapping[Plane, PoolExperts]:
     """What computes the routed experts of a step, for fast and for exact answers."""
     base, fine = pools[Plane.BASE], pools[Plane.FINE]
     return {
         plane: PoolExperts(
             base, second, opened.reader.layout, n_layers=len(opened.spec.main_moe_layers),
-            mailbox=mailbox, host=arena,
+            mailbox=mailbox, host=arena, form=form,
         )
         for plane, second in ((Plane.BASE, None), (Plane.FINE, fine))
     }  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moet_desk.engine.blocks.expert_math import PLAIN, ExpertForm
 from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.layouts import ExpertLayout
@@ -148,6 +149,7 @@ class PoolExperts:
         n_layers: MoE layers of a step; the last one ends the tables' step.
         mailbox: how rows on disk are asked for; None if all rows are in the arena.
         host: the arena as the host sees it.
+        form: of the experts; biases are on the device.
     """
 
     def __init__(
@@ -159,8 +161,10 @@ class PoolExperts:
         n_layers: int,
         mailbox: Mailbox | None,
         host: HostArena,
+        form: ExpertForm = PLAIN,
     ) -> None:
         self._base, self._fine, self._layout, self._host = base, fine, layout, host
+        self._form = form
         self._n_layers, self._mailbox = n_layers, mailbox
 
     @property
@@ -187,7 +191,7 @@ class PoolExperts:
             fine_slots, fine_slot = self._fine.slots, fine_found.uniq_slot
         pool = ExpertPool(
             self._layout, self._base.slots, found.uniq_slot, found.uniq_pair,
-            fine_slots, fine_slot,
+            fine_slots, fine_slot, self._form.biases.get(moe_layer), ids,
         )  # fmt: skip
         pairs = slice(0, ids.numel())
         codes = b.codes[self.activations][t]
@@ -195,6 +199,6 @@ class PoolExperts:
         hidden_scales = b.hidden_scales[pairs]
         experts_hidden(
             pool, codes, b.scales[t], scratch=b.hidden[pairs],
-            out_codes=hidden_codes, out_scales=hidden_scales,
+            out_codes=hidden_codes, out_scales=hidden_scales, glu=self._form.glu,
         )  # fmt: skip
         experts_down(pool, hidden_codes, hidden_scales, part=b.part[pairs])

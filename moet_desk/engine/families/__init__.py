@@ -23,6 +23,7 @@ MODULE_OF_TYPE = {
     "olmoe": "olmoe",
     "mixtral": "mixtral",
     "minimax_m2": "minimax_m2",
+    "gpt_oss": "gpt_oss",
 }
 """model_type -> module. Kimi-K2's text model is DeepSeek-V3's with other sizes."""
 

@@ -15,6 +15,9 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """The matrices of an expert: gate, up and down."""
 
+GATE_UP_BIAS, DOWN_BIAS = "experts.gate_up_proj_bias", "experts.down_proj_bias"
+"""Biases of all experts, [E, 2I] with gate and up in turn, and [E, H]."""
+
 
 def plan_of(spec: Spec, *, projections: tuple[str, str, str] = PROJECTIONS) -> PackPlan:
     """The packer's plan; `projections` is what gate, up and down of an expert are called."""
@@ -100,13 +103,23 @@ def _gqa(name: str, mixer: Gqa, hidden: int) -> Shapes:
         full = mixer.qk_norm is QkNorm.FULL
         yield name + "q_norm", (queries if full else mixer.head_dim,)
         yield name + "k_norm", (keys if full else mixer.head_dim,)
+    if mixer.has_sinks:
+        yield name + "sinks", (mixer.n_heads,)
     yield name + "o_proj", (hidden, queries)
+    if mixer.out_bias:
+        yield name + "o_proj.bias", (hidden,)
 
 
 def _moe(name: str, ffn: MoeFfn, hidden: int) -> Shapes:
-    yield name + "gate", (ffn.router.n_experts, hidden)
+    n_experts = ffn.router.n_experts
+    yield name + ffn.router_name, (n_experts, hidden)
+    if ffn.router.logit_bias:
+        yield name + ffn.router_name + ".bias", (n_experts,)
     if ffn.router.selection_bias:
-        yield name + ffn.bias_name, (ffn.router.n_experts,)
+        yield name + ffn.bias_name, (n_experts,)
+    if ffn.expert_bias:
+        yield name + GATE_UP_BIAS, (n_experts, 2 * ffn.inter)
+        yield name + DOWN_BIAS, (n_experts, hidden)
     if ffn.shared_inter:
         yield from _mlp(name + "shared_experts.", hidden, ffn.shared_inter)
 

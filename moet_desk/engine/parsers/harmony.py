@@ -16,6 +16,8 @@ from moet_desk.engine.parsers.events import Call, Content, Parsed, Reasoning, jo
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
+STOPS = ("<|call|>", "<|return|>")
+"""Of these, the tokens that end an answer: behind an end of a message another one follows."""
 
 _HEAD_MARKS = (START, CHANNEL)
 _BODY_TAGS = tags_pattern((*ENDS, START, CHANNEL))

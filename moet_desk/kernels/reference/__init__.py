@@ -10,10 +10,12 @@ from moet_desk.kernels.reference.cache import CacheTables, LookupResult, claim, 
 from moet_desk.kernels.reference.dense import linear, linear_row
 from moet_desk.kernels.reference.expand import expand_base, expand_fine
 from moet_desk.kernels.reference.experts import (
+    ExpertBias,
     combine,
     expert_mlp,
     expert_mlp_float,
     expert_rows,
+    gated,
     swiglu,
 )
 from moet_desk.kernels.reference.kv_formats import (
@@ -44,6 +46,7 @@ from moet_desk.kernels.reference.sampling import sample
 
 __all__ = [
     "CacheTables",
+    "ExpertBias",
     "LookupResult",
     "apply_rope",
     "balance_zeros",
@@ -58,6 +61,7 @@ __all__ = [
     "expert_rows",
     "fine_digits",
     "fp4_values",
+    "gated",
     "gqa",
     "gqa_entry_bytes",
     "gqa_read",

@@ -11,11 +11,12 @@ unlike torch's fused silu, gives a value the same bits wherever it lies in a ten
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moet_desk.kernels.kinds import Activations
+from moet_desk.kernels.kinds import SWIGLU, Activations, Glu
 from moet_desk.kernels.layouts import GROUP, ExpertLayout, MatrixLayout
 from moet_desk.kernels.reference.quant import quantize_activations
 
@@ -25,16 +26,37 @@ LANES = 32
 _TERM_FLOATS = 1 << 21  # block terms held at once; 8 MiB stay in the cache of one core
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertBias:
+    """What is added to the products of experts: one row for `expert_mlp`, K for `expert_rows`.
+
+    Shapes:
+        gate_up [1 or K, 2I], gates first; down [1 or K, H]; float32
+    """
+
+    gate_up: Tensor
+    down: Tensor
+
+
 def swiglu(g: Tensor, u: Tensor, limit: float | None = None) -> Tensor:
     """silu(g) * u; with a limit L, g is first cut to <= L and u to -L..L (models.md §1.2).
 
     Shapes:
         g, u same shape float32; returns the same shape
     """
-    if limit is not None:
-        g = g.clamp(max=limit)
-        u = u.clamp(-limit, limit)
-    return g / torch.exp(-g).add_(1.0) * u
+    return gated(g, u, Glu(limit))
+
+
+def gated(g: Tensor, u: Tensor, glu: Glu) -> Tensor:
+    """(u + shift) * g * sigmoid(alpha * g), of cut g and u.
+
+    Shapes:
+        g, u same shape float32; returns the same shape
+    """
+    if glu.limit is not None:
+        g = g.clamp(max=glu.limit)
+        u = u.clamp(-glu.limit, glu.limit)
+    return g / torch.exp(-glu.alpha * g).add_(1.0) * (u if glu.shift == 0.0 else u + glu.shift)
 
 
 def expert_mlp(
@@ -43,12 +65,14 @@ def expert_mlp(
     slot: Tensor,
     layout: ExpertLayout,
     *,
-    limit: float | None = None,
+    glu: Glu = SWIGLU,
+    bias: ExpertBias | None = None,
     kind: Activations = Activations.INT8,
 ) -> Tensor:
     """One expert on quantised activations; bits of a token do not depend on the other tokens.
 
-    gate_up, SwiGLU, integers again, down. NaN in `s` or `q` shows in that token's row and no other.
+    gate_up, the GLU, integers again, down; biases are added in float32. NaN in `s` or `q` shows in
+    that token's row and no other.
 
     Shapes:
         q [T, H] float32 integers, s [T, H/32] float32 (from `quantize_activations` of this kind)
@@ -56,11 +80,11 @@ def expert_mlp(
     """
     tile = max(1, _TERM_FLOATS // (min(layout.gate_up.groups, LANES) * layout.gate_up.n))
     if q.shape[0] <= tile:
-        return _expert_tile(q, s, (slot,), layout, limit, kind)
+        return _expert_tile(q, s, (slot,), layout, glu, bias, kind)
     tiles = range(0, q.shape[0], tile)
     return torch.cat(
         [
-            _expert_tile(q[t : t + tile], s[t : t + tile], (slot,), layout, limit, kind)
+            _expert_tile(q[t : t + tile], s[t : t + tile], (slot,), layout, glu, bias, kind)
             for t in tiles
         ]
     )
@@ -72,7 +96,8 @@ def expert_rows(
     slots: Sequence[Tensor],
     layout: ExpertLayout,
     *,
-    limit: float | None = None,
+    glu: Glu = SWIGLU,
+    bias: ExpertBias | None = None,
     kind: Activations = Activations.INT8,
 ) -> Tensor:
     """All chosen experts of one token: `expert_mlp` for each slot, with the same bits.
@@ -84,11 +109,16 @@ def expert_rows(
         q [1, H] float32 integers, s [1, H/32] float32 (from `quantize_activations` of this kind)
         slots: K of [slot_floats] float32; returns [K, H] float32
     """
-    return _expert_tile(q, s, slots, layout, limit, kind)
+    return _expert_tile(q, s, slots, layout, glu, bias, kind)
 
 
 def expert_mlp_float(
-    x: Tensor, slot: Tensor, layout: ExpertLayout, *, limit: float | None = None
+    x: Tensor,
+    slot: Tensor,
+    layout: ExpertLayout,
+    *,
+    glu: Glu = SWIGLU,
+    bias: ExpertBias | None = None,
 ) -> Tensor:
     """One expert on float activations: the oracle path, not batch-invariant.
 
@@ -99,7 +129,10 @@ def expert_mlp_float(
     gate_up = slot[:split].view(layout.gate_up.k, layout.gate_up.n)
     down = slot[split : layout.slot_floats].view(layout.down.k, layout.down.n)
     mid = x @ gate_up
-    return swiglu(mid[:, : layout.inter], mid[:, layout.inter :], limit) @ down
+    if bias is not None:
+        mid += bias.gate_up
+    out = gated(mid[:, : layout.inter], mid[:, layout.inter :], glu) @ down
+    return out if bias is None else out + bias.down
 
 
 def combine(parts: Tensor, weights: Tensor) -> Tensor:
@@ -120,18 +153,22 @@ def _expert_tile(
     s: Tensor,
     slots: Sequence[Tensor],
     layout: ExpertLayout,
-    limit: float | None,
+    glu: Glu,
+    bias: ExpertBias | None,
     kind: Activations,
 ) -> Tensor:
     """T tokens through one slot, or one token through each of K slots: [T or K, H]."""
     split = layout.gate_up.n * layout.gate_up.k
     gate_up = [slot[:split] for slot in slots]
     mid = _block_matmul([q] * len(slots), s, gate_up, layout.gate_up)  # [T, 2I]
-    act = swiglu(mid[:, : layout.inter], mid[:, layout.inter :], limit)  # [T, I]
+    if bias is not None:
+        mid += bias.gate_up
+    act = gated(mid[:, : layout.inter], mid[:, layout.inter :], glu)  # [T, I]
     act_q, act_s = quantize_activations(act, kind)
     down = [slot[split : layout.slot_floats] for slot in slots]
     rows = [act_q[k : k + 1] for k in range(len(slots))] if len(slots) > 1 else [act_q]
-    return _block_matmul(rows, act_s, down, layout.down)
+    out = _block_matmul(rows, act_s, down, layout.down)
+    return out if bias is None else out + bias.down
 
 
 def _block_matmul(

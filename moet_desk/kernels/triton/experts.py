@@ -1,4 +1,4 @@
-"""Routed experts of a decode step: gate_up with SwiGLU, integers again, down, weighted sum.
+"""Routed experts of a decode step: gate_up with its GLU, integers again, down, weighted sum.
 
 Owns launches and tile sizes; the arithmetic is `expert_math`. Twins: `reference.experts`. A program
 owns some rows of one distinct expert's matrix, reads them once and serves every token of the step
@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moet_desk.kernels.kinds import SWIGLU, Glu
 from moet_desk.kernels.layouts import ExpertLayout
+from moet_desk.kernels.reference.experts import ExpertBias
 from moet_desk.kernels.triton.expert_math import load_tile, tile_products
 from moet_desk.kernels.triton.portable import PTX, product
 from moet_desk.kernels.triton.quant import block_codes, is_wide, quantize_rows, store_planar
@@ -33,6 +35,8 @@ class ExpertPool:
         uniq_pair: int32 [P, T], the pair t * K + k in which token t uses that expert, or -1.
         fine: uint8 [S2, fine_stride], or None for 2-bit weights.
         fine_slot: int32 [P] like `uniq_slot`, in `fine`; given exactly when `fine` is.
+        bias: of all experts of the layer, gate_up [E, 2I] and down [E, H], or None.
+        ids: int32 [P], the expert of each pair; given exactly when `bias` is.
     """
 
     layout: ExpertLayout
@@ -41,6 +45,8 @@ class ExpertPool:
     uniq_pair: Tensor
     fine: Tensor | None = None
     fine_slot: Tensor | None = None
+    bias: ExpertBias | None = None
+    ids: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +76,28 @@ _MEASURED: dict[tuple[int, int, bool], ExpertTiles] = {}
 
 
 @triton.jit
-def swiglu(g, u, limit, LIMITED: tl.constexpr):
-    """silu(g) * u, cut to +-limit as in `reference.swiglu`; NaN stays NaN."""
+def gated(g, u, limit, LIMITED: tl.constexpr, ALPHA: tl.constexpr = 1.0, SHIFT: tl.constexpr = 0.0):
+    """As `reference.gated`, cut to +-limit if LIMITED; NaN stays NaN."""
     if LIMITED:
         g = tl.where(g > limit, limit, g)
         u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
-    return tl.div_rn(g, tl.exp(-g) + 1.0) * u
+    at = -g
+    if ALPHA != 1.0:
+        at = at * ALPHA
+    if SHIFT != 0.0:
+        u = u + SHIFT
+    return tl.div_rn(g, tl.exp(at) + 1.0) * u
 
 
 @triton.jit
 def _gate_up_kernel(
     base, fine, uniq_slot, fine_slot, uniq_pair, codes, scales, out, out_codes, out_scales, limit,
+    bias, ids,
     H: tl.constexpr, I: tl.constexpr, T: tl.constexpr,
     BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr,
-    FINE: tl.constexpr, LIMITED: tl.constexpr, QUANTIZE: tl.constexpr, PTX: tl.constexpr,
+    FINE: tl.constexpr, LIMITED: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
+    QUANTIZE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // 32
     WORDS: tl.constexpr = 16 if FINE else 8
@@ -104,7 +117,11 @@ def _gate_up_kernel(
                 x, s = codes + t * (WORDS * G), scales + t * G
                 g = tile_products(gate, x, s, B, G, C, FINE, PTX)
                 u = tile_products(up, x, s, B, G, C, FINE, PTX)
-                h = swiglu(g, u, limit, LIMITED)
+                if bias is not None:
+                    own = bias + tl.load(ids + pair).to(tl.int64) * (2 * I) + rows
+                    g += tl.load(own).to(tl.float32)
+                    u += tl.load(own + I).to(tl.float32)
+                h = gated(g, u, limit, LIMITED, ALPHA, SHIFT)
                 if QUANTIZE:
                     q, scale = block_codes(tl.reshape(h, [B // 32, 32]), FINE, PTX)
                     block = first // 32 + tl.arange(0, B // 32)
@@ -116,7 +133,7 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    base, fine, uniq_slot, fine_slot, uniq_pair, codes, scales, part,
+    base, fine, uniq_slot, fine_slot, uniq_pair, codes, scales, part, bias, ids,
     H: tl.constexpr, I: tl.constexpr, T: tl.constexpr,
     BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
     BASE_OFFSET: tl.constexpr, FINE_OFFSET: tl.constexpr,
@@ -137,6 +154,9 @@ def _down_kernel(
             if pair >= 0:
                 x, s = codes + pair * (WORDS * G), scales + pair * G
                 y = tile_products(tile, x, s, B, G, C, FINE, PTX)
+                if bias is not None:
+                    own = bias + tl.load(ids + pair).to(tl.int64) * H + rows
+                    y += tl.load(own).to(tl.float32)
                 tl.store(part + pair * H + rows, y)
 
 
@@ -165,18 +185,18 @@ def experts_gate_up(
     scales: Tensor,
     *,
     out: Tensor,
-    limit: float | None = None,
+    glu: Glu = SWIGLU,
     tile: Tile | None = None,
     ptx: bool = PTX,
 ) -> None:
-    """swiglu(gate x, up x) of every pair; the products' bits are those of the twin.
+    """The GLU of gate x and up x of every pair; the products' bits are those of the twin.
 
     Shapes:
         codes int32 [T, 8, H/32], with fine slots [T, 2, 8, H/32]; scales float32 [T, H/32]
         out float32 [P, I], rows of pairs in `uniq_pair` are written
     """
     tile = tile or tiles_for(pool.layout, fine=pool.fine is not None).gate_up
-    _gate_up(pool, codes, scales, (out, out, out), tile, limit=limit, quantize=False, ptx=ptx)
+    _gate_up(pool, codes, scales, (out, out, out), tile, glu=glu, quantize=False, ptx=ptx)
 
 
 def experts_hidden(
@@ -187,7 +207,7 @@ def experts_hidden(
     scratch: Tensor,
     out_codes: Tensor,
     out_scales: Tensor,
-    limit: float | None = None,
+    glu: Glu = SWIGLU,
     tile: Tile | None = None,
     ptx: bool = PTX,
 ) -> None:
@@ -202,7 +222,7 @@ def experts_hidden(
     quantize = tile.rows % 32 == 0
     outs = (scratch, out_codes, out_scales)
     _check_codes(pool, out_codes)
-    _gate_up(pool, codes, scales, outs, tile, limit=limit, quantize=quantize, ptx=ptx)
+    _gate_up(pool, codes, scales, outs, tile, glu=glu, quantize=quantize, ptx=ptx)
     if not quantize:
         quantize_rows(scratch, out_codes, out_scales)
 
@@ -228,6 +248,7 @@ def experts_down(
     _check_codes(pool, codes)
     _down_kernel[(layout.hidden // tile.rows, n_experts)](
         pool.base, fine, pool.uniq_slot, fine_slot, pool.uniq_pair, codes, scales, part,
+        None if pool.bias is None else pool.bias.down, pool.ids,
         layout.hidden, layout.inter, pool.uniq_pair.shape[1],
         layout.base_stride, layout.fine_stride,
         layout.gate_up.base_bytes, layout.gate_up.fine_bytes,
@@ -288,7 +309,7 @@ def _gate_up(
     outs: tuple[Tensor, Tensor, Tensor],
     tile: Tile,
     *,
-    limit: float | None,
+    glu: Glu,
     quantize: bool,
     ptx: bool,
 ) -> None:
@@ -297,11 +318,12 @@ def _gate_up(
     _check_codes(pool, codes)
     _gate_up_kernel[(layout.inter // tile.rows, n_experts)](
         pool.base, fine, pool.uniq_slot, fine_slot, pool.uniq_pair, codes, scales, *outs,
-        0.0 if limit is None else limit,
+        0.0 if glu.limit is None else glu.limit,
+        None if pool.bias is None else pool.bias.gate_up, pool.ids,
         layout.hidden, layout.inter, pool.uniq_pair.shape[1],
         layout.base_stride, layout.fine_stride,
         tile.rows, _lanes(layout.hidden),
-        pool.fine is not None, limit is not None, quantize, ptx,
+        pool.fine is not None, glu.limit is not None, glu.alpha, glu.shift, quantize, ptx,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moet_desk.kernels.kinds import SWIGLU, Glu
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.expert_math import block_words, power_of_two
-from moet_desk.kernels.triton.experts import swiglu
+from moet_desk.kernels.triton.experts import gated
 from moet_desk.kernels.triton.portable import PTX, product
 from moet_desk.kernels.triton.quant import is_wide
 
@@ -221,10 +222,11 @@ def _add_block(w, x, low, e, s, total, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["shift"])
 def _grouped_kernel(
-    weights, base, tiles, tokens, codes, scales, out, limit, shift,
+    weights, base, tiles, tokens, codes, scales, out, limit, bias, shift,
     N: tl.constexpr, G: tl.constexpr, STRIDE: tl.constexpr, OFFSET: tl.constexpr,
     SCALE_OFFSET: tl.constexpr, B: tl.constexpr, P: tl.constexpr, FINE: tl.constexpr,
-    WIDE: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr, UNROLL: tl.constexpr,
+    WIDE: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr, ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 2 if WIDE else 1
     tile = tiles + 4 * tl.program_id(1)
@@ -267,8 +269,13 @@ def _grouped_kernel(
     if FINE:  # weights were doubled
         total *= 0.5
         total_up *= 0.5
+    if bias is not None:
+        own = bias + expert.to(tl.int64) * (2 * N if GATED else N) + n
+        total += tl.load(own, mask=real, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            total_up += tl.load(own + N, mask=real, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        total = swiglu(total, total_up, limit, LIMITED)
+        total = gated(total, total_up, limit, LIMITED, ALPHA, SHIFT)
     at = (first + p).to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out + at, tl.trans(total), mask=inside[:, None] & real[None, :])
 
@@ -327,15 +334,17 @@ def grouped_gate_up(
     codes: Tensor,
     scales: Tensor,
     out: Tensor,
-    limit: float | None = None,
+    glu: Glu = SWIGLU,
+    bias: Tensor | None = None,
 ) -> None:
-    """swiglu(gate x, up x) of the batch's pairs.
+    """The GLU of gate x and up x of the batch's pairs.
 
     Shapes:
+        bias [E, 2I] bfloat16 or float32, gates first
         workspace from `expand`; codes int8 [M, H] or [M, 2, H] (plain), scales float32 [M, H/32]
         out float32 [>= n_rows, I], the batch's rows in order
     """
-    _grouped(rows, batch, workspace, groups.tokens, codes, scales, out, limit, gated=True)
+    _grouped(rows, batch, workspace, groups.tokens, codes, scales, out, glu, bias, has_gate=True)
 
 
 def grouped_down(
@@ -346,14 +355,16 @@ def grouped_down(
     codes: Tensor,
     scales: Tensor,
     out: Tensor,
+    bias: Tensor | None = None,
 ) -> None:
     """Contributions of the batch's pairs, not yet weighted.
 
     Shapes:
+        bias [E, H] bfloat16 or float32
         codes int8 [>= n_rows, I] or [>= n_rows, 2, I] (plain), scales float32 [>= n_rows, I/32]
         out float32 [>= n_rows, H], the batch's rows in order
     """
-    _grouped(rows, batch, workspace, batch.tiles, codes, scales, out, None, gated=False)
+    _grouped(rows, batch, workspace, batch.tiles, codes, scales, out, SWIGLU, bias, has_gate=False)
 
 
 def add_rows(
@@ -383,20 +394,22 @@ def _grouped(
     codes: Tensor,
     scales: Tensor,
     out: Tensor,
-    limit: float | None,
+    glu: Glu,
+    bias: Tensor | None,
     *,
-    gated: bool,
+    has_gate: bool,
 ) -> None:
     layout = rows.layout
-    matrix = layout.gate_up if gated else layout.down
-    n = layout.inter if gated else layout.hidden
-    offset = 0 if gated else layout.gate_up.n * layout.gate_up.k
-    scale_at = (0 if gated else layout.gate_up.base_bytes) + 8 * matrix.n * matrix.groups
-    weight_rows = (64 if gated else 128) // (2 if batch.pairs > 64 else 1)
+    matrix = layout.gate_up if has_gate else layout.down
+    n = layout.inter if has_gate else layout.hidden
+    offset = 0 if has_gate else layout.gate_up.n * layout.gate_up.k
+    scale_at = (0 if has_gate else layout.gate_up.base_bytes) + 8 * matrix.n * matrix.groups
+    weight_rows = (64 if has_gate else 128) // (2 if batch.pairs > 64 else 1)
     _grouped_kernel[(triton.cdiv(n, weight_rows), batch.tiles.shape[0])](
         workspace, rows.base, batch.tiles, tokens, codes, scales, out,
-        0.0 if limit is None else limit, batch.first,
+        0.0 if glu.limit is None else glu.limit, bias, batch.first,
         n, matrix.groups, layout.slot_floats, offset, scale_at, weight_rows, batch.pairs,
-        rows.fine is not None, is_wide(codes), gated, limit is not None,
+        rows.fine is not None, is_wide(codes), has_gate,
+        glu.limit is not None, glu.alpha, glu.shift,
         gcd(matrix.groups, _UNROLL), num_warps=4, num_stages=3,
     )  # fmt: skip

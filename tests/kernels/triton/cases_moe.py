@@ -34,7 +34,11 @@ def expert_cases(
     label = f"{'FP4' if fine else '2bit'} H={hidden} I={inter} T={n_tokens}"
     tables = pointers("*u8", "base fine") | pointers("*i32", "uniq_slot fine_slot uniq_pair codes")
     tables["scales"] = "*fp32"
-    shape = {
+    # gpt-oss alone has biases and its own GLU
+    oss = name == "gpt-oss"
+    tables |= {"ids": "*i32", "bias": "*bf16"} if oss else {}
+    shape: dict[str, Any] = {} if oss else {"ids": None, "bias": None}
+    shape |= {
         "H": hidden,
         "I": inter,
         "T": n_tokens,
@@ -46,7 +50,8 @@ def expert_cases(
     gate_up = {"out": "*fp32", "out_codes": "*i32", "out_scales": "*fp32", "limit": "fp32"}
     for tile in {tiles.gate_up, experts.Tile(32, 8)} if name == "ds4" else {tiles.gate_up}:
         quantize = tile.rows % 32 == 0
-        own = {"B": tile.rows, "C": experts._lanes(hidden), "LIMITED": True, "QUANTIZE": quantize}
+        own = {"B": tile.rows, "C": experts._lanes(hidden), "QUANTIZE": quantize}
+        own |= {"LIMITED": True, "ALPHA": 1.702 if oss else 1.0, "SHIFT": float(oss)}
         yield Case(
             f"experts_gate_up {label}{' quantising' if quantize else ''}",
             experts._gate_up_kernel,
@@ -232,6 +237,9 @@ def grouped_cases() -> Iterator[Case]:
                 "WIDE": wide,
                 "GATED": gated,
                 "LIMITED": False,
+                "ALPHA": 1.0,
+                "SHIFT": 0.0,
+                "bias": None,
                 "UNROLL": 2,
             },
             4,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from moet_desk.kernels import reference
-from moet_desk.kernels.kinds import Activations
+from moet_desk.kernels.kinds import SWIGLU, Activations, Glu
 from moet_desk.kernels.layouts import ExpertLayout, base_codes
-from moet_desk.kernels.reference.experts import _block_matmul
+from moet_desk.kernels.reference.experts import ExpertBias, _block_matmul
 from moet_desk.kernels.triton.experts import (
     ExpertPool,
     Tile,
@@ -36,6 +36,7 @@ class Step:
     x: Tensor  # [T, H]
     weights: Tensor  # [T, K]
     fine: bool
+    bias: ExpertBias | None = None  # of all experts
 
     @property
     def layout(self) -> ExpertLayout:
@@ -64,9 +65,13 @@ class Step:
         base = torch.stack([e.base_row for e in reversed(self.experts)]).to(device)
         fine = torch.stack([e.fine_row for e in reversed(self.experts)]).to(device)
         slots, pairs = slots.to(device), pairs.to(device)
+        bias, ids = self.bias, None
+        if bias is not None:
+            bias = ExpertBias(bias.gate_up.to(device), bias.down.to(device))
+            ids = self.ids.to(device, torch.int32)
         if self.fine:
-            return ExpertPool(self.layout, base, slots, pairs, fine, slots)
-        return ExpertPool(self.layout, base, slots, pairs)
+            return ExpertPool(self.layout, base, slots, pairs, fine, slots, bias, ids)
+        return ExpertPool(self.layout, base, slots, pairs, bias=bias, ids=ids)
 
     def products(self) -> Tensor:
         """The reference's gate_up products before SwiGLU: [T, K, 2I]."""
@@ -91,14 +96,20 @@ class Step:
 
         return self._by_pair(one)
 
-    def parts(self, limit: float | None = None, kind: Activations | None = None) -> Tensor:
+    def bias_of(self, t: int, k: int) -> ExpertBias | None:
+        if self.bias is None:
+            return None
+        one = self.ids[t, k : k + 1]
+        return ExpertBias(self.bias.gate_up[one], self.bias.down[one])
+
+    def parts(self, glu: Glu = SWIGLU, kind: Activations | None = None) -> Tensor:
         """The reference's contribution of each pair: [T, K, H]."""
         kind = kind or self.kind
         q, s = reference.quantize_activations(self.x, kind)
         return self._by_pair(
             lambda t, k: reference.expert_mlp(
                 q[t : t + 1], s[t : t + 1], self.slot(t, k), self.layout,
-                limit=limit, kind=kind,
+                glu=glu, bias=self.bias_of(t, k), kind=kind,
             )
         )  # fmt: skip
 
@@ -124,6 +135,12 @@ def random_step(
     ids = torch.rand(n_tokens, n_experts).topk(top_k, dim=1).indices
     x = torch.randn(n_tokens, hidden)
     return Step(experts, ids, x, torch.rand(n_tokens, top_k), fine)
+
+
+def random_bias(layout: ExpertLayout, n_experts: int) -> ExpertBias:
+    """Of bfloat16 values, the published precision."""
+    gate_up = torch.randn(n_experts, 2 * layout.inter).bfloat16()
+    return ExpertBias(gate_up, torch.randn(n_experts, layout.hidden).bfloat16())
 
 
 def code_values(codes: Tensor) -> Tensor:
@@ -214,7 +231,7 @@ def run_step(
     step: Step,
     *,
     device: str = "cpu",
-    limit: float | None = None,
+    glu: Glu = SWIGLU,
     ptx: bool | None = None,
     gate_up: Tile | None = None,
     down: Tile | None = None,
@@ -232,9 +249,9 @@ def run_step(
     out_scales = torch.empty(n_pairs, layout.inter // 32, device=device)
     experts_hidden(
         pool, codes, scales, scratch=hidden, out_codes=out_codes, out_scales=out_scales,
-        limit=limit, tile=gate_up, **branch,
+        glu=glu, tile=gate_up, **branch,
     )  # fmt: skip
-    experts_gate_up(pool, codes, scales, out=hidden, limit=limit, tile=gate_up, **branch)
+    experts_gate_up(pool, codes, scales, out=hidden, glu=glu, tile=gate_up, **branch)
     part = torch.empty(n_pairs, layout.hidden, device=device)
     experts_down(pool, out_codes, out_scales, part=part, tile=down, **branch)
     out = torch.zeros(step.x.shape, device=device)

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from moet_desk.kernels import reference
-from moet_desk.kernels.kinds import Activations
+from moet_desk.kernels.kinds import Activations, Glu
 from moet_desk.kernels.layouts import ExpertLayout, pack_expert
 from moet_desk.kernels.triton.experts import Tile, combine, experts_gate_up, tiles_for
 from tests.kernels.makers import Expert, quads_expert
 from tests.kernels.triton.moe_makers import (
     down_columns,
     planar_codes,
+    random_bias,
     random_step,
     run_step,
     wanted_columns,
@@ -54,11 +55,28 @@ def test_down__quads_of_nibbles__weights_and_scales_of_the_definition(
 def test_step__limit__cut_like_the_reference(fine: bool) -> None:
     step = random_step(64, 32, 1, 2, fine=fine)
     step.x *= 40
-    got = run_step(step, limit=0.5)
+    got = run_step(step, glu=Glu(0.5))
     products = step.products().view(-1, 64)
     want = reference.swiglu(products[:, :32], products[:, 32:], 0.5)
     assert torch.allclose(got.hidden, want, rtol=1e-6, atol=1e-9)
     assert not torch.allclose(got.hidden, run_step(step).hidden)
+
+
+OSS = Glu(limit=0.5, alpha=1.702, shift=1.0)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_step__biases_and_another_glu__as_the_reference(fine: bool) -> None:
+    step = random_step(64, 32, 2, 2, fine=fine)
+    step.bias = random_bias(step.layout, len(step.experts))
+    got = run_step(step, glu=OSS)
+    products = step.products() + step.bias.gate_up[step.ids].float()
+    gates, ups = products.view(-1, 64).chunk(2, 1)
+    assert torch.allclose(got.hidden, reference.gated(gates, ups, OSS), rtol=1e-6, atol=1e-9)
+    down = step.down_products(got.codes, got.scales) + step.bias.down[step.ids].float()
+    assert torch.equal(got.part, down.view(got.part.shape))
+    want = step.parts(OSS)
+    assert float((down - want).norm() / want.norm()) < 1e-3
 
 
 @pytest.mark.parametrize("fine", [False, True])

@@ -46,6 +46,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "minimax": {**GQA_CONFIGS["minimax"], **SMALL},
     "olmoe": {**GQA_CONFIGS["olmoe"], **SMALL, "hidden_size": 64},
     "mixtral": {**GQA_CONFIGS["mixtral"], **SMALL, "head_dim": 16},
+    # of the seven tokens some see three only
+    "gpt_oss": {**GQA_CONFIGS["gpt_oss"], **SMALL, "sliding_window": 3},
 }
 HELD, ROWS = 3, 4
 """Tokens that the cache holds before, and tokens of the step or of the chunk."""
@@ -152,8 +154,14 @@ WHOLE = {
     "glm": {**CONFIGS["glm"], "num_hidden_layers": 2, "first_k_dense_replace": 1},
     "minimax": CONFIGS["minimax"],
     "mixtral": {**CONFIGS["mixtral"], "num_experts_per_tok": 2},
-}
-"""A dense layer, shared expert and sigmoid router; names of its own; softmax with a sum of one."""
+    "gpt_oss": {
+        **CONFIGS["gpt_oss"], "num_experts_per_tok": 2, "num_hidden_layers": 2,
+        "sliding_window": 2, "swiglu_limit": 0.3,
+    },
+}  # fmt: skip
+"""A dense layer, shared expert and sigmoid router; names of its own; softmax with a sum of one;
+windows in one of two layers, sinks, biases everywhere and a GLU of its own.
+"""
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moet_desk.kernels import reference
-from moet_desk.kernels.kinds import Activations
+from moet_desk.kernels.kinds import SWIGLU, Activations, Glu
+from moet_desk.kernels.reference import ExpertBias
 from moet_desk.kernels.triton.grouped import (
     Batch,
     PairGroups,
@@ -22,7 +23,7 @@ from moet_desk.kernels.triton.grouped import (
     make_batch,
 )
 from tests.kernels.makers import Expert, quads_expert, random_expert
-from tests.kernels.triton.moe_makers import expanded, plain_codes, wanted_bytes
+from tests.kernels.triton.moe_makers import expanded, plain_codes, random_bias, wanted_bytes
 
 N_EXPERTS = 5
 
@@ -46,7 +47,7 @@ def random_ids(n_tokens: int, top_k: int) -> Tensor:
 
 def run_batch(
     rows: RowAddresses, batch: Batch, groups: PairGroups, x: Tensor, *,
-    limit: float | None = None, kind: Activations = Activations.INT8,
+    glu: Glu = SWIGLU, kind: Activations = Activations.INT8, bias: ExpertBias | None = None,
 ) -> Tensor:  # fmt: skip
     layout = rows.layout
     workspace = torch.empty(len(batch.experts), layout.slot_floats, dtype=torch.int8)
@@ -54,11 +55,15 @@ def run_batch(
     codes, scales = plain_codes(x, kind)
     mid = torch.empty(batch.n_rows, layout.inter)
     grouped_gate_up(
-        rows, batch, workspace, groups=groups, codes=codes, scales=scales, out=mid, limit=limit
-    )
+        rows, batch, workspace, groups=groups, codes=codes, scales=scales, out=mid, glu=glu,
+        bias=None if bias is None else bias.gate_up,
+    )  # fmt: skip
     part = torch.empty(batch.n_rows, layout.hidden)
     mid_codes, mid_scales = plain_codes(mid, kind)
-    grouped_down(rows, batch, workspace, codes=mid_codes, scales=mid_scales, out=part)
+    grouped_down(
+        rows, batch, workspace, codes=mid_codes, scales=mid_scales, out=part,
+        bias=None if bias is None else bias.down,
+    )  # fmt: skip
     return part
 
 
@@ -94,30 +99,37 @@ NEAR = {Activations.INT8: 2e-3, Activations.INT15: 1e-5}
 
 
 @pytest.mark.parametrize(
-    ("fine", "kind", "limit"),
+    ("fine", "kind", "glu", "has_bias"),
     [
-        (False, Activations.INT8, None),
-        (True, Activations.INT15, None),
-        (True, Activations.INT15, 1.0),
-        (True, Activations.INT8, None),
+        (False, Activations.INT8, SWIGLU, False),
+        (False, Activations.INT8, Glu(1.0, 1.702, 1.0), True),
+        (True, Activations.INT15, SWIGLU, False),
+        (True, Activations.INT15, Glu(1.0), False),
+        (True, Activations.INT15, Glu(1.0, 1.702, 1.0), True),
+        (True, Activations.INT8, SWIGLU, False),
     ],
 )
 def test_grouped__chunk__as_the_reference(
-    fine: bool, kind: Activations, limit: float | None
+    fine: bool, kind: Activations, glu: Glu, has_bias: bool
 ) -> None:
     experts = [random_expert(64, 32, low=118, high=122) for _ in range(N_EXPERTS)]
     ids, x = random_ids(12, 2), torch.randn(12, 64)
     groups = group_pairs(ids, N_EXPERTS)
     batch = make_batch(groups.counts.tolist(), range(N_EXPERTS), device="cpu", pairs=16)
     rows = row_addresses(experts, fine=fine)
-    part = run_batch(rows, batch, groups, x, limit=limit, kind=kind)
+    bias = random_bias(rows.layout, N_EXPERTS) if has_bias else None
+    part = run_batch(rows, batch, groups, x, glu=glu, kind=kind, bias=bias)
     q, s = reference.quantize_activations(x, kind)
     for row, pair in enumerate(groups.order.tolist()):
         t, k = divmod(pair, 2)
         expert = experts[int(ids[t, k])]
         slot = expert.fine_slot() if fine else expert.base_slot()
+        own = None
+        if bias is not None:
+            one = ids[t, k : k + 1]
+            own = ExpertBias(bias.gate_up[one], bias.down[one])
         want = reference.expert_mlp(
-            q[t : t + 1], s[t : t + 1], slot, expert.layout, limit=limit, kind=kind
+            q[t : t + 1], s[t : t + 1], slot, expert.layout, glu=glu, bias=own, kind=kind
         )
         assert float((part[row] - want[0]).norm() / want.norm()) < NEAR[kind]
 

@@ -1,0 +1,224 @@
+"""gpt-oss as it is published: MXFP4 blocks of all experts in one tensor, and its way to chat."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moet_desk.engine.handle import Quality, Sampling
+from moet_desk.engine.parsers.answers import AnswerFormat, CallFormat
+from moet_desk.engine.template import ChatTemplate
+from moet_desk.engine.text import Text
+from moet_desk.errors import MoetError
+from moet_desk.kernels.layouts import unpack_nibbles
+from moet_desk.store.pack_format import Plane
+from moet_desk.store.pack_reader import PackReader
+from tests.conftest import DEMO, pack_source
+from tests.engine.oracle import loaded, logits_of
+from tests.engine.test_balanced import balanced
+from tests.engine.test_promise import STORY, SUM, answer, ask, engine
+from tests.engine.tiny_models import GQA_CONFIGS, LENGTH, random_model
+from tests.store.tiny import E2M1
+
+TWO_PARTS = ("gate_up_proj", "down_proj")
+
+
+def blocks(n_experts: int, rows: int, columns: int, seed: int) -> dict[str, Tensor]:
+    """Random MXFP4 of all experts: "blocks" uint8 [E, N, K/32, 16], "scales" [E, N, K/32]."""
+    made = torch.Generator().manual_seed(seed)
+    shape = (n_experts, rows, columns // 32)
+    codes = torch.randint(0, 256, (*shape, 16), generator=made, dtype=torch.uint8)
+    return {
+        "blocks": codes,
+        "scales": torch.randint(117, 123, shape, generator=made, dtype=torch.uint8),
+    }
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """[.., K/32, 16] -> [.., K], the low half of a byte first."""
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-3)
+
+
+def values(part: dict[str, Tensor]) -> Tensor:
+    """By the definition of the format, float32 [E, N, K]."""
+    levels = torch.tensor(E2M1)[nibbles(part["blocks"]).long()]
+    return levels * torch.exp2(part["scales"].float() - 127).repeat_interleave(32, -1)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, Any]]:
+    """A pack of a tiny checkpoint in the released layout, transformers' model, and the blocks."""
+    folder = tmp_path_factory.mktemp("oss")
+    model = random_model({**GQA_CONFIGS["gpt_oss"], "swiglu_limit": 0.5}, 0.25)
+    tensors: dict[str, Tensor] = {}
+    stored: dict[str, Any] = {}
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if not name.endswith(TWO_PARTS):
+                value.copy_(value.bfloat16())
+                tensors[name] = value.bfloat16().clone()
+                continue
+            n_experts, width, rows = value.shape  # of this file; the release has rows first
+            part = blocks(n_experts, rows, width, seed=len(stored))
+            stored[name] = part
+            tensors |= {f"{name}_{kind}": data for kind, data in part.items()}
+            value.copy_(values(part).transpose(1, 2))
+    source = folder / "source"
+    model.config.save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }  # fmt: skip
+    (source / "config.json").write_text(json.dumps(config))
+    save_file(tensors, source / "model.safetensors")
+    return pack_source(source, folder / "pack"), model, stored
+
+
+def test_pack__blocks__every_bit_of_every_expert_is_kept(
+    published: tuple[Path, Any, dict[str, Any]],
+) -> None:
+    pack, _, stored = published
+    reader = PackReader.open(pack)
+    meta, layout = reader.meta, reader.layout
+    assert (meta.source_format, meta.fine_is_lossless) == ("mxfp4", True)
+    base, fine = bytearray(meta.base_stride), bytearray(meta.fine_stride)
+    for row in range(meta.n_rows):
+        reader.read_row(Plane.BASE, row, memoryview(base))
+        reader.read_row(Plane.FINE, row, memoryview(fine))
+        planes = [torch.frombuffer(part, dtype=torch.uint8) for part in (base, fine)]
+        layer, expert = divmod(row, meta.n_experts)
+        for part, matrix in zip(TWO_PARTS, (layout.gate_up, layout.down), strict=True):
+            want = stored[f"model.layers.{layer}.mlp.experts.{part}"]
+            codes, scales = nibbles(want["blocks"][expert]), want["scales"][expert]
+            if part == "gate_up_proj":  # stored gate, up, gate, up, ...
+                codes = torch.cat([codes[0::2], codes[1::2]])
+                scales = torch.cat([scales[0::2], scales[1::2]])
+            got = unpack_nibbles(*planes, matrix)
+            assert torch.equal(got[0], codes)
+            assert torch.equal(got[1], scales)
+            planes = [planes[0][matrix.base_bytes :], planes[1][matrix.fine_bytes :]]
+    reader.close()
+
+
+def test_logits__of_the_published_layout__those_of_transformers_on_its_values(
+    published: tuple[Path, Any, dict[str, Any]],
+) -> None:
+    pack, model, _ = published
+    ids = torch.randint(3, 256, (LENGTH,), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        want = model(ids[None]).logits[0]
+    with loaded(pack, activations="float", kv_format="f32") as core:
+        got = logits_of(core, ids.tolist(), plane=Plane.FINE, sizes=[30] + [1] * 10)
+    assert (got - want).abs().max() < 1e-4 * want.std()
+    with loaded(pack, kv_format="f32") as core:  # 15-bit activations and the published weights
+        got = logits_of(core, ids.tolist(), plane=Plane.FINE)
+    assert (got - want).abs().median() < 5e-3 * want.std()
+
+
+@pytest.mark.slow
+def test_tokens__however_it_runs__same_bits(demo_source: Path, tmp_path: Path) -> None:
+    """Promise 1, with prompts that are longer than a window."""
+    model = random_model({**GQA_CONFIGS["gpt_oss"], "vocab_size": 8192}, 0.25)
+    model.save_pretrained(tmp_path / "source")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(demo_source / name, tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    requests = [
+        ask(STORY, Quality.FAST, Sampling(temperature=0)),
+        ask(SUM, Quality.EXACT, Sampling(temperature=0.8, seed=11)),
+        balanced(STORY, Sampling(temperature=0), gate=0.5),
+    ]
+    with engine(pack) as handle:
+        wanted = [answer(handle, [request])[0] for request in requests]
+    assert len({tuple(tokens) for tokens in wanted}) == len(wanted)
+    with engine(pack, pool_slots=4, fine_slots=4, arena_rows=2) as handle:
+        assert answer(handle, requests) == wanted
+
+
+@pytest.mark.slow
+def test_opportunistic__fp4_slots_for_all__the_answer_of_exact(tmp_path: Path) -> None:
+    """Each expert has the bias that is its own in either precision."""
+    random_model(GQA_CONFIGS["gpt_oss"], 0.25).save_pretrained(tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    ids = list(range(3, 27))
+    with loaded(pack, kv_format="f32", opportunistic=True, fine_slots=16) as core:
+        exact = logits_of(core, ids, plane=Plane.FINE, sizes=[1] * len(ids))
+        again = logits_of(core, ids, plane=Plane.BASE, sizes=[1] * len(ids))
+    with loaded(pack, kv_format="f32") as core:
+        fast = logits_of(core, ids, plane=Plane.BASE, sizes=[1] * len(ids))
+    assert torch.equal(again, exact)
+    assert not torch.equal(fast, exact)
+
+
+# -- chat --------------------------------------------------------------------------------------
+
+TEMPLATE = """{%- if reasoning_effort is not defined -%}
+{%- set reasoning_effort = "medium" -%}
+{%- endif -%}
+<|start|>system<|message|>Reasoning: {{ reasoning_effort }}<|end|>
+{%- for message in messages -%}
+{%- if message.role == "assistant" and message.tool_calls -%}
+{%- if message.content and message.thinking %}{{ raise_exception("both") }}{% endif -%}
+{%- if message.thinking -%}
+<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>
+{%- endif -%}
+<|start|>assistant to=functions.{{ message.tool_calls[0].function.name }}<|channel|>commentary json
+<|message|>{{ message.tool_calls[0].function.arguments | tojson }}<|call|>
+{%- else -%}
+<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|start|>assistant{% endif -%}
+"""
+CALL = {"type": "function", "function": {"name": "tide", "arguments": '{"h": 6}'}}
+TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+
+
+def small_text(template: str | None) -> Text:
+    spec = json.loads((DEMO / "tokenizer.json").read_text())
+    for i, tag in enumerate(TAGS):
+        spec["added_tokens"].append({
+            "id": 8192 + i, "content": tag, "single_word": False, "lstrip": False,
+            "rstrip": False, "normalized": False, "special": True,
+        })  # fmt: skip
+    config = {"model_type": "gpt_oss", "vocab_size": 8198, "eos_token_id": 8196}
+    return Text(spec, template=template, special={}, config=config, generation={}, adds_bos=False)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_text__gpt_oss__harmony_and_a_call_ends_the_answer(template: str | None) -> None:
+    text = small_text(template)
+    assert text.answers == AnswerFormat(CallFormat.HARMONY)
+    ends = {TAGS[token - 8192] for token in text.eos_ids}
+    assert ends == {"<|return|>", "<|call|>"}  # the end of a message is none
+
+
+def test_render__reasoning_before_a_call__under_the_templates_name() -> None:
+    text = small_text(TEMPLATE)
+    assert text.switches == ("reasoning_effort",)
+    assert text.efforts == ("low", "medium", "high")
+    turn = {"role": "assistant", "reasoning_content": "look it up", "tool_calls": [CALL]}
+    shown = text.render([{"role": "user", "content": "Tide?"}, turn])
+    assert "<|channel|>analysis<|message|>look it up<|end|>" in shown
+    assert '<|message|>{"h": 6}<|call|>' in shown
+    both = text.render([{"role": "user", "content": "Tide?"}, {**turn, "content": "One moment."}])
+    assert "look it up" not in both
+    direct = ChatTemplate(TEMPLATE, tokens={})
+    message = {**turn, "content": "One moment.", "thinking": "look it up"}
+    with pytest.raises(MoetError):  # which the template refuses
+        direct.render([message], [], add_generation_prompt=True)
+
+
+def test_encode_chat__effort__written_into_the_prompt() -> None:
+    text = small_text(TEMPLATE)
+    ask = [{"role": "user", "content": "Hi"}]
+    usual = text.encode_chat(ask)
+    assert text.encode_chat(ask, switches={"reasoning_effort": "medium"}) == usual
+    assert text.encode_chat(ask, switches={"reasoning_effort": "high"}) != usual
