@@ -78,19 +78,26 @@ def _mla_prefill(dn: int, dv: int, capability: int) -> Case:
     )  # fmt: skip
 
 
-def _gqa_prefill(form: KvFormat, capability: int) -> Case:
+def _gqa_prefill(
+    form: KvFormat, capability: int, *, heads: int = 32, keys: int = 4, d: int = 128, sink: bool
+) -> Case:
     m, tile, warps, stages = SHAPES[capability]
     types = {
         "q": "*fp32", "pages": "*u8", "table": "*i32", "out": "*fp32", "scale": "fp32",
         "window": "i32", "start": "i32", "M": "i32",
     }  # fmt: skip
     values = {
-        **DEVICE, "sink": None, "N": 32, "KEYS": 4, "D": 128, "DV": 128, "PAGE": 64,
-        "ENTRY": gqa_entry_bytes(form, 4, 128, 128), "BM": m, "TILE": tile, "CD": 128, "CV": 128,
+        **DEVICE, "N": heads, "KEYS": keys, "D": d, "DV": d, "PAGE": 64,
+        "ENTRY": gqa_entry_bytes(form, keys, d, d), "BM": m, "TILE": tile, "CD": d, "CV": d,
         "FORM": form.value,
     }  # fmt: skip
+    if sink:
+        types["sink"] = "*fp32"
+    else:
+        values["sink"] = None
+    name = f"gqa_prefill {form.value} d={d} sink={sink} for {capability}"
     return Case(
-        f"gqa_prefill {form.value} for {capability}", prefill_attention._gqa_prefill_kernel,
+        name, prefill_attention._gqa_prefill_kernel,
         types, values, warps, {"num_stages": stages}, decode=False, only=capability,
     )  # fmt: skip
 
@@ -119,8 +126,10 @@ def _cases() -> Iterator[Case]:
     for capability in SHAPES:
         yield _mla_prefill(128, 128, capability)
         yield _mla_prefill(192, 256, capability)
-        yield _gqa_prefill(KvFormat.NVFP4, capability)
-        yield _gqa_prefill(KvFormat.FP8, capability)
+        yield _gqa_prefill(KvFormat.NVFP4, capability, sink=False)
+        yield _gqa_prefill(KvFormat.FP8, capability, sink=False)
+        # gpt-oss
+        yield _gqa_prefill(KvFormat.BF16, capability, heads=64, keys=8, d=64, sink=True)
 
 
 CASES = list(_cases())
