@@ -92,10 +92,7 @@ class PackPlan:
     """What the packer needs to know of a model, made by its family from config.json.
 
     `gate`, `up` and `down` are logical tensor names with `{layer}` and `{expert}` fields, without
-    ".weight" or quantisation suffixes. Without `{expert}` a tensor stacks all experts' matrices,
-    [E, N, K]. `in_turn`: gate and up are the even and the odd rows of one matrix. `transposed`:
-    stacks lie as [E, K, N], unless they are MXFP4, whose blocks go along K.
-    `moe_layers` are model layer numbers in pack order.
+    ".weight" or quantisation suffixes. `moe_layers` are model layer numbers in pack order.
     `dense` maps every other logical tensor that is kept to its shape; `ignored` are name prefixes
     that may be present and are left out. Anything else in the source is an error.
     Files may merge a layer's experts into `gate_up_proj` and `down_proj` (`plan_view`); if
@@ -113,8 +110,6 @@ class PackPlan:
     dense: Mapping[str, tuple[int, ...]]
     ignored: tuple[str, ...] = ()
     alternating: bool = False
-    in_turn: bool = False
-    transposed: bool = False
 
     @property
     def n_rows(self) -> int:

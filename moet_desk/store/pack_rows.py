@@ -123,28 +123,22 @@ class RowMaker:
         """
         layer, expert = divmod(row, self.plan.n_experts)
         number = self.plan.moe_layers[layer]
-        even, odd = (slice(0, None, 2), slice(1, None, 2)) if self.plan.in_turn else (None, None)
-        gate = self._matrix(self.plan.gate, number, expert, even)
-        up = self._matrix(self.plan.up, number, expert, odd)
-        down = self._matrix(self.plan.down, number, expert, None)
+        gate = self._matrix(self.plan.gate, number, expert)
+        up = self._matrix(self.plan.up, number, expert)
+        down = self._matrix(self.plan.down, number, expert)
         base, fine = map(_buffer, pack_expert(gate, up, down))
         self._forget(number, expert)
         return MadeRow(row, base, fine, row_digest(base), row_digest(fine))
 
     def _forget(self, layer: int, expert: int) -> None:
-        last = expert == self.plan.n_experts - 1
         for template in (self.plan.gate, self.plan.up, self.plan.down):
-            if "{expert}" in template or last:  # else other rows need the same tensor
+            if "{expert}" in template:  # else other rows need the same tensor
                 for raw in self.index.info(template.format(layer=layer, expert=expert)).raws:
                     raw.forget()
 
-    def _matrix(
-        self, template: str, layer: int, expert: int, rows: slice | None
-    ) -> tuple[Tensor, Tensor]:
+    def _matrix(self, template: str, layer: int, expert: int) -> tuple[Tensor, Tensor]:
         name = template.format(layer=layer, expert=expert)
-        one = None if "{expert}" in template else expert
-        flipped = _is_transposed(self.index, self.plan, template, name)
-        return fp4_of(self.index, name, rows=rows, expert=one, transposed=flipped)
+        return fp4_of(self.index, name, expert=None if "{expert}" in template else expert)
 
 
 def _buffer(row: Tensor) -> memoryview:
@@ -153,13 +147,11 @@ def _buffer(row: Tensor) -> memoryview:
 
 def _check_plan(index: TensorIndex, plan: PackPlan) -> set[str]:
     """Compare plan and source; return how the experts are stored."""
-    templates = dict(_expert_names(plan))
-    named = {*plan.dense, *templates}
-    missing = [name for name in (*plan.dense, *templates) if name not in index]
-    if missing:
-        raise _missing(missing, len(named))
-    experts = {name: _shape_of(index, plan, of, name) for name, of in templates.items()}
+    experts = dict(_expert_shapes(plan))
     wanted = {**plan.dense, **experts}
+    missing = [name for name in wanted if name not in index]
+    if missing:
+        raise _missing(missing, len(wanted))
     for name, want in wanted.items():
         info = index.info(name)
         if info.format is Format.UNKNOWN:
@@ -179,27 +171,15 @@ def _check_plan(index: TensorIndex, plan: PackPlan) -> set[str]:
     return kinds
 
 
-def _expert_names(plan: PackPlan) -> Iterator[tuple[str, str]]:
-    """The name of every tensor of experts, and the template that it comes from."""
-    for template in (plan.gate, plan.up, plan.down):
+def _expert_shapes(plan: PackPlan) -> Iterator[tuple[str, tuple[int, ...]]]:
+    wide, narrow = (plan.inter, plan.hidden), (plan.hidden, plan.inter)
+    for template, shape in ((plan.gate, wide), (plan.up, wide), (plan.down, narrow)):
         for layer in plan.moe_layers:
-            for expert in range(plan.n_experts if "{expert}" in template else 1):
-                yield template.format(layer=layer, expert=expert), template
-
-
-def _shape_of(index: TensorIndex, plan: PackPlan, template: str, name: str) -> tuple[int, ...]:
-    """What shape a tensor of experts must have."""
-    rows, columns = plan.inter * (2 if plan.in_turn else 1), plan.hidden
-    if template == plan.down:
-        rows, columns = plan.hidden, plan.inter
-    if _is_transposed(index, plan, template, name):
-        rows, columns = columns, rows
-    return (rows, columns) if "{expert}" in template else (plan.n_experts, rows, columns)
-
-
-def _is_transposed(index: TensorIndex, plan: PackPlan, template: str, name: str) -> bool:
-    stacked = "{expert}" not in template
-    return plan.transposed and stacked and index.info(name).format is not Format.MXFP4
+            if "{expert}" not in template:
+                yield template.format(layer=layer), (plan.n_experts, *shape)
+                continue
+            for expert in range(plan.n_experts):
+                yield template.format(layer=layer, expert=expert), shape
 
 
 def _missing(names: Sequence[str], n_total: int) -> MoetError:

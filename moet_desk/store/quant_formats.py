@@ -76,16 +76,9 @@ def decode_info(
 
 
 def fp4_of(
-    index: TensorIndex,
-    name: str,
-    *,
-    rows: slice | None = None,
-    expert: int | None = None,
-    transposed: bool = False,
+    index: TensorIndex, name: str, *, rows: slice | None = None, expert: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """A matrix as FP4 nibbles and scale bytes: MXFP4 kept bit for bit, all else quantised.
-
-    A `transposed` one is stored as [K, N]; `rows` are of the matrix that comes out.
 
     Shapes:
         returns nibbles uint8 [N, K] (one per byte, 0..15) and E8M0 scales uint8 [N, K/32]
@@ -97,8 +90,6 @@ def fp4_of(
     if info.format is Format.MXFP4:
         nibbles, scales = _mxfp4(info, rows, expert)
         return nibbles, scales.clone()
-    if transposed:
-        return _fp4_of_transposed(index, info, rows, expert)
     n_rows, width = _matrix_shape(info, rows, expert)
     chosen = range(info.shape[-2])[rows or slice(None)]
     step = max(1, TILE_WEIGHTS // width)
@@ -108,27 +99,6 @@ def fp4_of(
         part = chosen[first : first + step]
         tile = decode(index, name, rows=slice(part.start, part.stop, part.step), expert=expert)
         nibbles[first : first + step], scales[first : first + step] = quantize_fp4(tile)
-    return balance_zeros(nibbles), scales
-
-
-def _fp4_of_transposed(
-    index: TensorIndex, info: TensorInfo, rows: slice | None, expert: int | None
-) -> tuple[Tensor, Tensor]:
-    """`fp4_of` of a matrix [K, N], whole blocks of K at a time."""
-    shape = info.shape if expert is None else info.shape[1:]
-    if len(shape) != 2 or shape[0] % MXFP4_BLOCK or shape[0] == 0:
-        reason = f"{list(info.shape)}, not a matrix of whole blocks of {MXFP4_BLOCK} rows"
-        raise fail("MD-SRC-05", tensor=info.name, format=reason)
-    width, n_rows = shape[0], len(range(shape[1])[rows or slice(None)])
-    step = max(1, TILE_WEIGHTS // shape[1] // MXFP4_BLOCK) * MXFP4_BLOCK
-    nibbles = torch.empty(n_rows, width, dtype=torch.uint8)
-    scales = torch.empty(n_rows, width // MXFP4_BLOCK, dtype=torch.uint8)
-    for first in range(0, width, step):
-        last = min(first + step, width)
-        tile = decode(index, info.name, rows=slice(first, last), expert=expert)
-        columns = slice(first // MXFP4_BLOCK, last // MXFP4_BLOCK)
-        chosen = tile[:, rows or slice(None)].T.contiguous()
-        nibbles[:, first:last], scales[:, columns] = quantize_fp4(chosen)
     return balance_zeros(nibbles), scales
 
 

@@ -270,7 +270,7 @@ def test_spec__gpt_oss_20b__as_published() -> None:
     without = {key: value for key, value in GPT_OSS_20B.items() if key != "layer_types"}
     assert spec_for(without, path="config.json", has_mtp=False) == spec
     plan = plan_for(GPT_OSS_20B, path="config.json", names=[])
-    assert plan.gate == plan.up == "model.layers.{layer}.mlp.experts.gate_up_proj"
+    assert plan.alternating
     assert plan.dense["model.layers.3.mlp.experts.gate_up_proj_bias"] == (32, 5760)
     assert plan.dense["model.layers.3.mlp.router.bias"] == (32,)
     assert plan.dense["model.layers.3.self_attn.sinks"] == (64,)

@@ -82,22 +82,6 @@ def test_decode__gpt_oss__chooses_expert_and_rows(tmp_path: Path) -> None:
     assert torch.equal(kept, scales[2][1::2])
 
 
-@pytest.mark.parametrize("rows", [None, slice(0, None, 2), slice(1, None, 2)])
-def test_fp4_of__transposed_stack__as_the_matrix_itself(
-    rows: slice | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stack = torch.randn(3, 10, 160, generator=torch.Generator().manual_seed(2)).bfloat16()
-    index = index_with(tmp_path, {"there": stack.transpose(1, 2).contiguous(), "here": stack})
-    want = fp4_of(index, "here", expert=2, rows=rows)
-    monkeypatch.setattr(quant_formats, "TILE_WEIGHTS", 10 * 64)  # two blocks, two blocks, one
-    got = fp4_of(index, "there", expert=2, rows=rows, transposed=True)
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(got[1], want[1])
-    with pytest.raises(MoetError) as caught:  # its blocks would have to go along 10 numbers
-        fp4_of(index, "here", expert=2, transposed=True)
-    assert caught.value.code == "MD-SRC-05"
-
-
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "fp8-e8m0", "mxfp4", "mxfp4-v4"])
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(100, 160), slice(3, 151, 7), slice(5, 5)])
 def test_decode__some_rows__are_those_of_the_whole(kind: str, rows: slice, tmp_path: Path) -> None:

@@ -65,11 +65,7 @@ def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
 
 def plan(spec: Spec) -> PackPlan:
     """See `families.plan_for`."""
-    experts = f"model.layers.{{layer}}.{spec.moe_ffn.name}experts."
-    gate_up, down = experts + "gate_up_proj", experts + "down_proj"
-    return replace(
-        plan_of(spec), gate=gate_up, up=gate_up, down=down, in_turn=True, transposed=True
-    )
+    return replace(plan_of(spec), alternating=True)
 
 
 def _layer_types(keys: Keys) -> list[str]:
