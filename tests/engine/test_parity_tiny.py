@@ -31,7 +31,11 @@ def init(request: pytest.FixtureRequest) -> float:
     return float(request.param)
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+SLOW = {"gpt_oss_clamped"}  # test_family_maths.py compares it too
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS]
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def case(
     request: pytest.FixtureRequest, init: float, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[int], Tensor]:
