@@ -63,8 +63,8 @@ def plan_view(
         choices = keep_free_choices(facts.memory.available, free)
         return PlanView((), context, contexts, free, choices, problem=problem, document=fields)
     available = _available(facts, plan)
-    ram = 0 if plan.gpu is None else wishes.ram or plan.budget.ram
-    kept = available - (plan.budget.vram if plan.gpu is not None else plan.budget.ram)
+    ram = 0 if plan.gpu is None else wishes.ram or plan.ram_budget
+    kept = available - (plan.budget.vram if plan.gpu is not None else plan.ram_budget)
     kept = wishes.keep_free if wishes.keep_free is not None else max(0, kept)
     return PlanView(
         rows=tier_rows(facts, model, plan),
@@ -190,7 +190,7 @@ def reason_words(answer: ModelPlan | Refusal) -> str:
     place = "on the GPU" if answer.gpu is not None else "ready in RAM"
     in_ram = min(1.0, answer.tiers.arena_base_rows / answer.shape.n_rows)
     shares = f"{100 * answer.base_slot_share:.0f} % of its experts {place}"
-    budget = answer.budget.vram if answer.gpu is not None else answer.budget.ram
+    budget = answer.budget.vram if answer.gpu is not None else answer.ram_budget
     rest = f"{100 * in_ram:.0f} % packed in RAM, the rest on the drive"
     return f"{shares}, {rest}; it may take {show_memory(budget)}."
 

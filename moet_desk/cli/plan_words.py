@@ -103,12 +103,11 @@ def tier_rows(model: PlannedModel, plan: ModelPlan) -> list[Row]:
     if plan.gpu is not None:
         used = f"of {show_memory(plan.budget.vram)} it may take"
         rows.append(("total", "VRAM", show_memory(sizes.compute), used))
-    ram = sizes.arena if plan.gpu is not None else sizes.total
-    may = f"of {show_memory(plan.budget.ram)} it may take"
+    may = f"of {show_memory(plan.ram_budget)} it may take"
     if plan.prefix_bytes:
         what = "kept, so that a chat is not read again"
         rows.append(("read prompts", "RAM", show_memory(plan.prefix_bytes), what))
-    rows += [base, fine, ("total", "RAM", show_memory(ram), may)]
+    rows += [base, fine, ("total", "RAM", show_memory(plan.ram_used), may)]
     rows.append(("only there", "drive", show_disk(sizes.nvme_only), "read while answering"))
     rows.append(("pack", "drive", show_disk(model.pack_bytes), "all experts and the dense stack"))
     return rows
@@ -201,14 +200,13 @@ def as_fields(
 def plan_fields(plan: ModelPlan) -> dict[str, Any]:
     """A plan that fits."""
     tiers, sizes = plan.tiers, plan.bytes
-    ram = sizes.arena if plan.gpu is not None else sizes.total
     return {
         "device": plan.device,
         "why": plan.why,
         "gpu": None if plan.gpu is None else _gpu_fields(plan),
         "ram": {
-            "budget_bytes": plan.budget.ram,
-            "used_bytes": ram,
+            "budget_bytes": plan.ram_budget,
+            "used_bytes": plan.ram_used,
             "prefix_bytes": plan.prefix_bytes,
             "base_rows": tiers.arena_base_rows,
             "base_rows_bytes": sizes.arena_base,

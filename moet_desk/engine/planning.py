@@ -79,6 +79,17 @@ class ModelPlan:
     forecast: Forecast
 
     @property
+    def ram_budget(self) -> int:
+        """Bytes of RAM for all of it."""
+        return self.budget.ram + self.prefix_bytes
+
+    @property
+    def ram_used(self) -> int:
+        """Bytes of RAM that the tiers take, and prompts that were read."""
+        tiers = self.bytes.arena if self.gpu is not None else self.bytes.total
+        return tiers + self.prefix_bytes
+
+    @property
     def base_slot_share(self) -> float:
         """Part of all experts that have a slot."""
         return min(1.0, self.tiers.base_slots / self.shape.n_rows)

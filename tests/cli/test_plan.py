@@ -47,7 +47,9 @@ def test_plan__json__bytes_add_up(moet: Command, data_dir: Path) -> None:
     on_card = sum(parts[name] for name in parts if name.endswith("_bytes"))
     assert document["gpu"]["used_bytes"] == on_card <= document["gpu"]["budget_bytes"]
     ram = document["ram"]
-    assert ram["base_rows_bytes"] + ram["fine_rows_bytes"] == ram["used_bytes"]
+    rows = ram["base_rows_bytes"] + ram["fine_rows_bytes"]
+    assert rows + ram["prefix_bytes"] == ram["used_bytes"]
+    assert ram["prefix_bytes"] > 10**9  # 1/32 of what may be taken
     assert ram["used_bytes"] <= ram["budget_bytes"]
     low, high = document["forecast"]["decode_tok_per_s"]
     assert 0 < low < high
@@ -132,12 +134,13 @@ def test_plan__an_installed_pack__the_plan_that_the_engine_loads(
 
     available = Memory(total=record.memory.total, available=record.memory.available)
     monkeypatch.setattr(hardware, "read_memory", lambda: available)
-    core = load(data_dir / "models" / "demo", EngineOptions(save_heat=False))
+    core = load(data_dir / "models" / "demo", EngineOptions(save_heat=False, prefix_bytes=None))
     try:
         plan, parts, ram = core.plan, document["parts"], document["ram"]
         assert (parts["base_slots"], parts["fine_slots"]) == (plan.base_slots, plan.fine_slots)
         assert ram["base_rows"], ram["fine_rows"] == (plan.arena_base_rows, plan.arena_fine_rows)
-        assert ram["used_bytes"] == plan.bytes_total
+        assert ram["prefix_bytes"] == core.prefix_bytes > 10**8
+        assert ram["used_bytes"] == plan.bytes_total + core.prefix_bytes
         assert document["context_tokens"] == plan.context
     finally:
         core.close()
