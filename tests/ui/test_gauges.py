@@ -166,7 +166,7 @@ def test_guesses__made__steps_tokens_and_shares_shown() -> None:
 def test_guesses__nobody_may__no_lines() -> None:
     assert guess_lines(replace(SNAPSHOT, tokens_per_step=1.0)) == []
     unknown = replace(EngineSnapshot(), draft_choice=DraftChoice("auto"))
-    assert [line.plain[11:] for line in guess_lines(unknown)] == ["–, –", "off", "–"]
+    assert [line.plain[11:] for line in guess_lines(unknown)] == ["off"]
 
 
 def test_loading_lines__steps__glyph_bar_numbers_seconds() -> None:

@@ -74,9 +74,10 @@ def guessing(snapshot: EngineSnapshot) -> str:
 
 
 def guess_lines(snapshot: EngineSnapshot) -> list[Content]:
-    """Steps, tokens of each, who guesses and how often that was right; nothing without guesses."""
-    if snapshot.draft_choice.asked == "off":
-        return []
+    """Steps, tokens of each, who guesses and how often that was right; nothing if no one may."""
+    who = guessing(snapshot)
+    if who in ("", "off"):
+        return [Content(f"guesses    {who}")] if who else []
     steps_s = 1e3 / snapshot.step_ms if snapshot.step_ms else None
     right = " ".join(show_percent(share, 0) for share in snapshot.draft_choice.acceptance)
     return [
@@ -84,7 +85,7 @@ def guess_lines(snapshot: EngineSnapshot) -> list[Content]:
             f"per step   {show_number(snapshot.tokens_per_step, 'tok', 2)},"
             f" {show_number(steps_s, '/s')}"
         ),
-        Content(f"guesses    {guessing(snapshot)}"),
+        Content(f"guesses    {who}"),
         Content(f"right      {right or '–'}"),
     ]
 
@@ -233,7 +234,7 @@ def wait_line(snapshot: EngineSnapshot, history: History, *, width: int, glyphs:
     rate = f" ({show_rate(history.bytes_per_s or 0.0)})" if wide else ""
     guesses = guessing(snapshot)
     per_step = show_number(snapshot.tokens_per_step, "tok", 2)
-    steps = f", {per_step} ({guesses})" if guesses and width >= 110 else ""
+    steps = f", {per_step} ({guesses})" if guesses not in ("", "off") and width >= 110 else ""
     return Content.assemble(
         (f"waiting {show_percent(snapshot.wait_share, 0)} of time ", "bold"),
         (sparkline(history.wait_share, 12 if width >= 100 else 8, glyphs), "$status-ok"),
