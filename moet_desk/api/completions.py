@@ -45,6 +45,7 @@ _REFUSED: Mapping[str, str] = {
     "response_format": "it belongs to chat completions",
     "reasoning_effort": "it belongs to chat completions",
     "chat_template_kwargs": "it belongs to chat completions",
+    "thinking_budget": "it belongs to chat completions",
 }
 
 

@@ -23,9 +23,10 @@ _REFUSED: Mapping[str, str] = {
 
 
 class Thinking(msgspec.Struct):
-    """Whether to reason first. A budget is an upper bound that models here do not know."""
+    """Whether to reason first, and how many tokens at most."""
 
     type: str  # "disabled", or one of several words for on
+    budget_tokens: int | None = None
 
 
 class OutputConfig(msgspec.Struct):
@@ -79,6 +80,7 @@ def read_messages(body: bytes, model: ModelInfo) -> ChatRequest:
         **_prompt(given, model),
         stream=given.stream,
         max_tokens=given.max_tokens,
+        thinking_budget=_budget(given.thinking, model),
         stop=given.stop_sequences,
         temperature=given.temperature,
         top_p=given.top_p,
@@ -140,6 +142,13 @@ def _switches(given: CountRequest, model: ModelInfo) -> dict[str, Any]:
         return {} if effort is None else effort_switches(effort, model)
     except ValueError:
         return {}
+
+
+def _budget(thinking: Thinking | None, model: ModelInfo) -> int | None:
+    """Most tokens of reasoning; a wish as well."""
+    if thinking is None or thinking.type == "disabled" or not model.thinks:
+        return None
+    return thinking.budget_tokens
 
 
 def _format(config: OutputConfig | None) -> dict[str, Any] | None:

@@ -79,6 +79,13 @@ class ResponseFormat(msgspec.Struct):
     json_schema: dict[str, Any] | None = None
 
 
+class Thinking(msgspec.Struct):
+    """How much to reason, as some clients write it."""
+
+    effort: str | None = None
+    max_tokens: int | None = None
+
+
 class Common(msgspec.Struct, kw_only=True):
     """What chat and text completions share. None means: not given."""
 
@@ -115,12 +122,26 @@ class ChatRequest(Common, kw_only=True):
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     reasoning_effort: str | None = None
+    reasoning: Thinking | None = None
+    thinking_budget: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
+
+    @property
+    def effort(self) -> str | None:
+        """How hard to think."""
+        nested = None if self.reasoning is None else self.reasoning.effort
+        return _first(self.reasoning_effort, nested)
+
+    @property
+    def budget(self) -> int | None:
+        """Most tokens of reasoning."""
+        nested = None if self.reasoning is None else self.reasoning.max_tokens
+        return _first(self.thinking_budget, nested)
 
     @property
     def wants_calls(self) -> bool:
@@ -200,6 +221,7 @@ def to_generate(request: ChatRequest, model: ModelInfo, *, client: str) -> Gener
         template=_switches(request, model),
         grammar=_grammar(request.response_format),
         must_call=_must_call(request),
+        thinking_budget=request.budget,
         one_call=request.parallel_tool_calls is False or isinstance(request.tool_choice, dict),
     )
 
@@ -246,10 +268,10 @@ def _switches(request: ChatRequest, model: ModelInfo) -> dict[str, Any]:
     if unknown is not None:
         known = ", ".join(model.switches) or "none"
         raise refuse("chat_template_kwargs", f'"{unknown}" is not a switch of this model ({known})')
-    if request.reasoning_effort is None:
+    if request.effort is None:
         return given
     try:
-        return {**effort_switches(request.reasoning_effort, model), **given}
+        return {**effort_switches(request.effort, model), **given}
     except ValueError as problem:
         raise refuse("reasoning_effort", str(problem)) from problem
 
@@ -336,6 +358,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("top_logprobs", 0, MAX_TOP_LOGPROBS),
     ("max_tokens", 1, 2**31),
     ("max_completion_tokens", 1, 2**31),
+    ("budget", 0, 2**31),
 )
 
 
@@ -347,7 +370,8 @@ def check_numbers(request: Common) -> None:
     for name, low, high in _RANGES:
         value = getattr(request, name, None)
         if value is not None and not low <= value <= high:
-            raise refuse(name, f"{value} is not within {low} to {high}")
+            shown = "thinking_budget" if name == "budget" else name
+            raise refuse(shown, f"{value} is not within {low} to {high}")
     for name in ("repetition_penalty", "top_p"):
         if getattr(request, name) == 0:
             raise refuse(name, "it must be above 0")

@@ -135,6 +135,7 @@ class GenerateRequest:
     grammar: Grammar | None = None  # of the text; with tools, calls may come instead
     must_call: tuple[str, ...] = ()  # the answer is a call of one of these tools
     one_call: bool = False  # one call at most
+    thinking_budget: int | None = None  # most tokens of reasoning; then it is ended
     client: str = ""  # who asked, for the log
 
 
@@ -144,6 +145,7 @@ class ModelInfo:
 
     `opportunistic`: fast and balanced answers use FP4 experts that happen to lie in 4-bit slots, so
     the same request may get another answer. Exact answers never depend on it.
+    `thinks`: its reasoning has tags, so that a `thinking_budget` can end it.
     `switches`: variables about reasoning that the chat template reads (`engine.reasoning`), and
     `efforts` the levels it tells apart, the least first.
     """
@@ -163,6 +165,7 @@ class ModelInfo:
     gate: GateInfo = field(default_factory=GateInfo)  # where `default_gate` comes from
     prompts: PromptReading = PromptReading.CPU
     opportunistic: bool = False
+    thinks: bool = False
     switches: tuple[str, ...] = ()
     efforts: tuple[str, ...] = ()
 

@@ -24,6 +24,7 @@ from moet_desk.kernels.reference.sampling import sample, uniform
 
 if TYPE_CHECKING:
     from moet_desk.engine.grammar import Constraint
+    from moet_desk.engine.thinking import ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Sampler:
 
     __slots__ = (
         "_bias",
+        "_budget",
         "_constraint",
         "_counts",
         "_frequency",
@@ -92,6 +94,7 @@ class Sampler:
         top_logprobs: int | None = None,
         model: str = "MODEL",
         constraint: Constraint | None = None,
+        budget: ThinkingBudget | None = None,
     ) -> None:
         """Prepare the choice of tokens.
 
@@ -103,6 +106,7 @@ class Sampler:
             top_logprobs: None for no log-probabilities, else how many alternatives.
             model: its name, for the words of an error.
             constraint: the form that the answer must have.
+            budget: ends its reasoning.
 
         Raises:
             MoetError: MD-API-04, a value is out of range.
@@ -119,7 +123,7 @@ class Sampler:
         self._repetition = asked if asked != 1.0 else defaults.repetition_penalty
         self._seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self._n_chosen = 0
-        self._constraint = constraint
+        self._constraint, self._budget = constraint, budget
         self._model = model
         self._top_logprobs = top_logprobs
         self._bias = _bias_of(sampling.logit_bias, vocab)
@@ -142,24 +146,14 @@ class Sampler:
                 answer's form. No token is chosen then.
         """
         adjusted = self._adjust(logits)
-        best, best_id = adjusted.max(0)  # the first of equal ones; NaN counts as the largest
-        if not math.isfinite(best):
+        if not math.isfinite(adjusted.max()):  # NaN counts as the largest
             raise self._invalid()
-        if self._constraint is not None:
-            adjusted = self._constraint.apply(adjusted)
-            best_id = adjusted.max(0).indices
-        token_id = int(best_id)
-        if self._temperature > 0:
-            token_id = sample(
-                adjusted,
-                temperature=self._temperature,
-                top_k=self._top_k,
-                top_p=self._top_p,
-                min_p=self._min_p,
-                u=uniform(self._seed, self._n_chosen),
-            )
+        forced = None if self._budget is None else self._budget.forced()
+        token_id = self._pick(adjusted) if forced is None else forced
         if self._constraint is not None:
             self._constraint.take(token_id)
+        if self._budget is not None:
+            self._budget.take(token_id)
         self._count(token_id)
         if self._top_logprobs is None:
             return Chosen(token_id)
@@ -169,10 +163,11 @@ class Sampler:
         """What a choice takes beside the logits; None if it must be made by `choose`.
 
         `ahead` counts the choices that will have been made before it. Penalties, biases and a form
-        change the logits first, and log-probabilities need all of them.
+        change the logits first, a budget may say what comes, and log-probabilities need all logits.
         """
         changes = (self._seen, self._counts, self._bias, self._constraint)
         alters = any(change is not None for change in changes)
+        alters |= self._budget is not None and self._budget.active
         if alters or self._top_logprobs is not None:
             return None
         place = self._n_chosen + ahead
@@ -191,6 +186,20 @@ class Sampler:
             raise self._invalid()
         self._count(token_id)
         return Chosen(token_id)
+
+    def _pick(self, adjusted: Tensor) -> int:
+        if self._constraint is not None:
+            adjusted = self._constraint.apply(adjusted)
+        if self._temperature <= 0:
+            return int(adjusted.max(0).indices)  # the first of equal ones
+        return sample(
+            adjusted,
+            temperature=self._temperature,
+            top_k=self._top_k,
+            top_p=self._top_p,
+            min_p=self._min_p,
+            u=uniform(self._seed, self._n_chosen),
+        )
 
     def _adjust(self, logits: Tensor) -> Tensor:
         """Apply the repetition penalty (Hugging Face), then the other two (OpenAI), then biases."""

@@ -305,7 +305,9 @@ class ScriptedEngine:
     # -- EngineHandle ------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        """Queue a request. Raises MD-ENG-07, MD-API-03 and MD-ENG-06 like the real engine."""
+        """Queue a request. Raises MD-ENG-07, MD-API-03, MD-API-04 and MD-ENG-06 like the real
+        engine; the played model does not reason.
+        """
         if not self._ready.is_set() or self._error is not None:
             raise fail("MD-ENG-07", why=" yet" if self._error is None else "")
         prompt_tokens = self.count_tokens(request)
@@ -321,6 +323,9 @@ class ScriptedEngine:
             raise fail("MD-ENG-06", n_waiting=_MAX_WAITING)
         if request.prompt_ids is not None:
             check_ids(request.prompt_ids, _VOCAB)
+        if request.thinking_budget is not None:
+            reason = "this model has no tags around its reasoning"
+            raise fail("MD-API-04", parameter="thinking_budget", reason=reason)
         number = next(self._numbers)
         answer = self.script.answers[number % len(self.script.answers)]
         stream = RequestStream(f"scripted-{number}", self._cancel)

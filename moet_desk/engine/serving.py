@@ -35,6 +35,7 @@ from moet_desk.engine.request import ActiveRequest
 from moet_desk.engine.sampling import Sampler
 from moet_desk.engine.scheduler import Scheduler
 from moet_desk.engine.text import Text
+from moet_desk.engine.thinking import budget_of
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.saved_prefixes import SavedPrefixes
 from moet_desk.telemetry import EngineSnapshot, EngineState, LoadStep
@@ -165,6 +166,7 @@ class Serving:
             top_logprobs=request.top_logprobs,
             model=self.info.name,
             constraint=self._grammars.constraint(request, stream.prompt_end),
+            budget=budget_of(request, self._text, stream.prompt_end),
         )
         stream.prompt_tokens = len(ids)
         limit = room if request.max_tokens is None else min(request.max_tokens, room)
@@ -361,6 +363,7 @@ class Serving:
             gate=gate,
             prompts=core.prefiller.prompts,
             opportunistic=self._options.opportunistic,
+            thinks=self._text.answers.think is not None,
             switches=self._text.switches,
             efforts=self._text.efforts,
         )

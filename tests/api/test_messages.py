@@ -224,6 +224,18 @@ def test_thinking__only_what_the_template_knows() -> None:
     assert switches == {"thinking": True, "reasoning_effort": "high"}
 
 
+def test_thinking_budget__a_wish_that_a_model_without_reasoning_does_not_hear() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = json.dumps({"max_tokens": 5, "messages": HI, "thinking": thinking}).encode()
+    assert read_messages(body, MODEL).budget is None
+    model = replace(MODEL, thinks=True)
+    assert read_messages(body, model).budget == 1024
+    off = json.dumps(
+        {"max_tokens": 5, "messages": HI, "thinking": {**thinking, "type": "disabled"}}
+    )
+    assert read_messages(off.encode(), model).budget is None
+
+
 def test_tools_of_the_vendor__left_out_and_thinking_kept_for_the_template() -> None:
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
     said = {"role": "assistant", "content": [thought, {"type": "text", "text": "x"}]}

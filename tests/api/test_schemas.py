@@ -20,8 +20,25 @@ def generate(**more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
+    "given", [{"thinking_budget": 0}, {"reasoning": {"max_tokens": 0}},
+              {"thinking_budget": 0, "reasoning": {"max_tokens": 9, "other": 1}}],
+)  # fmt: skip
+def test_thinking_budget__reaches_the_engine(given: dict[str, Any]) -> None:
+    assert generate(**given).thinking_budget == 0
+    assert generate().thinking_budget is None
+
+
+def test_reasoning__nested_effort__counts_unless_the_flat_one_is_given() -> None:
+    assert generate(reasoning={"effort": "none"}).template == {}
+    with pytest.raises(MoetError, match="MD-API-04"):
+        generate(reasoning={"effort": "high"})
+    assert generate(reasoning={"effort": "high"}, reasoning_effort="none").template == {}
+
+
+@pytest.mark.parametrize(
     ("parameter", "value"),
     [
+        ("thinking_budget", -1),
         *((name, "x") for name in REFUSED),
         ("n", MAX_ANSWERS + 1),
         ("n", 0),

@@ -109,6 +109,18 @@ def prompt_end(prompt: str, answers: AnswerFormat) -> PromptEnd:
     return PromptEnd.ANSWER if end.endswith(answers.think.close) else PromptEnd.UNSAID
 
 
+def reasoning_ends(answers: AnswerFormat, *, calls: bool) -> tuple[str, ...]:
+    """Texts behind which an answer does not reason any more, as its parser sees it.
+
+    `calls`: whether the request offers tools.
+    """
+    if answers.think is None:
+        return ()
+    syntax = _SYNTAX[answers.calls] if calls else None
+    opens = syntax.opens if syntax is not None and syntax.in_reasoning else ()
+    return (answers.think.close, *opens)
+
+
 def make_parser(
     answers: AnswerFormat,
     tools: Sequence[Mapping[str, Any]],
