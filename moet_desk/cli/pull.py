@@ -219,10 +219,11 @@ def _undone_unless_begun(asked: Asked) -> Iterator[Callable[[], None]]:
 def _say_figures(invocation: Invocation, prepared: Prepared, *, is_all: bool) -> None:
     """What will be fetched and what it takes; with `is_all` it is all that the command prints."""
     from moet_desk.store.durable import free_bytes
+    from moet_desk.store.model_source import will_have_tokenizer
 
     asked, figures = prepared.asked, prepared.figures
     free = free_bytes(asked.dest)
-    has_tokenizer = prepared.listing.file("tokenizer.json") is not None
+    has_tokenizer = will_have_tokenizer(asked.work)
     fields = {
         "model": asked.dest.name,
         "repo": asked.repo,

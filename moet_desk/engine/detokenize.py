@@ -14,22 +14,9 @@ from typing import Any
 
 from moet_desk.errors import fail
 from moet_desk.marked_text import MarkedText
+from moet_desk.store.tokenizer_json import byte_letters
 
-
-def _byte_of_character() -> dict[str, int]:
-    """The character <-> byte table of byte-level BPE.
-
-    Printable Latin-1 bytes stand for themselves; the 68 others got the code points from 256 on, in
-    order (the table of GPT-2, used by every byte-level tokenizer.json).
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
-
-
-_BYTE_OF_CHARACTER = _byte_of_character()
+_BYTE_OF_CHARACTER = {letter: byte for byte, letter in enumerate(byte_letters())}
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 

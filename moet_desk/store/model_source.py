@@ -7,7 +7,7 @@ verifier and the commands open sources through here. Not bound to a thread.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from moet_desk.store.headers import damaged
 from moet_desk.store.pack_format import COPIED_FILES
 from moet_desk.store.quantization import read_quantization
 from moet_desk.store.sources import TensorIndex
+from moet_desk.store.tiktoken import TIKTOKEN_FILE, can_convert, tokenizer_of
 
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"
+_TOKENIZER_SETTINGS = "tokenizer_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,31 @@ class ModelSource:
 
 
 def read_small(folder: Path) -> dict[str, bytes]:
-    """The small files of a folder.
+    """The small files of a folder; of a tiktoken vocabulary a tokenizer.json is made.
 
     Raises:
         MoetError: MD-SRC-02 one cannot be read.
     """
+    found = _read(folder, COPIED_FILES)
+    settings = found.get(_TOKENIZER_SETTINGS)
+    if _TOKENIZER not in found and settings is not None and can_convert(settings):
+        vocabulary = _read(folder, (TIKTOKEN_FILE,)).get(TIKTOKEN_FILE)
+        if vocabulary is not None:
+            found[_TOKENIZER] = tokenizer_of(vocabulary, settings)
+    return found
+
+
+def will_have_tokenizer(folder: Path) -> bool:
+    """Whether a pack of this folder's small files will have a tokenizer. Raises as `read_small`."""
+    if (folder / _TOKENIZER).is_file():
+        return True
+    settings = _read(folder, (_TOKENIZER_SETTINGS,)).get(_TOKENIZER_SETTINGS, b"")
+    return (folder / TIKTOKEN_FILE).is_file() and can_convert(settings)
+
+
+def _read(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     found = {}
-    for name in COPIED_FILES:
+    for name in names:
         path = folder / name
         try:
             if path.is_file():

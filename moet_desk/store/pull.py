@@ -47,6 +47,7 @@ from moet_desk.store.pull_state import (
 )
 from moet_desk.store.shard_book import ShardBook, may_start
 from moet_desk.store.stream_pack import StreamPacker
+from moet_desk.store.tiktoken import TIKTOKEN_FILE
 from moet_desk.units import GIB, show_disk
 
 _TICK_S = 0.2
@@ -291,7 +292,7 @@ class _Pull:
 
     def _records(self) -> list[FileRecord]:
         """The files that the pack is made from."""
-        wanted = {*self._files, *IDENTITY_FILES}
+        wanted = {*self._files, *IDENTITY_FILES, TIKTOKEN_FILE}
         return [file for file in self._state.files if file.name in wanted]
 
     # -- reports --------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 Owns what `tokenizer.ggml.*` means: a byte-level BPE ("gpt2") whose text is cut by a pattern with a
 name, or a sentencepiece BPE with scores ("llama"). Makes tokenizer.json, tokenizer_config.json,
-generation_config.json and chat_template.jinja. The patterns are those of the models' own published
-tokenizers. Pure, no torch.
+generation_config.json and chat_template.jinja. Pure, no torch.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.gguf.fields import Fields, as_json, decimal
+from moet_desk.store.tokenizer_json import SPLITS, added_token, bpe, byte_level_bpe
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "▁"
@@ -22,81 +22,6 @@ _END_FIELDS = ("eos", "eot", "eom")
 
 _SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 """generation_config.json -> what the maker of a file recommends in it."""
-
-_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_SHORT}|{_WORD}|\p{{N}}{{1,3}}|{_TAIL}"
-_QWEN2 = rf"{_SHORT}|{_WORD}|\p{{N}}|{_TAIL}"
-_QWEN35 = (
-    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DEEPSEEK = (
-    r"\p{N}{1,3}",
-    "[一-龥぀-ゟ゠-ヿ]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-
-
-def _cased(upper: str, lower: str, short: str) -> str:
-    """A word of the o200k kind: capitals, then small letters, perhaps "'ll" behind it."""
-    start = r"[^\r\n\p{L}\p{N}]?"
-    return f"{start}[{upper}]*[{lower}]+{short}|{start}[{upper}]+[{lower}]*{short}"
-
-
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_NO_HAN = r"&&[^\p{Han}]"
-_O200K_TAIL = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_O200K = f"{_cased(_UPPER, _LOWER, _SHORT + '?')}|{_O200K_TAIL}"
-_TEKKEN = f"{_cased(_UPPER, _LOWER, '')}|{_O200K_TAIL.replace('{1,3}', '')}"
-_KIMI = (
-    rf"[\p{{Han}}]+|{_cased(_UPPER + _NO_HAN, _LOWER + _NO_HAN, _SHORT + '?')}"
-    rf"|\p{{N}}{{1,3}}|{_TAIL}"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Splits:
-    """How text is cut into words before merging: by each pattern in turn."""
-
-    patterns: tuple[str, ...]
-    nfc: bool = False
-    ignore_merges: bool = False  # a word that is a token is taken as it is
-
-
-_LLAMA3_SPLITS = _Splits((_LLAMA3,), ignore_merges=True)
-_DIGITS_SPLITS = _Splits((r"\p{N}", _GPT2))
-
-SPLITS: Mapping[str, _Splits] = {
-    "gpt-2": _Splits((_GPT2,)),
-    "olmo": _Splits((_GPT2,), nfc=True),
-    "llama3": _LLAMA3_SPLITS,
-    "llama-bpe": _LLAMA3_SPLITS,
-    "llama-v3": _LLAMA3_SPLITS,
-    "dbrx": _Splits((_LLAMA3,)),
-    "smaug-bpe": _Splits((_LLAMA3,)),
-    "glm4": _Splits((_LLAMA3,)),
-    "chatglm-bpe": _Splits((_LLAMA3,)),
-    "qwen2": _Splits((_QWEN2,), nfc=True),
-    "deepseek-r1-qwen": _Splits((_QWEN2,), nfc=True),
-    "qwen35": _Splits((_QWEN35,), nfc=True),
-    "deepseek-v3": _Splits(_DEEPSEEK),
-    "hunyuan-dense": _Splits(_DEEPSEEK),
-    "joyai-llm": _Splits(_DEEPSEEK),
-    "gpt-4o": _Splits((_O200K,)),
-    "llama4": _Splits((_O200K,)),
-    "minimax-m2": _Splits((_O200K,)),
-    "tekken": _Splits((_TEKKEN,), ignore_merges=True),
-    "kimi-k2": _Splits((_KIMI,)),
-    "smollm": _DIGITS_SPLITS,
-    "starcoder": _DIGITS_SPLITS,
-    "refact": _DIGITS_SPLITS,
-    "command-r": _DIGITS_SPLITS,
-}
-"""tokenizer.ggml.pre -> how that tokenizer cuts text."""
 
 
 def tokenizer_files(fields: Fields, n_rows: int, *, has_own: bool = False) -> dict[str, bytes]:
@@ -148,11 +73,14 @@ class _Vocabulary:
             if kind != _UNUSED:
                 yield i, token, kind
 
+    def ids(self) -> Iterator[tuple[str, int]]:
+        """Every token that means something, with its id."""
+        return ((token, i) for i, token, _ in self.used())
+
     def added(self) -> list[dict[str, Any]]:
         """Tokens that are found in a text before it is cut, as tokenizer.json lists them."""
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         return [
-            {"id": i, "content": token, **flags, "special": kind != _USER}
+            added_token(i, token, special=kind != _USER)
             for i, token, kind in self.used()
             if kind in (_UNKNOWN, _CONTROL, _USER) and token
         ]
@@ -183,20 +111,10 @@ def _byte_level(fields: Fields, vocabulary: _Vocabulary) -> dict[str, Any]:
     splits = SPLITS.get(name)
     if splits is None:
         raise _unconverted(fields, f'its way to cut text is "{name}"')
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    cuts = [
-        {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False}
-        for p in splits.patterns
-    ]
-    parts = [*cuts, {**byte_level, "use_regex": False}]
-    return _spec(
-        vocabulary,
-        merges=_listed_merges(fields, vocabulary),
-        normalizer={"type": "NFC"} if splits.nfc else None,
-        pre_tokenizer={"type": "Sequence", "pretokenizers": parts},
-        decoder={**byte_level, "use_regex": True},
-        ignore_merges=splits.ignore_merges,
-    )
+    return byte_level_bpe(
+        dict(vocabulary.ids()), splits, merges=_listed_merges(fields, vocabulary),
+        added=vocabulary.added(),
+    )  # fmt: skip
 
 
 def _listed_merges(fields: Fields, vocabulary: _Vocabulary) -> list[list[str]]:
@@ -226,9 +144,10 @@ def _sentencepiece(fields: Fields, vocabulary: _Vocabulary) -> dict[str, Any]:
         *strip,
     ]
     unknown = [token for _, token, kind in vocabulary.used() if kind == _UNKNOWN]
-    return _spec(
-        vocabulary,
+    return bpe(
+        dict(vocabulary.ids()),
         merges=_merges_of(vocabulary, scores),
+        added=vocabulary.added(),
         normalizer={"type": "Sequence", "normalizers": [*start, *steps]},
         pre_tokenizer=None,
         decoder={"type": "Sequence", "decoders": decoders},
@@ -255,41 +174,6 @@ def _merges_of(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[list[st
         if token[:cut] in ids and token[cut:] in ids
     ]
     return [[left, right] for *_, left, right in sorted(found)]
-
-
-def _spec(
-    vocabulary: _Vocabulary,
-    *,
-    merges: Sequence[list[str]],
-    normalizer: object,
-    pre_tokenizer: object,
-    decoder: object,
-    **model: object,
-) -> dict[str, Any]:
-    """tokenizer.json; the tokens that are added are in the vocabulary too, so they keep ids."""
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": vocabulary.added(),
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": decoder,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            **model,
-            "vocab": {token: i for i, token, _ in vocabulary.used()},
-            "merges": merges,
-        },
-    }
 
 
 # -- the other files ---------------------------------------------------------------------------
