@@ -45,6 +45,7 @@ from moet_desk.api.relay import Answer, Deltas, Relay, Writer, as_moet_error, wh
 from moet_desk.api.responses_wire import ResponsesWriter
 from moet_desk.api.schemas import ChatRequest, each_answer, read_chat, to_generate
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, ModelInfo, RequestStream
+from moet_desk.engine.reloading import Reloadable
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.responses import Kept, ResponseStore
 from moet_desk.telemetry import EngineState
@@ -69,6 +70,8 @@ def build_app(engine: EngineHandle, options: EndpointOptions, kept: ResponseStor
             Route("/v1/responses", routes.responses, methods=["POST"]),
             Route("/v1/responses/{id}", routes.kept_response, methods=["GET", "DELETE"]),
             Route("/v1/models", routes.list_models),
+            Route("/v1/models/{name:path}/load", routes.load_model, methods=["POST"]),
+            Route("/v1/models/{name:path}/unload", routes.unload_model, methods=["POST"]),
             Route("/v1/models/{name:path}", routes.show_model),
             Route("/tokenize", routes.tokenize, methods=["POST"]),
             Route("/detokenize", routes.detokenize, methods=["POST"]),
@@ -192,6 +195,16 @@ class _Routes:
         name = http.path_params["name"]
         return _json(model_body(self._model(name), name, created=self._started))
 
+    async def load_model(self, http: Request) -> Response:
+        engine = self._reloadable(http)
+        await self._in_thread(engine.load)
+        return self._state(http)
+
+    async def unload_model(self, http: Request) -> Response:
+        engine = self._reloadable(http)
+        await self._in_thread(engine.unload)
+        return self._state(http)
+
     async def metrics(self, http: Request) -> Response:
         text = metrics_text(self._engine.snapshot())
         return Response(text, media_type=CONTENT_TYPE)
@@ -259,6 +272,20 @@ class _Routes:
         if kept is None:
             raise fail("MD-API-11", response=response_id, parameter="previous_response_id")
         return kept.messages
+
+    def _reloadable(self, http: Request) -> Reloadable:
+        """The engine, if it can put its model away and this is the model's name."""
+        engine, name = self._engine, http.path_params["name"]
+        if not isinstance(engine, Reloadable):
+            raise fail("MD-API-10", address=f"{http.method} {http.url.path}")
+        offered = [engine.name, *self._options.aliases]
+        if name not in offered:
+            raise fail("MD-API-02", model=name, offered=", ".join(offered), parameter="model")
+        return engine
+
+    def _state(self, http: Request) -> Response:
+        state = self._engine.snapshot().state.value
+        return _json({"id": http.path_params["name"], "object": "model", "state": state})
 
     def _model(self, name: str | None) -> ModelInfo:
         """The loaded model; a request may leave its name out."""

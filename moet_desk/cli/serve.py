@@ -69,11 +69,13 @@ def serve(
     from moet_desk.cli.engine import wait_ready
     from moet_desk.cli.signals import interruptible
     from moet_desk.engine.handle import start_engine
+    from moet_desk.engine.reloading import Reloadable
 
     with runtime.instance_lock(invocation.locations), interruptible() as interrupt:
         runtime.start_logging(invocation.locations, settings.log.level)
         pack = invocation.model_path(model)
-        handle = start_engine(pack, engine_options(settings, invocation.locations))
+        how = engine_options(settings, invocation.locations)
+        handle = Reloadable(pack.name, lambda: start_engine(pack, how))
         # Listening first: a port in use is known before a big model is loaded, and clients that
         # come early are told that it is loading.
         options = endpoint_options(settings.endpoint, invocation.locations)

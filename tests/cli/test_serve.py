@@ -61,6 +61,21 @@ def test_serve__answers_until_a_signal_ends_it(
             httpx.get(f"{ready['address']}/models")
 
 
+def test_serve__model_put_away_and_loaded_again__the_port_stays(data_dir: Path) -> None:
+    with serving(data_dir, "--port", "0") as (_, ready), httpx.Client(timeout=20) as http:
+        address, ask = ready["address"], {"messages": [{"role": "user", "content": "hi"}]}
+        gone = http.post(f"{address}/models/demo/unload")
+        assert (gone.status_code, gone.json()["state"]) == (200, "no model")
+        refused = http.post(f"{address}/chat/completions", json=ask)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert http.get(f"{address}/models").json()["data"] == []
+        assert http.get(address.removesuffix("/v1") + "/health").json()["state"] == "no model"
+        back = http.post(f"{address}/models/demo/load")
+        assert (back.status_code, back.json()["id"]) == (200, "demo")
+        answer = http.post(f"{address}/chat/completions", json={**ask, "max_tokens": 2})
+        assert answer.json()["choices"][0]["message"]["content"]
+
+
 def test_serve__device__goes_to_the_engine(
     moet: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
