@@ -7,6 +7,7 @@ to close its engine, and its memory is free then. Any thread.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +54,7 @@ class Reloadable:
             del handle
             gc.unfreeze()  # the engine froze what was to live as long as its model
             gc.collect()
+            _empty_card_cache()
 
     @contextmanager
     def _in_use(self) -> Iterator[EngineHandle]:
@@ -111,3 +113,10 @@ class Reloadable:
     def close(self) -> None:
         """See `EngineHandle.close`."""
         self.unload()
+
+
+def _empty_card_cache() -> None:
+    """Give back what torch keeps of a card for its next tensors."""
+    torch = sys.modules.get("torch")  # if no engine brought it in, there is nothing to give back
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moet_desk.engine.handle import (
     EngineHandle,
@@ -83,6 +85,37 @@ def test_unloaded__refuses_and_shows_no_model_until_it_is_loaded() -> None:
     assert (len(made), len(engine.encode(REQUEST))) == (2, 12)
     engine.close()
     assert engine.model() is None
+
+
+def test_unload__an_engine_that_froze_what_it_holds__is_freed_all_the_same() -> None:
+    gone: list[weakref.ref[Any]] = []
+
+    class Knot(ScriptedEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.me = self
+            gone.append(weakref.ref(self))
+            gc.collect()
+            gc.freeze()
+
+    engine = Reloadable("m", Knot)
+    engine.unload()
+    assert gone[0]() is None
+
+
+def test_unload__a_card_was_used__torch_gives_its_cache_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    engine = Reloadable("m", ScriptedEngine)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    engine.unload()
+    assert emptied == []
+    engine.load()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    engine.unload()
+    assert emptied == [True]
 
 
 def test_unload__a_call_inside__is_waited_for_and_its_stream_ends() -> None:
