@@ -12,7 +12,8 @@ import pyte
 
 from tests.cli.conftest import environment
 
-ENTER, ESCAPE, UP, DOWN, RIGHT, END = "\r", "\x1b", "\x1b[A", "\x1b[B", "\x1b[C", "\x1b[F"
+ENTER, ESCAPE, UP, DOWN, RIGHT = "\r", "\x1b", "\x1b[A", "\x1b[B", "\x1b[C"
+HOME, END = "\x1b[H", "\x1b[F"
 F2, F4, F7 = "\x1bOQ", "\x1bOS", "\x1b[18~"
 
 

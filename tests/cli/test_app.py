@@ -12,7 +12,7 @@ import pytest
 
 from moet_desk.errors import ExitCode
 from tests.cli.conftest import Command
-from tests.cli.terminal import DOWN, END, ENTER, ESCAPE, F2, F4, F7, RIGHT, UP, Terminal
+from tests.cli.terminal import DOWN, END, ENTER, ESCAPE, F2, F4, F7, HOME, RIGHT, Terminal
 from tests.cli.tiny_repo import write_repo
 from tests.store.hub_server import Fault, HubServer, Repo
 
@@ -126,15 +126,16 @@ def test_pull__demo_checkpoint_as_a_repository__added_beside_the_demo(
         app.wait_for("demo is ready")
         app.press(F4, until="deepseek_v3")
         app.press("a", until="Which model?")
-        app.wait_for("From Hugging Face")
-        app.press(END, ENTER, until="owner/name")
+        app.wait_for("OLMoE")
+        app.press(END, until="From Hugging Face")
+        app.press(ENTER, until="owner/name")
         app.child.send("test/other")
         app.press(ENTER, until="9 MoE layers x 32 experts")
         app.press(ENTER, until="How other will live")
         app.press(ENTER, until="other is ready")
         ask(app, "What is 17 + 25?")
         app.press(F4, until="● loaded")
-        app.press(UP, UP, "d", until="Delete demo?")
+        app.press(HOME, "d", until="Delete demo?")
         app.press(RIGHT, ENTER, until="free again")
         assert app.quit() == 0
     finally:

@@ -18,7 +18,7 @@ from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.cuda.prefill import CudaPrefiller
 from moet_desk.engine.cuda.step import StepRow
-from moet_desk.engine.handle import EngineOptions
+from moet_desk.engine.handle import EngineOptions, GenerateRequest
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.kernels.triton.grouped import cut_batches
 from moet_desk.store.pack_format import Plane
@@ -116,6 +116,7 @@ class PromptOnly:
         sequence = core.kv.reserve(len(IDS) + 1)
         assert sequence is not None
         self.kv, self.prompt_ids, self.plane = sequence, IDS, Plane.BASE
+        self.request = GenerateRequest()
         self.error: Exception | None = None
         self.logits = torch.empty(0)
         self.sampler = self

@@ -28,6 +28,7 @@ def test_gate__one_kernel__compiles_for_both_cards() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # some 400 compilations
 def test_gate__every_kernel__within_limits() -> None:
     rows = run_gate()
     assert len(rows) > 20

@@ -11,6 +11,7 @@ import torch
 from moet_desk.engine.cuda.draft import DeviceHead
 from moet_desk.engine.cuda.head import halves
 from moet_desk.engine.draft import CpuHead, state_of
+from moet_desk.engine.handle import GenerateRequest
 from moet_desk.engine.sampling import Chosen, Draw
 from moet_desk.kernels.triton.dense import WeightKind
 from moet_desk.store.pack_format import Plane
@@ -34,6 +35,7 @@ class Greedy:
         sequence = core.kv.reserve(len(IDS) + N_TOKENS)
         assert sequence is not None
         self.kv, self.prompt_ids, self.plane = sequence, IDS, plane
+        self.request = GenerateRequest()
         self.out_ids: list[int] = []
         self.tau: float | None = None
         self.draft: Any = None
