@@ -1,8 +1,9 @@
 """Compile every kernel for the cards we name, without a card, and check what it takes.
 
-Run as `python -m tests.kernels.triton.gate [--write FILE] [PART ...]` from the repository's root; a
-PART selects cases by the beginning of their name. Prints one JSON line per kernel and capability;
-exits with 1 if one breaks a limit. Kernels must not be interpreted in this process.
+Run as `python -m tests.kernels.triton.gate [--write FILE] [--each N] [PART ...]` from the
+repository's root; a PART selects cases by the beginning of their name. Prints one JSON line per
+kernel and capability; exits with 1 if one breaks a limit. Kernels must not be interpreted in this
+process.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,18 @@ def all_cases() -> Iterator[Case]:
             yield from importlib.import_module(f"tests.kernels.triton.{name}").CASES
 
 
+def spread(cases: Sequence[Case], each: int) -> list[Case]:
+    """At most `each` cases of every kernel, from its first to its last."""
+    by_kernel: dict[str, list[Case]] = {}
+    for case in cases:
+        by_kernel.setdefault(case.name.split()[0], []).append(case)
+    chosen = []
+    for own in by_kernel.values():
+        places = {round(i * (len(own) - 1) / max(1, each - 1)) for i in range(each)}
+        chosen += [own[place] for place in sorted(places)]
+    return chosen
+
+
 def compile_case(case: Case, capability: int) -> CompiledInfo:
     return compile_for(
         case.kernel,
@@ -79,10 +92,12 @@ def complaints(case: Case, info: CompiledInfo, capability: int) -> list[str]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Compile every kernel and check its limits.")
     parser.add_argument("--write", type=Path, help="also write the table to this JSON file")
+    parser.add_argument("--each", type=int, help="at most so many cases of a kernel")
     parser.add_argument("parts", nargs="*", help="beginnings of case names; default all")
     args = parser.parse_args(arguments)
     rows = []
-    for case in all_cases():
+    cases = list(all_cases())
+    for case in cases if args.each is None else spread(cases, args.each):
         if args.parts and not case.name.startswith(tuple(args.parts)):
             continue
         for capability in CAPABILITIES if case.only is None else (case.only,):
