@@ -85,7 +85,7 @@ def run_schedules(hub: HubServer, tmp_path: Path, seeds: range, kind: str) -> li
     ended = [json.loads(line) for line in ran.stdout.splitlines()]
     for seed in seeds:
         made = tmp_path / "work" / str(seed) / "models" / "tiny"
-        assert ended[seeds.index(seed)]["whole"] == 1, (ended, ran.stderr)
+        assert ended[seeds.index(seed)]["whole"] == 1, f"{ended}\n{ran.stderr}"  # not cut short
         assert pack_bytes(made) == clean
         assert verify_pack(made).ok
     return ended
