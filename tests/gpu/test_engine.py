@@ -226,11 +226,11 @@ def test_choose__invalid_numbers__no_tokens_and_the_next_step_is_as_before(core:
     assert sequence is not None
     rows = [StepRow(5, sequence)]
     before = core.model.choose(rows, Plane.BASE, [GREEDY])
-    saved = core.model._final_norm.clone()
-    core.model._final_norm.fill_(torch.nan)
+    saved = core.model.final_norm.clone()
+    core.model.final_norm.fill_(torch.nan)
     for draw in (GREEDY, Draw(temperature=1.0)):
         assert core.model.choose(rows, Plane.BASE, [draw]) == [None]
-    core.model._final_norm.copy_(saved)
+    core.model.final_norm.copy_(saved)
     assert core.model.choose(rows, Plane.BASE, [GREEDY]) == before
     core.kv.release(sequence)
 
