@@ -1,11 +1,12 @@
 """That guesses change no text: greedy answers with them against those of runs without, token for
-token, on a CPU.
+token.
 
     python -m bench.same_text [--chats FILE] [--count N] [--tokens N] [--quality Q]
-                              [--drafts WHO] [--depth N]
+                              [--pool full|tiny] [--drafts WHO] [--depth N] [--device D]
 
 One JSON line for each quality and size of the pools. FILE has chats as tests/data/heldout/chat.jsonl
-(default); the first turns are the prompts. Exit code 1 if any answer differs.
+(default); the first turns are the prompts. Exit code 1 if any answer differs. A GPU chooses its tokens
+itself, without telling their numbers: there texts and their lengths in tokens are compared.
 """
 
 from __future__ import annotations
@@ -38,13 +39,16 @@ POOLS: Mapping[str, Mapping[str, Any]] = {
     "full": {},
     "tiny": {"pool_slots": 4, "fine_slots": 4},  # the experts of one token in one layer
 }
+TINY_ON_GPU = {"pool_slots": 32, "fine_slots": 32}  # a step of three rows needs more
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Token ids and why they ended; steps and right guesses are not part of what is compared."""
+    """What is compared; steps and right guesses are no part of it."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # none from a GPU
+    text: str
+    n_tokens: int
     reason: str
 
 
@@ -75,21 +79,29 @@ def running(pack: Path, **options: Any) -> Iterator[EngineHandle]:
 
 
 def answers(
-    handle: EngineHandle, prompts: Sequence[str], quality: Quality, n_tokens: int
+    handle: EngineHandle,
+    prompts: Sequence[str],
+    quality: Quality,
+    n_tokens: int,
+    *,
+    on_device: bool = False,
 ) -> tuple[list[Answer], Speed]:
-    """Greedy answers, one after the other."""
+    """Greedy answers, one after the other; on_device: chosen there, without log probabilities."""
     made, speed = [], Speed()
     for prompt in prompts:
         request = GenerateRequest(
-            prompt=prompt, quality=quality, max_tokens=n_tokens, top_logprobs=0,
-            sampling=Sampling(temperature=0),
+            prompt=prompt, quality=quality, max_tokens=n_tokens, sampling=Sampling(temperature=0),
+            top_logprobs=None if on_device else 0,
         )  # fmt: skip
         tokens: list[int] = []
+        text = ""
         for event in handle.submit(request):
             if isinstance(event, TextDelta):
                 tokens += [entry.token_id for entry in event.logprobs]
+                text += event.text
         assert isinstance(event, Finished), event
-        made.append(Answer(tuple(tokens), event.reason.value))
+        count = event.usage.completion_tokens
+        made.append(Answer(tuple(tokens), text, count, event.reason.value))
         speed.tokens += max(0, event.usage.completion_tokens - 1)  # the first is the prompt's
         speed.steps += event.usage.steps
         speed.decode_s += event.usage.decode_s
@@ -102,15 +114,19 @@ def compared(
     n_tokens: int,
     drafts: Mapping[str, Any],
     qualities: Sequence[Quality],
+    pools: Sequence[str] = ("full", "tiny"),
+    device: str = "cpu",
 ) -> Iterator[dict[str, Any]]:
     """For each quality and pool: how many answers differ from those without guesses."""
+    gpu = device != "cpu"
     for quality in qualities:
-        with running(pack) as handle:
-            wanted, plain = answers(handle, prompts, quality, n_tokens)
-        for name, sizes in POOLS.items():
+        with running(pack, device=device) as handle:
+            wanted, plain = answers(handle, prompts, quality, n_tokens, on_device=gpu)
+        for name in pools:
+            sizes = TINY_ON_GPU if gpu and name == "tiny" else POOLS[name]
             began = time.perf_counter()
-            with running(pack, **drafts, **sizes) as handle:
-                found, speed = answers(handle, prompts, quality, n_tokens)
+            with running(pack, device=device, **drafts, **sizes) as handle:
+                found, speed = answers(handle, prompts, quality, n_tokens, on_device=gpu)
                 time.sleep(0.2)  # until the last step is in the picture
                 counts = handle.snapshot().drafts
             yield {
@@ -134,6 +150,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--quality", choices=[quality.value for quality in Quality])
+    parser.add_argument("--pool", choices=list(POOLS))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--drafts", default="mtp")
     parser.add_argument("--depth", type=int, default=2)
     wishes = parser.parse_args()
@@ -145,7 +163,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         pack = pack_source(DEMO, Path(folder) / "demo")
         qualities = [Quality(wishes.quality)] if wishes.quality else list(Quality)
-        for line in compared(pack, prompts, wishes.tokens, drafts, qualities):
+        pools = [wishes.pool] if wishes.pool else list(POOLS)
+        for line in compared(pack, prompts, wishes.tokens, drafts, qualities, pools, wishes.device):
             n_differ += line["differ"]
             print(json.dumps(line), flush=True)
     return int(n_differ > 0)
