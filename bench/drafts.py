@@ -3,10 +3,10 @@
     python -m bench.drafts [PROMPTS [TOKENS [DEVICE]]]
 
 One JSON line for each quality and way to guess: greedy answers, the first turns of
-tests/data/heldout/chat.jsonl. All engines are open at once and take turns, prompt by prompt, so that
-whatever else the computer does meets all of them; `cpu_ms_per_token` is this process's own time. On a
-CPU (default) rows are read one by one, so a right guess saves nothing there: tokens per step is what a
-GPU can use.
+tests/data/heldout/chat.jsonl. On a CPU (default) all engines are open at once and take turns, prompt
+by prompt, so that whatever else the computer does meets all of them, and rows are read one by one, so a
+right guess saves nothing: tokens per step is what a GPU can use. On a GPU, which belongs to one engine,
+they run one after the other. `cpu_ms_per_token` is this process's own time.
 """
 
 from __future__ import annotations
@@ -90,19 +90,33 @@ def main() -> None:
     n_prompts, n_tokens, device = int(given[0]), int(given[1]), given[2]
     with tempfile.TemporaryDirectory() as folder:
         pack = pack_source(DEMO, Path(folder) / "demo")
+        prompts = first_turns(CHATS, n_prompts)
+        together = [WAYS] if device == "cpu" else [(way,) for way in WAYS]
         for quality in (Quality.FAST, Quality.EXACT):
-            with ExitStack() as stack:
-                handles = [
-                    stack.enter_context(running(pack, device=device, hot_set=False, **way))
-                    for way in WAYS
-                ]
-                sums = [Sums() for _ in WAYS]
-                for prompt in first_turns(CHATS, n_prompts):
-                    for handle, its in zip(handles, sums, strict=True):
-                        answer(handle, prompt, quality, n_tokens, its)
-                time.sleep(0.2)  # until the last step is in the pictures
-                for way, handle, its in zip(WAYS, handles, sums, strict=True):
-                    print(line(quality, way, handle, its), flush=True)
+            for ways in together:
+                compare(pack, prompts, quality, n_tokens, ways, device)
+
+
+def compare(
+    pack: Path,
+    prompts: Sequence[str],
+    quality: Quality,
+    n_tokens: int,
+    ways: Sequence[Mapping[str, Any]],
+    device: str,
+) -> None:
+    """Print a line for each of some ways, whose engines take turns."""
+    with ExitStack() as stack:
+        handles = [
+            stack.enter_context(running(pack, device=device, hot_set=False, **way)) for way in ways
+        ]
+        sums = [Sums() for _ in ways]
+        for prompt in prompts:
+            for handle, its in zip(handles, sums, strict=True):
+                answer(handle, prompt, quality, n_tokens, its)
+        time.sleep(0.2)  # until the last step is in the pictures
+        for way, handle, its in zip(ways, handles, sums, strict=True):
+            print(line(quality, way, handle, its), flush=True)
 
 
 if __name__ == "__main__":

@@ -85,9 +85,9 @@ def test_mla_decode__rows_of_all_lengths__near_float64_and_each_row_alone(
 @pytest.mark.parametrize("form", list(KvFormat))
 @pytest.mark.parametrize(
     ("heads", "keys", "d", "window", "with_sink"),
-    [(32, 4, 128, None, False), (64, 8, 64, 128, True)],
+    [(32, 4, 128, None, False), (64, 8, 64, 128, True), (4, 2, 16, None, False)],
 )
-def test_gqa_decode__qwen_and_gpt_oss_shapes__as_the_twin(
+def test_gqa_decode__large_and_smallest_heads__as_the_twin(
     form: KvFormat, heads: int, keys: int, d: int, window: int | None, with_sink: bool
 ) -> None:
     lengths = LENGTHS[:6]
@@ -191,7 +191,7 @@ def test_mla_prefill__chunks__as_the_twin(
 @pytest.mark.parametrize("form", list(KvFormat))
 @pytest.mark.parametrize(
     ("heads", "keys", "d", "window", "with_sink"),
-    [(32, 4, 128, None, False), (64, 8, 64, 128, True)],
+    [(32, 4, 128, None, False), (64, 8, 64, 128, True), (4, 2, 16, None, False)],
 )
 def test_gqa_prefill__chunks__as_the_twin(
     form: KvFormat, heads: int, keys: int, d: int, window: int | None, with_sink: bool
