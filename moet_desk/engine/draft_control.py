@@ -40,6 +40,10 @@ PROBE_STEPS = 8
 FIRST_REST, LONGEST_REST = 48, 4096  # tokens between fruitless probes
 WON_STEPS = 32  # steps with a gain after which rests are short again
 DEEPER_STEPS = 128  # steps with a gain before one place more is looked at again
+HELD_STEPS = 6
+"""Steps for which a decision against guesses stands unasked: where a step takes half a millisecond,
+asking in each would cost more than guesses may."""
+
 FOLLOWED_TOKENS = 64  # that a head nobody asks may be behind; with more it stops reading along
 
 
@@ -96,8 +100,12 @@ class Policy(Protocol):
         """Whether the head should read along with a request that begins."""
         ...
 
+    def holds(self, regime: Regime) -> bool:
+        """Whether there is no guessing in the next step, whatever could be offered."""
+        ...
+
     def choose(self, regime: Regime, offer: Offer) -> Choice:
-        """What to do in the next step."""
+        """What to do in the next step, if the policy does not hold."""
         ...
 
     def note(self, regime: Regime, choice: Choice, seen: Seen) -> None:
@@ -124,6 +132,10 @@ class Fixed:
     def follows(self, plane: Plane) -> bool:
         """See `Policy`."""
         return self.source is Source.MTP
+
+    def holds(self, regime: Regime) -> bool:
+        """See `Policy`."""
+        return self.source is Source.OFF
 
     def choose(self, regime: Regime, offer: Offer) -> Choice:
         """See `Policy`."""
@@ -158,6 +170,7 @@ class _Book:
         self.n_tokens = 0  # by request
         self.since_plain = 0
         self.plain_left = 0  # plain steps that are to come
+        self.held = 0  # of them, that nobody is asked about
         self.rests = {source: _Rest() for source in GUESSERS}
 
     def note(self, source: Source, seen: Seen) -> None:
@@ -198,6 +211,15 @@ class Control:
             for rest, n_tokens in rests
         )
 
+    def holds(self, regime: Regime) -> bool:
+        """See `Policy`: in the steps behind one in which there were guesses and no use for them."""
+        book = self._book(regime)
+        if not book.held:
+            return False
+        book.held -= 1
+        self._newest = (regime, OFF)
+        return True
+
     def choose(self, regime: Regime, offer: Offer) -> Choice:
         """See `Policy`."""
         book = self._book(regime)
@@ -230,6 +252,8 @@ class Control:
         for choice in found:
             if self._probes(book, choice):
                 return Choice(choice.source, choice.depth, choice.gain, is_probe=True)
+        if any((*offer.mtp, *offer.lookup)):
+            book.held = HELD_STEPS
         return OFF
 
     def _best(self, book: _Book, source: Source, offer: Offer) -> Choice | None:

@@ -21,7 +21,7 @@ from moet_desk.engine.draft import (
     room_of,
     state_of,
 )
-from moet_desk.engine.draft_control import Choice, Control, Fixed, Offer, Policy, Regime
+from moet_desk.engine.draft_control import OFF, Choice, Control, Fixed, Offer, Policy, Regime
 from moet_desk.engine.draft_estimates import GUESSERS, Seen, Source
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.errors import MoetError
@@ -122,7 +122,8 @@ class Drafting:
         `rerun_s`: what the gate has spent so far.
         """
         regime = Regime(requests[0].plane, any(r.tau is not None for r in requests), len(requests))
-        choice = self.policy.choose(regime, self._offer(requests))
+        held = self.policy.holds(regime)
+        choice = OFF if held else self.policy.choose(regime, self._offer(requests))
         marks = [self._clock()]
         runs = [(r, list[int]()) for r in requests]
         if choice.source is Source.MTP:

@@ -18,8 +18,10 @@ from moet_desk.engine.draft_control import (
     EARNED,
     FIRST_REST,
     FOLLOWED_TOKENS,
+    HELD_STEPS,
     LONGEST_REST,
     MOST_SPARE,
+    OFF,
     PLAIN_STEPS,
     PROBE_STEPS,
     REFRESH_STEPS,
@@ -71,7 +73,7 @@ class World:
             calm -= 1
             looked = 3 if chance.random() < self.looks else 0
             offer = Offer((7,), (looked,), max(0, -(-behind // 8) - 1), len(self.row_s))
-            choice = control.choose(ALONE, offer)
+            choice = OFF if control.holds(ALONE) else control.choose(ALONE, offer)
             is_off = choice.source is Source.OFF
             guessed = 0 if is_off else offer.counts(choice.source, choice.depth)[0]
             shares, right = self.right(choice.source, len(times)), 0
@@ -236,6 +238,19 @@ def test_control__steps_with_guesses__a_plain_one_among_them() -> None:
     assert sum(b - a == 1 for a, b in pairwise(later)) == pytest.approx(
         len(later) * (PLAIN_STEPS - 1) / PLAIN_STEPS, abs=2
     )
+
+
+def test_control__guesses_of_no_use__stands_for_some_steps_unasked() -> None:
+    world, control = World(linear(1.0), right=lambda source, at: (0.0,)), Control(3)
+    assert not control.holds(ALONE)  # nothing is known
+    world.play(control, 400)
+    while control.holds(ALONE):
+        pass
+    assert control.choose(ALONE, Offer()) == OFF
+    assert not control.holds(ALONE)  # nothing could be guessed, which may change at once
+    assert control.choose(ALONE, Offer((7,), (0,))) == OFF
+    assert not control.holds(Regime(Plane.FINE, is_gated=False, n_requests=1))
+    assert [control.holds(ALONE) for _ in range(HELD_STEPS + 1)] == [True] * HELD_STEPS + [False]
 
 
 def learned(control: Control, regime: Regime) -> None:

@@ -99,6 +99,9 @@ class Changing:
     def follows(self, plane: Plane) -> bool:
         return False
 
+    def holds(self, regime: Regime) -> bool:
+        return False
+
     def choose(self, regime: Regime, offer: Offer) -> Choice:
         depth = next(self._depths)
         return Choice(Source.LOOKUP, depth) if depth else Choice()

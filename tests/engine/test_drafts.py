@@ -230,6 +230,9 @@ class Changing:
     def follows(self, plane: Plane) -> bool:
         return True
 
+    def holds(self, regime: Regime) -> bool:
+        return False
+
     def choose(self, regime: Regime, offer: Offer) -> Choice:
         return Choice(*next(self._next))
 
