@@ -108,6 +108,18 @@ _SECTION, _SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end
 _BEGIN, _END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 _DSML = "｜DSML｜"
 
+
+def _dsml(block: str) -> _Shape:
+    return _Shape(
+        f'<{_DSML}invoke name="{{name}}">\n', f"</{_DSML}invoke>\n",
+        (
+            f'<{_DSML}parameter name="{{key}}" string="{{text}}">',
+            f"</{_DSML}parameter>\n",
+        ),
+        prefix=f"<{_DSML}{block}>\n", between="", suffix=f"</{_DSML}{block}>",
+    )  # fmt: skip
+
+
 _SHAPES: Mapping[CallFormat, _Shape] = {
     CallFormat.HERMES: _Shape(
         '<tool_call>{newline}{{"name": {quoted}, "arguments": ', "}{newline}</tool_call>"
@@ -135,14 +147,8 @@ _SHAPES: Mapping[CallFormat, _Shape] = {
     CallFormat.DEEPSEEK_V31: _Shape(
         f"{_BEGIN}{{name}}{_SEPARATOR}", _END, prefix=_SECTION, between="", suffix=_SECTION_END
     ),
-    CallFormat.DSML: _Shape(
-        f'<{_DSML}invoke name="{{name}}">\n', f"</{_DSML}invoke>\n",
-        (
-            f'<{_DSML}parameter name="{{key}}" string="{{text}}">',
-            f"</{_DSML}parameter>\n",
-        ),
-        prefix=f"<{_DSML}tool_calls>\n", between="", suffix=f"</{_DSML}tool_calls>",
-    ),
+    CallFormat.DSML: _dsml("tool_calls"),
+    CallFormat.DSML_V32: _dsml("function_calls"),
     CallFormat.KIMI_K2: _Shape(
         "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
         "<|tool_call_end|>",

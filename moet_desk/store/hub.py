@@ -54,7 +54,7 @@ class Listing:
     files: tuple[RemoteFile, ...]
 
     def file(self, name: str) -> RemoteFile | None:
-        """The file of this name at the top of the repository."""
+        """The file of this name, with its folders as the hub writes them."""
         return next((file for file in self.files if file.name == name), None)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moet_desk.errors import fail
+from moet_desk.store.deepseek_template import SCRIPTS, template_of
 from moet_desk.store.gguf.files import is_gguf
 from moet_desk.store.gguf.source import open_gguf
 from moet_desk.store.headers import damaged
@@ -24,6 +25,7 @@ from moet_desk.store.tiktoken import TIKTOKEN_FILE, can_convert, tokenizer_of
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"
 _TOKENIZER_SETTINGS = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ class ModelSource:
 
 
 def read_small(folder: Path) -> dict[str, bytes]:
-    """The small files of a folder; of a tiktoken vocabulary a tokenizer.json is made.
+    """The small files of a folder. Of a tiktoken vocabulary a tokenizer.json is made, and of
+    DeepSeek's script a chat template.
 
     Raises:
         MoetError: MD-SRC-02 one cannot be read.
@@ -86,6 +89,9 @@ def read_small(folder: Path) -> dict[str, bytes]:
         vocabulary = _read(folder, (TIKTOKEN_FILE,)).get(TIKTOKEN_FILE)
         if vocabulary is not None:
             found[_TOKENIZER] = tokenizer_of(vocabulary, settings)
+    if _TEMPLATE not in found and b'"chat_template"' not in (settings or b""):
+        for name, script in _read(folder, SCRIPTS).items():
+            found[_TEMPLATE] = template_of(script, name)
     return found
 
 

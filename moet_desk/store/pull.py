@@ -36,6 +36,7 @@ from moet_desk.store.pack_rows import one_torch_thread
 from moet_desk.store.pack_writer import effort_of
 from moet_desk.store.pull_prepare import Prepared, check_room
 from moet_desk.store.pull_state import (
+    MADE_FROM,
     STATE_VERSION,
     FileRecord,
     Origin,
@@ -47,7 +48,6 @@ from moet_desk.store.pull_state import (
 )
 from moet_desk.store.shard_book import ShardBook, may_start
 from moet_desk.store.stream_pack import StreamPacker
-from moet_desk.store.tiktoken import TIKTOKEN_FILE
 from moet_desk.units import GIB, show_disk
 
 _TICK_S = 0.2
@@ -292,7 +292,7 @@ class _Pull:
 
     def _records(self) -> list[FileRecord]:
         """The files that the pack is made from."""
-        wanted = {*self._files, *IDENTITY_FILES, TIKTOKEN_FILE}
+        wanted = {*self._files, *IDENTITY_FILES, *MADE_FROM}
         return [file for file in self._state.files if file.name in wanted]
 
     # -- reports --------------------------------------------------------------------------------

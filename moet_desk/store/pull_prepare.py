@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moet_desk.errors import MoetError, fail
-from moet_desk.store.durable import check_space
+from moet_desk.store.durable import check_space, disk_errors
 from moet_desk.store.fetch import PART, Line, check_file, fetch_file, fetch_start, save
 from moet_desk.store.headers import (
     INDEX_FILE,
@@ -29,6 +29,7 @@ from moet_desk.store.pack_folder import missing_bytes, pack_sizes
 from moet_desk.store.pack_format import PACK_JSON, PackPlan
 from moet_desk.store.pack_rows import RowMaker
 from moet_desk.store.pull_state import (
+    MADE_FROM,
     SMALL_FILES,
     STATE_VERSION,
     FileRecord,
@@ -185,7 +186,7 @@ def _pin(asked: Asked, now: Listing) -> tuple[PullState, str]:
     files = [
         FileRecord(file.name, file.size, file.sha256, file.git_sha1)
         for file in now.files
-        if "/" not in file.name
+        if "/" not in file.name or file.name in MADE_FROM
     ]
     landed = {} if known is None else known.landed
     same = {} if known is None else {file.name for file in files if file in known.files}
@@ -216,6 +217,8 @@ def _fetch_small(work: Path, listing: Listing, line: Line) -> None:
     for name in SMALL_FILES:
         file = listing.file(name)
         if file is not None and check_file(file, work / name, line) is None:
+            with disk_errors(work / name, lambda: "a folder"):
+                (work / name).parent.mkdir(exist_ok=True)
             fetch_file(line, listing, file, work)
     if not (work / _CONFIG).is_file():
         raise fail("MD-SRC-01", path=listing.repo, missing=_CONFIG)

@@ -6,6 +6,7 @@ so a killed download finds a record that was true. Knows no network and no torch
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ import blake3
 import msgspec
 
 from moet_desk.errors import fail
+from moet_desk.store.deepseek_template import SCRIPTS
 from moet_desk.store.durable import disk_errors, replace_file
 from moet_desk.store.headers import INDEX_FILE
 from moet_desk.store.pack_format import (
@@ -26,7 +28,10 @@ from moet_desk.store.tiktoken import TIKTOKEN_FILE
 
 STATE_VERSION = 1
 PULL_FOLDER = ".pull"
-SMALL_FILES = (*COPIED_FILES, INDEX_FILE, TIKTOKEN_FILE)
+MADE_FROM = (TIKTOKEN_FILE, *SCRIPTS)
+"""Files of which files of the pack are made."""
+
+SMALL_FILES = (*COPIED_FILES, INDEX_FILE, *MADE_FROM)
 """What is fetched before anything else, when the repository has it."""
 
 _STATE_FILE = "state.json"
@@ -149,8 +154,11 @@ def remove_download(work: Path) -> int:
     with disk_errors(work):
         for file in state.files if state else ():
             for suffix in ("", ".part", ".partial"):
-                if "/" not in file.name:
+                if "/" not in file.name or file.name in MADE_FROM:
                     (work / f"{file.name}{suffix}").unlink(missing_ok=True)
+        for folder in {(work / name).parent for name in MADE_FROM} - {work}:
+            with contextlib.suppress(OSError):  # it is not there, or holds more
+                folder.rmdir()
         shutil.rmtree(state_folder(work))
         if not any(work.iterdir()):
             work.rmdir()

@@ -56,6 +56,7 @@ TAGS = {
     CallFormat.DEEPSEEK_V31: "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜>"
     " <｜tool▁call▁end｜> <｜tool▁sep｜>",
     CallFormat.DSML: "｜DSML｜",
+    CallFormat.DSML_V32: "｜DSML｜",
     CallFormat.KIMI_K2: "<|tool_calls_section_begin|> <|tool_calls_section_end|>"
     " <|tool_call_begin|> <|tool_call_end|> <|tool_call_argument_begin|>",
     CallFormat.MINIMAX_M2: "<minimax:tool_call> </minimax:tool_call>",

@@ -102,9 +102,12 @@ class HubServer:
 
 def listing(repo: Repo, folder: Path, name: str, commit: str) -> dict[str, object]:
     siblings = []
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         data = path.read_bytes()
-        entry: dict[str, object] = {"rfilename": path.name, "size": len(data)}
+        entry: dict[str, object] = {
+            "rfilename": path.relative_to(folder).as_posix(),
+            "size": len(data),
+        }
         entry["blobId"] = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
         if len(data) >= LFS_FROM:
             sha256 = hashlib.sha256(data).hexdigest()
@@ -131,12 +134,13 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 self.answer(int(fault.kind), b"not now", extra)
                 return
             parts = path.strip("/").split("/")
+            parts[4:] = ["/".join(parts[4:])] if parts[2:3] == ["resolve"] else parts[4:]
             if parts == ["api", "whoami-v2"]:
                 self.whoami()
             elif parts[:2] == ["api", "models"]:
                 self.info(parts[2:], fault)
             elif parts[0] == "cdn":
-                self.file("/".join(parts[1:3]), parts[4], parts[5], fault)
+                self.file("/".join(parts[1:3]), parts[4], "/".join(parts[5:]), fault)
             elif len(parts) == 5 and parts[2] == "resolve":
                 self.resolve(parts, fault)
             else:

@@ -16,6 +16,7 @@ class CallFormat(Enum):
     DEEPSEEK_V3 = "deepseek_v3"
     DEEPSEEK_V31 = "deepseek_v31"
     DSML = "dsml"
+    DSML_V32 = "dsml_v32"
     KIMI_K2 = "kimi_k2"
     MINIMAX_M2 = "minimax_m2"
     LONGCAT = "longcat"

@@ -36,6 +36,7 @@ _SYNTAX: Mapping[CallFormat, Syntax] = {
     CallFormat.DEEPSEEK_V3: DEEPSEEK,
     CallFormat.DEEPSEEK_V31: DEEPSEEK,
     CallFormat.DSML: DSML,
+    CallFormat.DSML_V32: DSML,
     CallFormat.KIMI_K2: KIMI_K2,
     CallFormat.MINIMAX_M2: MINIMAX_M2,
     CallFormat.LONGCAT: LONGCAT,
@@ -45,6 +46,7 @@ _SYNTAX: Mapping[CallFormat, Syntax] = {
 # The first whose pattern is in the template. Formats that share tags come from the special case to
 # the general one.
 _MARKS: Sequence[tuple[str, CallFormat]] = (
+    (r"｜DSML｜function_calls", CallFormat.DSML_V32),
     (r"｜DSML｜", CallFormat.DSML),
     (r"<｜tool▁call▁begin｜>(?s:.*)```json", CallFormat.DEEPSEEK_V3),
     (r"<｜tool▁call▁begin｜>", CallFormat.DEEPSEEK_V31),
@@ -61,7 +63,7 @@ _MARKS: Sequence[tuple[str, CallFormat]] = (
 
 _OF_TYPE: Mapping[str, CallFormat] = {
     "deepseek_v3": CallFormat.DEEPSEEK_V3,
-    "deepseek_v32": CallFormat.DSML,
+    "deepseek_v32": CallFormat.DSML_V32,
     "deepseek_v4": CallFormat.DSML,
     "glm4_moe": CallFormat.GLM45,
     "glm4_moe_lite": CallFormat.GLM47,

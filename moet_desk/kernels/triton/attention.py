@@ -468,6 +468,7 @@ def _parts(kv: KvPages) -> int:
 def _chunk(d: int) -> int:
     """Values of a vector that a program multiplies at a time: at most one FP8 block.
 
-    Two NVFP4 blocks at least: of a single one Triton 3.6 makes a kernel that reads wrong values (H200).
+    Two NVFP4 blocks at least: of a single one Triton 3.6 makes a kernel that reads wrong values
+    on an H200.
     """
     return min(128, max(32, 1 << (d - 1).bit_length()))

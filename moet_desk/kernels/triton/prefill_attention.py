@@ -405,7 +405,8 @@ def _heads_that_fit(up: LatentWeight, floats: int) -> int:
 
 def chunk_of(d: int) -> int:
     """Dims multiplied at a time: 128, or what divides d if that is less than d; 32 at least, as
-    `attention` has it."""
+    `attention` has it.
+    """
     return min(128, max(16, d & -d)) if d > 64 else max(32, 1 << (d - 1).bit_length())
 
 
