@@ -157,7 +157,7 @@ def fetch_file(line: Line, listing: Listing, file: RemoteFile, folder: Path) -> 
         Stopped: what has arrived is kept.
     """
     place = folder / file.name
-    part = place.with_name(file.name + PART)
+    part = place.with_name(place.name + PART)
     for left in range(line.patience.fetches, 0, -1):
         with disk_errors(place, lambda: f"{show_disk(_size(part))} of {show_disk(file.size)}"):
             hashes = _Hashes(file)
