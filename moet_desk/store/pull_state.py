@@ -22,11 +22,12 @@ from moet_desk.store.pack_format import (
     ORIGIN_FILE,
     QUANTIZER_VERSION,
 )
+from moet_desk.store.quantization import HF_QUANT_FILE
 from moet_desk.store.tiktoken import TIKTOKEN_FILE
 
 STATE_VERSION = 1
 PULL_FOLDER = ".pull"
-SMALL_FILES = (*COPIED_FILES, INDEX_FILE, TIKTOKEN_FILE)
+SMALL_FILES = (*COPIED_FILES, INDEX_FILE, TIKTOKEN_FILE, HF_QUANT_FILE)
 """What is fetched before anything else, when the repository has it."""
 
 _STATE_FILE = "state.json"
