@@ -157,6 +157,27 @@ def test_loader__grouped_query_layer__has_all_that_its_launches_ask_for() -> Non
         assert made.attention.w_in.n == 64
 
 
+def test_loader__gpt_oss__has_sinks_biases_and_the_experts_form() -> None:
+    shape = SHAPES["gpt-oss-20b"](64)
+    layers = tuple(
+        replace(layer, mixer=replace(layer.mixer, n_heads=4, n_keys=2, head_dim=16))
+        for layer in shape.spec.layers[:2]
+        if isinstance(layer.mixer, Gqa)
+    )
+    spec = replace(shape.spec, hidden=64, vocab=64, layers=layers)
+    loader, branch = SyntheticLoader(spec, CPU, is_fp8=False), Branch(CPU)
+    made = LayerLaunches(spec.layers[0], loader, moe_layer=0, branch=branch)
+    assert isinstance(made.attention, GqaLaunches)
+    assert made.attention.sinks is not None
+    assert made.attention.out_bias is not None
+    assert made.attention.w_in.values.dtype == torch.bfloat16
+    form = loader.form()
+    assert form.glu == spec.moe_ffn.glu
+    assert sorted(form.biases) == [0, 1]
+    assert form.biases[1].gate_up.shape == (32, 5760)
+    assert form.biases[1].down.dtype == torch.bfloat16
+
+
 def test_loader__popularity__ranks_experts_in_place() -> None:
     loader = SyntheticLoader(tiny_spec(), CPU)
     bias = loader.vector("model.layers.1.mlp.gate.e_score_correction_bias")
