@@ -18,7 +18,13 @@ from moet_desk.store.gguf.files import is_gguf
 from moet_desk.store.gguf.source import open_gguf
 from moet_desk.store.headers import damaged
 from moet_desk.store.pack_format import COPIED_FILES
-from moet_desk.store.quantization import read_quantization
+from moet_desk.store.quantization import (
+    HF_QUANT_FILE,
+    Quantization,
+    read_hf_quant,
+    read_quantization,
+    says_quantization,
+)
 from moet_desk.store.sources import TensorIndex
 from moet_desk.store.tiktoken import TIKTOKEN_FILE, can_convert, tokenizer_of
 
@@ -60,7 +66,7 @@ class ModelSource:
             if _CONFIG not in small:
                 raise fail("MD-SRC-01", path=str(path), missing=_CONFIG)
             config = parse_config(small[_CONFIG], config_path)
-            index = TensorIndex.open(path, read_quantization(config, config_path))
+            index = TensorIndex.open(path, quantization_of(path, config))
             return cls(path, config_path, config, index, small)
         # a folder may hold what the file lacks; the config must be what names and shapes follow
         beside = read_small(path) if path.is_dir() else {}
@@ -93,6 +99,20 @@ def read_small(folder: Path) -> dict[str, bytes]:
         for name, script in _read(folder, SCRIPTS).items():
             found[_TEMPLATE] = template_of(script, name)
     return found
+
+
+def quantization_of(folder: Path, config: Mapping[str, Any]) -> Quantization:
+    """What a folder's config, or modelopt's own file beside it, says of quantised weights.
+
+    Raises:
+        MoetError: MD-SRC-09 it is not known here, MD-SRC-02 or 07 the file cannot be read.
+    """
+    if not says_quantization(config):
+        data = _read(folder, (HF_QUANT_FILE,)).get(HF_QUANT_FILE)
+        if data is not None:
+            path = str(folder / HF_QUANT_FILE)
+            return read_hf_quant(parse_config(data, path), path)
+    return read_quantization(config, str(folder / _CONFIG))
 
 
 def will_have_tokenizer(folder: Path) -> bool:

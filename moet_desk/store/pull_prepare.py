@@ -24,7 +24,7 @@ from moet_desk.store.headers import (
     read_shard_index,
 )
 from moet_desk.store.hub import Listing, RemoteFile
-from moet_desk.store.model_source import parse_config, read_small
+from moet_desk.store.model_source import parse_config, quantization_of, read_small
 from moet_desk.store.pack_folder import missing_bytes, pack_sizes
 from moet_desk.store.pack_format import PACK_JSON, PackPlan
 from moet_desk.store.pack_rows import RowMaker
@@ -40,7 +40,7 @@ from moet_desk.store.pull_state import (
     read_state,
     write_state,
 )
-from moet_desk.store.quantization import Quantization, read_quantization
+from moet_desk.store.quantization import Quantization
 from moet_desk.store.shard_book import peak_bytes
 from moet_desk.store.sources import TensorIndex, WeightFile, index_shards, raw_tensors
 from moet_desk.store.stream_pack import unit_shards
@@ -148,7 +148,7 @@ def look_at_model(work: Path, listing: Listing, line: Line, make_plan: MakePlan)
     _fetch_small(work, listing, line)
     path = str(work / _CONFIG)
     config = parse_config(read_small(work)[_CONFIG], path)
-    quantization = read_quantization(config, path)
+    quantization = quantization_of(work, config)
     shards = _shards(work, listing)
 
     def look(*, fresh: bool) -> SeenModel:

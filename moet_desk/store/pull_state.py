@@ -24,6 +24,7 @@ from moet_desk.store.pack_format import (
     ORIGIN_FILE,
     QUANTIZER_VERSION,
 )
+from moet_desk.store.quantization import HF_QUANT_FILE
 from moet_desk.store.tiktoken import TIKTOKEN_FILE
 
 STATE_VERSION = 1
@@ -31,7 +32,7 @@ PULL_FOLDER = ".pull"
 MADE_FROM = (TIKTOKEN_FILE, *SCRIPTS)
 """Files of which files of the pack are made."""
 
-SMALL_FILES = (*COPIED_FILES, INDEX_FILE, *MADE_FROM)
+SMALL_FILES = (*COPIED_FILES, INDEX_FILE, HF_QUANT_FILE, *MADE_FROM)
 """What is fetched before anything else, when the repository has it."""
 
 _STATE_FILE = "state.json"

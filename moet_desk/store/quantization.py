@@ -14,6 +14,9 @@ from typing import Any
 from moet_desk.errors import MoetError, fail
 
 _KEY = "quantization_config"
+HF_QUANT_FILE = "hf_quant_config.json"
+"""Where modelopt says it, for models whose config.json says nothing."""
+
 _NVFP4_COLUMNS = 16
 _MXFP4_COLUMNS = 32
 _FP8_BLOCK = [128, 128]
@@ -59,6 +62,28 @@ def read_quantization(config: Mapping[str, Any], path: str) -> Quantization:
                 raise _Reader(path).wrong(f"two methods, {found.method} and {own.method}")
             found = Quantization(own.method, found.ints | own.ints)
     return found
+
+
+def says_quantization(config: Mapping[str, Any]) -> bool:
+    """Whether a config has a table for `read_quantization`."""
+    levels = (config, config.get("text_config"))
+    return any(isinstance(level, Mapping) and level.get(_KEY) is not None for level in levels)
+
+
+def read_hf_quant(document: Mapping[str, Any], path: str) -> Quantization:
+    """The quantisation that modelopt's own file `HF_QUANT_FILE` states.
+
+    Raises:
+        MoetError: MD-SRC-09 a key or value that is not known here.
+    """
+    reader = _Reader(path)
+    for key, value in document.items():
+        if key not in ("producer", "quantization"):
+            raise reader.wrong(f"the key {_shown(key)} = {_shown(value)}")
+    table = document.get("quantization")
+    if not isinstance(table, Mapping) or table.get("quant_method", "modelopt") != "modelopt":
+        raise reader.wrong(f"quantization = {_shown(table)}")
+    return reader.read({**table, "quant_method": "modelopt"})
 
 
 Check = Callable[[Any], bool]

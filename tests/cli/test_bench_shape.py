@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bench import shape_table
 from moet_desk.cli import bench_shape
 from moet_desk.engine.cuda import measure as measuring
 from moet_desk.engine.cuda.bandwidth import Bandwidth
 from moet_desk.engine.cuda.measure import DraftFigures, Figures, Setup, Steps
-from moet_desk.engine.cuda.shapes import SHAPES
+from moet_desk.engine.cuda.shapes import KNOWN, SHAPES
 from moet_desk.errors import ExitCode
 from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB
@@ -253,3 +255,20 @@ def test_bench_shape__for_people__one_line_per_figure(moet: Command, card: FakeC
 def test_shapes__every_name__can_be_asked_for(moet: Command, card: FakeCard) -> None:
     for name in SHAPES:
         assert moet("bench", "--shape", name, "--json").document["shape"] == name
+
+
+def test_table__records__fastest_first_and_every_model_that_runs_is_measured(
+    moet: Command, card: FakeCard
+) -> None:
+    named = ("gpt-oss-20b", "glm-5.2")
+    records = [moet("bench", "--shape", name, "--vram-limit", "32GiB", "--json").document
+               for name in named]  # fmt: skip
+    records[1]["decode_tok_per_s"] = 10.0 + records[0]["decode_tok_per_s"]
+    place, _, head, _, first, second = shape_table.table(records).splitlines()
+    assert "NVIDIA X, 32" in place
+    assert head.count("|") == first.count("|") == len(shape_table.HEADS) + 1
+    assert first.startswith("| glm-5.2 (stand-in) | 3386 of ")
+    assert second.startswith("| gpt-oss-20b | 3386 of 768 | 96.1 % | ")
+    assert second.split(" | ")[5] == "–"
+    script = Path(shape_table.__file__).with_name("shapes.sh").read_text()
+    assert [name for name in KNOWN if name not in script] == ["deepseek-r1"]

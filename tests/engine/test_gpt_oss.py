@@ -9,22 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moet_desk.engine.families.gpt_oss import plan
 from moet_desk.engine.handle import Quality, Sampling
 from moet_desk.engine.parsers.answers import AnswerFormat, CallFormat
 from moet_desk.engine.template import ChatTemplate
 from moet_desk.engine.text import Text
 from moet_desk.errors import MoetError
 from moet_desk.kernels.layouts import unpack_nibbles
-from moet_desk.store.pack_format import Plane
+from moet_desk.store.pack_format import BASE_FILE, FINE_FILE, Plane
 from moet_desk.store.pack_reader import PackReader
 from tests.conftest import DEMO, pack_source
 from tests.engine.oracle import loaded, logits_of
 from tests.engine.test_balanced import balanced
+from tests.engine.test_gguf import mxfp4_blocks
+from tests.engine.test_gguf_families import fields_of
 from tests.engine.test_promise import STORY, SUM, answer, ask, engine
 from tests.engine.tiny_models import GQA_CONFIGS, LENGTH, random_model
+from tests.store.gguf_files import write_fields
 from tests.store.tiny import E2M1
 
 TWO_PARTS = ("gate_up_proj", "down_proj")
@@ -120,6 +124,66 @@ def test_logits__of_the_published_layout__those_of_transformers_on_its_values(
     with loaded(pack, kv_format="f32") as core:  # 15-bit activations and the published weights
         got = logits_of(core, ids.tolist(), plane=Plane.FINE)
     assert (got - want).abs().median() < 5e-3 * want.std()
+
+
+def as_gguf(source: Path, stored: dict[str, Any], path: Path) -> None:
+    """The same checkpoint as converters write it: gate and up apart, halves of blocks in a byte."""
+    config = json.loads((source / "config.json").read_text())
+    rope = config["rope_parameters"]
+    fields = fields_of(config) | {
+        "attention.sliding_window": config["sliding_window"],
+        "expert_feed_forward_length": config["intermediate_size"],
+        "rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+    }  # fmt: skip
+    tensors, stacks = dict[str, Any](), dict[str, Any]()
+    for name, values in load_file(source / "model.safetensors").items():
+        if name.endswith(("_blocks", "_scales")):
+            continue
+        floats, base = values.float().numpy(), name.removesuffix("_bias")
+        if name.endswith("gate_up_proj_bias"):
+            for part, at in (("gate_proj", 0), ("up_proj", 1)):
+                tensors[base.replace("gate_up_proj", part) + ".bias"] = floats[:, at::2]
+        else:
+            down = name.endswith("down_proj_bias")
+            tensors[f"{base}.bias" if down else name.removesuffix(".weight")] = floats
+    for name, part in stored.items():
+        codes, scales = nibbles(part["blocks"]).numpy(), part["scales"].numpy()
+        if name.endswith("down_proj"):
+            stacks[name] = mxfp4_blocks(codes, scales)
+            continue
+        for own, at in (("gate_proj", 0), ("up_proj", 1)):
+            blocks = mxfp4_blocks(codes[:, at::2], scales[:, at::2])
+            stacks[name.replace("gate_up_proj", own)] = blocks
+    write_fields(path, "gpt-oss", fields, tensors, mxfp4=stacks)
+
+
+def test_pack__as_gguf__the_rows_and_logits_of_the_published_files(
+    published: tuple[Path, Any, dict[str, Any]], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(published[0].parent / "source", source)
+    config = json.loads((source / "config.json").read_text())
+    del config["swiglu_limit"]  # which no field says: all published models have the usual one
+    (source / "config.json").write_text(json.dumps(config))
+    as_gguf(source, published[2], tmp_path / "m.gguf")
+    pack = pack_source(source, tmp_path / "own")
+    made = pack_source(tmp_path / "m.gguf", tmp_path / "made")
+    for name in (BASE_FILE, FINE_FILE):
+        assert (made / name).read_bytes() == (pack / name).read_bytes()
+    logits, dense, specs = [], [], []
+    for folder in (made, pack):
+        with loaded(folder, activations="float", kv_format="f32") as core:
+            specs.append(core.spec)
+            assert core.reader.meta.source_format == "mxfp4"
+            names = sorted(plan(core.spec).dense)
+            dense.append({name: core.reader.dense_tensor(name).float() for name in names})
+            logits.append(logits_of(core, list(range(3, 27)), plane=Plane.FINE))
+    assert specs[0] == specs[1]
+    for name, values in dense[1].items():
+        assert torch.equal(dense[0][name], values), name
+    # products with float32 weights, as this file holds them, add up in another order
+    assert (logits[0] - logits[1]).abs().median() < 1e-4 * logits[1].std()
 
 
 @pytest.mark.slow

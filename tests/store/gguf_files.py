@@ -90,7 +90,12 @@ def write_gguf(
 
 
 def write_fields(
-    path: Path, arch: str, fields: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+    path: Path,
+    arch: str,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    *,
+    mxfp4: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Write a model of another architecture in float32, with a vocabulary of bytes.
 
@@ -99,20 +104,30 @@ def write_fields(
         arch: its general.architecture.
         fields: those of the architecture, without its prefix.
         tensors: by the names of its safetensors files without ".weight".
+        mxfp4: stacks of experts that are blocks already, uint8, named likewise.
     """
     writer = gguf.GGUFWriter(path, arch)
-    put_field = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    put_field = {
+        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+        str: writer.add_string,
+    }  # fmt: skip
     for key, value in fields.items():
         put_field[type(value)](f"{arch}.{key}", value)
     _add_tokenizer(writer, None, "gpt-2")
     which = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     table = gguf.get_tensor_name_map(which, 8)
-    for name, values in _merged(arch, fields, tensors).items():
+
+    def put(name: str, values: np.ndarray, kind: Kind | None = None) -> None:
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         full = name if name.endswith(".bias") else f"{name}.weight"
         stored = table.get_name(full, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        writer.add_tensor(stored, np.ascontiguousarray(values))
+        writer.add_tensor(stored, np.ascontiguousarray(values), raw_dtype=kind)
+
+    for name, values in _merged(arch, fields, tensors).items():
+        put(name, values)
+    for name, values in (mxfp4 or {}).items():
+        put(name, values, Kind.MXFP4)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -63,6 +63,15 @@ MINIMAX = {
     "attention.key_length": 128, "attention.value_length": 128, "expert_count": 256,
     "expert_gating_func": 2, "expert_feed_forward_length": 1536, "rope.dimension_count": 64,
 }  # fmt: skip
+OSS = {
+    "block_count": 24, "context_length": 131072, "embedding_length": 2880,
+    "feed_forward_length": 2880, "attention.head_count": 64, "attention.head_count_kv": 8,
+    "rope.freq_base": 150000.0, "attention.layer_norm_rms_epsilon": f32(1e-5),
+    "expert_used_count": 4, "attention.key_length": 64, "attention.value_length": 64,
+    "expert_count": 32, "attention.sliding_window": 128, "expert_feed_forward_length": 2880,
+    "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0,
+    "rope.scaling.original_context_length": 4096,
+}  # fmt: skip
 V3 = {
     "block_count": 61, "context_length": 163840, "embedding_length": 7168,
     "feed_forward_length": 18432, "attention.head_count": 128, "attention.head_count_kv": 1,
@@ -127,6 +136,18 @@ REAL: dict[str, tuple[str, dict[str, Any], set[str], dict[str, Any]]] = {
             "scoring_func": "sigmoid",
         },
     ),
+    "gpt-oss-20b": (
+        "gpt-oss", OSS, set(),
+        {
+            "model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4,
+            "sliding_window": 128, "intermediate_size": 2880, "head_dim": 64,
+            "num_key_value_heads": 8, "attention_bias": True, "rope_theta": 150000.0,
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+        },
+    ),
     "DeepSeek-V3": (
         "deepseek2", V3, set(),
         {
@@ -173,6 +194,12 @@ def test_config_of__published_model__is_its_config_json(model: str) -> None:
         ("qwen3moe", QWEN | {"rope.freq_base": "x"}, "a number was expected"),
         ("deepseek2", V3 | {"expert_weights_norm": 1}, "true or false was expected"),
         ("deepseek2", V3 | {"rope.scaling.type": 5}, "a text was expected"),
+        ("gpt-oss", OSS | {"attention.temperature_scale": 2.0}, "attention.temperature_scale"),
+        (
+            "gpt-oss",
+            {k: v for k, v in OSS.items() if k != "attention.sliding_window"},
+            "attention.sliding_window is missing",
+        ),
         ("olmoe", {"expert_count": 4}, "block_count is missing"),
     ],
 )
@@ -199,7 +226,9 @@ def released_names(arch: str) -> list[str]:
     if arch in MIXTRALS:
         own = attention if arch == "minimax-m2" else attention[:4]
         return [*top, *norms, *own, layer + "block_sparse_moe.gate"]
-    found = [*top, *norms, moe + "gate"]
+    found = [*top, *norms, moe + ("router" if arch == "gpt-oss" else "gate")]
+    if arch == "gpt-oss":
+        return [*found, *attention[:4], layer + "self_attn.sinks"]
     if arch == "deepseek2":
         parts = "q_proj q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm o_proj"
         found += [f"{layer}self_attn.{part}" for part in (*parts.split(), "kv_b_proj")]
@@ -319,3 +348,25 @@ def test_open__each_architecture__has_the_published_tensors_and_a_config(
     assert source.config["head_dim"] == 16
     if arch == "glm4moe":
         assert (source.config["attention_bias"], source.config["use_qk_norm"]) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("up", "words"),
+    [(None, "without its other half"), ((4, 16), "do not fit together")],
+)
+def test_open__biases_of_experts_that_are_no_pair__refused(
+    up: tuple[int, int] | None, words: str, tmp_path: Path
+) -> None:
+    moe = "model.layers.0.mlp.experts."
+    tensors = {
+        "model.embed_tokens": np.zeros((256, 64), np.float32),
+        f"{moe}gate_proj": np.zeros((4, 32, 64), np.float32),
+        f"{moe}gate_proj.bias": np.zeros((4, 32), np.float32),
+    }
+    if up is not None:
+        tensors[f"{moe}up_proj.bias"] = np.zeros(up, np.float32)
+    write_fields(tmp_path / "m.gguf", "gpt-oss", TINY | {"block_count": 1}, tensors)
+    with pytest.raises(MoetError) as caught:
+        ModelSource.open(tmp_path / "m.gguf")
+    assert caught.value.code == "MD-SRC-02"
+    assert words in caught.value.cause

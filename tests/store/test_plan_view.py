@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moet_desk.errors import MoetError
 from moet_desk.store import hub_repair
@@ -345,3 +347,32 @@ def test_open__packed_numbers_without_a_config__are_not_guessed(tmp_path: Path) 
     plan, _ = write_with_dense(tmp_path, "int4-32")
     with pytest.raises(MoetError, match="MD-SRC-05"):
         RowMaker(TensorIndex.open(tmp_path), plan)
+
+
+def test_pull__modelopts_own_file__is_fetched_and_read(hub: HubServer, tmp_path: Path) -> None:
+    """A config that says nothing, and scales of the KV cache that only a quantised model has."""
+    source = tmp_path / "origin"
+    plan, _ = write_with_dense(source, "nvfp4")
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (source / "config.json").write_text(json.dumps(config))
+    hub.repos[NAME] = Repo(source)
+
+    def say(algorithm: str) -> None:
+        words = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}
+        (source / "hf_quant_config.json").write_text(json.dumps(words))
+
+    say("NVFP4_AWQ")
+    with pytest.raises(MoetError, match=r"hf_quant_config\.json") as caught:
+        pull_all(asked(tmp_path), line_to(hub.url), planner(plan))
+    assert caught.value.code == "MD-SRC-09"
+    assert not any(path.endswith(".safetensors") for path, _ in hub.requests)
+    say("NVFP4")
+    (path,) = source.glob("*.safetensors")
+    scale = "model.layers.0.self_attn.k_proj.k_scale"
+    write_weights(source, {**load_file(path), scale: torch.ones(1)})
+    wanted = dataclasses.replace(asked(tmp_path), work=tmp_path / "again")
+    pull_all(wanted, line_to(hub.url), planner(plan), memory_budget=4 << 20)
+    write_pack(source, plan, tmp_path / "clean")
+    assert pack_bytes(wanted.dest) == pack_bytes(tmp_path / "clean")
+    assert scale not in PackReader.open(wanted.dest).dense

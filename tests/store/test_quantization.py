@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moet_desk.errors import MoetError
-from moet_desk.store.quantization import IntGroups, Quantization, read_quantization
+from moet_desk.store.model_source import quantization_of
+from moet_desk.store.quantization import IntGroups, Quantization, read_hf_quant, read_quantization
 
 FP8: dict[str, Any] = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0",
@@ -183,3 +186,50 @@ def test_read__long_value__is_cut_in_the_message() -> None:
     with pytest.raises(MoetError) as caught:
         read({**FP8, "fmt": "x" * 10_000})
     assert len(caught.value.cause) < 400
+
+
+HF_QUANT = {
+    "producer": {"name": "modelopt", "version": "0.33.0"},
+    "quantization": {
+        "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16,
+        "exclude_modules": ["lm_head", "model.layers.*.mlp.gate"],
+    },
+}  # fmt: skip
+HF_MIXED = {"quantization": {key: MIXED[key] for key in ("quant_algo", "quantized_layers")}}
+
+
+@pytest.mark.parametrize("document", [HF_QUANT, HF_MIXED])
+def test_read_hf_quant__as_published__is_modelopt(document: dict[str, Any]) -> None:
+    assert read_hf_quant(document, "") == Quantization("modelopt", NO_INTS)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("quantization.quant_algo", "NVFP4_AWQ", "quant_algo = 'NVFP4_AWQ'"),
+        ("quantization.group_size", 32, "group_size = 32"),
+        ("quantization.has_zero_point", True, "has_zero_point = True"),
+        ("quantization.svd_rank", 32, "the key 'svd_rank' = 32"),
+        ("quantization.quant_method", "awq", "quantization = "),
+        ("quantization", None, "quantization = None"),
+        ("extra", 1, "the key 'extra' = 1"),
+    ],
+)
+def test_read_hf_quant__unknown__refused_by_name(path: str, value: Any, words: str) -> None:
+    with pytest.raises(MoetError, match=words) as caught:
+        read_hf_quant(changed(HF_QUANT, path, value), "folder/hf_quant_config.json")
+    assert caught.value.code == "MD-SRC-09"
+    assert "folder/hf_quant_config.json" in caught.value.cause
+
+
+def test_quantization_of__folder__modelopts_file_counts_if_the_config_says_nothing(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(HF_QUANT))
+    assert quantization_of(tmp_path, {}).method == "modelopt"
+    assert quantization_of(tmp_path, {"quantization_config": FP8}).method == "fp8"
+    nested = {"text_config": {"quantization_config": KIMI}}
+    assert quantization_of(tmp_path, nested) == read(KIMI)
+    (tmp_path / "hf_quant_config.json").write_text("[]")
+    with pytest.raises(MoetError, match="MD-SRC-07"):
+        quantization_of(tmp_path, {})

@@ -37,6 +37,7 @@ from moet_desk.engine.cuda.synthetic import (
 )
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.sampling import GREEDY, Draw
+from moet_desk.engine.spec import Gqa, Mixer
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.layouts import ExpertLayout
@@ -151,7 +152,9 @@ class Setup:
         """
         spec = self.shape.spec
         least = self.least_slots
-        fixed = dense_bytes(spec) + RESERVE_BYTES + self.n_fine_slots() * self.layout.fine_stride
+        fixed = (
+            dense_bytes(self.shape) + RESERVE_BYTES + self.n_fine_slots() * self.layout.fine_stride
+        )
         fixed += self.kv_pages * _PAGE_TOKENS * self.kv_token_bytes
         if self.prefill:
             fixed += stage_bytes(self.layout, spec.moe_ffn.router.n_experts)
@@ -295,11 +298,12 @@ class ShapeBench:
             for plane, n in zip(setup.planes, (n_slots, setup.n_fine_slots()), strict=False)
         }  # fmt: skip
         self.pool = self.pools[Plane.BASE]
+        self.loader = SyntheticLoader(spec, device, setup.shape.is_fp8)
+        self._form = self.loader.form()
         experts = PoolExperts(
             self.pool, self.pools.get(Plane.FINE), setup.layout, n_layers=n_layers, mailbox=None,
-            host=self._host,
+            host=self._host, form=self._form,
         )  # fmt: skip
-        self.loader = SyntheticLoader(spec, device)
         self.model = StepModel(
             spec, self.loader, self.kv, {setup.plane: experts},
             context=self.kv.free_tokens, device=device,
@@ -448,8 +452,11 @@ class ShapeBench:
         experts = steps.distinct * setup.layout.base_bytes
         if setup.plane is Plane.FINE:
             experts += steps.distinct * setup.layout.fine_bytes
-        kv = setup.entries * setup.kv_token_bytes
-        return dense_read_bytes(setup.shape.spec, setup.rows) + round(experts) + kv
+        kv = sum(
+            layer.mixer.entry_bytes(KV_FORM) * _seen(layer.mixer, setup.entries)
+            for layer in setup.shape.spec.layers
+        )
+        return dense_read_bytes(setup.shape, setup.rows) + round(experts) + kv
 
     def _by_group(self, steps: Steps) -> Mapping[str, float] | None:
         count = self._setup.traced
@@ -484,12 +491,19 @@ class ShapeBench:
             experts = ChunkExperts(
                 self.pools, self._host, setup.layout, buffers,
                 n_experts=spec.moe_ffn.router.n_experts, readers=readers, bounce={},
+                form=self._form,
             )  # fmt: skip
             model = ChunkModel(self.model, self.kv, buffers, experts)
             prompt = self._random.integers(spec.vocab, size=setup.prefill).tolist()
             reading = Reading.FAST if setup.plane is Plane.BASE else Reading.EXACT
             times = [read_prompt(model, self.kv, prompt, reading) for _ in range(PROMPTS)]
         return setup.prefill / median(times[1:])  # the first one compiles
+
+
+def _seen(mixer: Mixer, entries: int) -> int:
+    """Entries that a token reads."""
+    window = mixer.window if isinstance(mixer, Gqa) else None
+    return min(entries, window or entries)
 
 
 def read_prompt(model: ChunkModel, kv: KvCache, prompt: Sequence[int], reading: Reading) -> float:

@@ -1,7 +1,8 @@
 """Models of real shape, as plain numbers, for measuring a step without 70 GB of files.
 
-Where a family's attention does not exist here yet, MLA stands in for it, with sizes chosen so that
-the dense weights have about as many bytes as the model's; `Shape.note` says how far it is off.
+Models of the catalogue whose family runs have the blocks of their family. Where a family's
+attention does not exist here yet, MLA stands in for it, with sizes chosen so that the dense weights
+have about as many bytes as the model's; `Shape.note` says how far it is off.
 Every router is one of sigmoids with a bias, by which experts are made more popular than others. No
 torch here, so that the command line can list the names.
 """
@@ -10,7 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
+from moet_desk.catalogue import find_entry
+from moet_desk.engine.model_shape import kv_token_bytes
+from moet_desk.engine.planned_model import spec_of
 from moet_desk.engine.spec import (
     DenseFfn,
     Gqa,
@@ -18,15 +23,14 @@ from moet_desk.engine.spec import (
     Mixer,
     Mla,
     MoeFfn,
-    QkNorm,
     Rope,
     Router,
     Spec,
 )
-from moet_desk.kernels.kinds import Score
+from moet_desk.kernels.kinds import Glu, KvFormat, Score
 
 _MOST_ROWS, _MOST_PAIRS = 8, 64  # as in `buffers` and `kernels.triton.cache`, which need torch
-_RANK, _ROPE_DIM, _HEAD_DIM = 512, 64, 128
+_RANK, _ROPE_DIM = 512, 64
 _NVFP4_ENTRY_BYTES = 352
 """KV bytes per token and layer of MLA with these widths."""
 
@@ -37,9 +41,10 @@ class Shape:
 
     Attributes:
         stands_for: what the model has in the place of plain MLA; None if it has just that.
-        dense_bytes: all weights of the model that are not routed experts, as FP8 files store them
-            (FP8 products, bfloat16 embedding, head and router).
+        dense_bytes: all weights of the model that are not routed experts, as its files store them
+            (FP8 products, bfloat16 embedding, head and router; or all in bfloat16).
         kv_token_bytes: the model's own NVFP4 KV bytes per token.
+        is_fp8: whether dense products are FP8.
     """
 
     name: str
@@ -47,6 +52,7 @@ class Shape:
     stands_for: str | None
     dense_bytes: int
     kv_token_bytes: int
+    is_fp8: bool = True
 
     @property
     def most_rows(self) -> int:
@@ -81,14 +87,6 @@ def _mla(*, heads: int, q_rank: int | None, nope: int, value: int) -> Mla:
     rope = Rope(dim=_ROPE_DIM, base=10000.0, interleaved=True)
     scale = (nope + _ROPE_DIM) ** -0.5
     return Mla(heads, q_rank, _RANK, nope, _ROPE_DIM, value, scale, 1e-6, rope)
-
-
-def _gqa(*, heads: int, keys: int, qk_norm: QkNorm, has_bias: bool, rotary: int) -> Gqa:
-    rope = Rope(dim=rotary, base=1e6, interleaved=False)
-    return Gqa(
-        heads, keys, _HEAD_DIM, has_bias, qk_norm, norm_eps=1e-6, softmax_scale=_HEAD_DIM**-0.5,
-        rope=rope,
-    )  # fmt: skip
 
 
 def _spec(
@@ -127,24 +125,6 @@ def _glm_5_2(context: int) -> Shape:
     return Shape("glm-5.2", spec, "MLA with the DSA indexer", _gib(19.21), 26784)
 
 
-def _glm_4_5_air(context: int) -> Shape:
-    # The one dense layer has 10944; blocks of FP8 scales want a multiple of 128.
-    spec = _spec(
-        _gqa(heads=96, keys=8, qk_norm=QkNorm.NONE, has_bias=True, rotary=64),
-        context, hidden=4096, layers=46, experts=128, top_k=8, inter=1408, shared=1408,
-        vocab=151552, dense=1, dense_inter=11008,
-    )  # fmt: skip
-    return Shape("glm-4.5-air", spec, None, _gib(7.88), 52992)
-
-
-def _qwen3_30b_a3b(context: int) -> Shape:
-    spec = _spec(
-        _gqa(heads=32, keys=4, qk_norm=QkNorm.HEAD, has_bias=False, rotary=128),
-        context, hidden=2048, layers=48, experts=128, top_k=8, inter=768, vocab=151936,
-    )  # fmt: skip
-    return Shape("qwen3-30b-a3b", spec, None, _gib(2.03), 27648)
-
-
 def _qwen3_next_80b(context: int) -> Shape:
     spec = _spec(
         _mla(heads=32, q_rank=None, nope=128, value=192), context, hidden=2048, layers=48,
@@ -154,21 +134,63 @@ def _qwen3_next_80b(context: int) -> Shape:
     return Shape("qwen3-next-80b", spec, attention, _gib(2.83), 6912)
 
 
-def _gpt_oss_120b(context: int) -> Shape:
-    spec = _spec(
-        _mla(heads=32, q_rank=None, nope=64, value=112), context, hidden=2880, layers=36,
-        experts=128, top_k=4, inter=2880, vocab=201088,
-    )  # fmt: skip
-    attention = "grouped-query attention with windows and sinks"
-    return Shape("gpt-oss-120b", spec, attention, _gib(3.07), 10368)
+_PARTLY_TURNED = ("glm4_moe", "minimax_m2")
+"""Families whose rope turns half of each head."""
 
+_OSS_WINDOW = 128
+_OSS_GLU = Glu(limit=7.0, alpha=1.702, shift=1.0)
+
+
+def _known(name: str, context: int) -> Shape:
+    """A model of the catalogue with the blocks of its family."""
+    entry = find_entry(name)
+    if entry is None:
+        raise ValueError(f"{name} is not in the catalogue")
+    spec = spec_of(entry)
+    layers = tuple(
+        replace(layer, mixer=_computed(layer.mixer, entry.family)) for layer in spec.layers
+    )
+    if entry.family == "gpt_oss":
+        layers = tuple(_oss_layer(layer) for layer in layers)
+    spec = replace(spec, context=context, layers=layers)
+    kv_bytes = kv_token_bytes(spec, KvFormat.NVFP4)
+    return Shape(name, spec, None, entry.dense_bytes, kv_bytes, entry.dense_form == "fp8")
+
+
+def _computed(mixer: Mixer, family: str) -> Mixer:
+    """Attention of the catalogue's widths with the scale and the rope that steps need."""
+    if isinstance(mixer, Mla):
+        return replace(mixer, softmax_scale=(mixer.nope_dim + mixer.rope_dim) ** -0.5)
+    width = mixer.head_dim // 2 if family in _PARTLY_TURNED else mixer.head_dim
+    rope = replace(mixer.rope, dim=width)
+    return replace(mixer, softmax_scale=mixer.head_dim**-0.5, rope=rope)
+
+
+def _oss_layer(layer: Layer) -> Layer:
+    """Sinks, a bias of the output, every other layer with a window, and experts of its kind."""
+    mixer, ffn = layer.mixer, layer.ffn
+    if isinstance(mixer, Gqa):
+        window = None if layer.index % 2 else _OSS_WINDOW
+        mixer = replace(mixer, out_bias=True, has_sinks=True, window=window)
+    if isinstance(ffn, MoeFfn):
+        router = replace(ffn.router, logit_bias=True)
+        ffn = replace(ffn, router=router, router_name="router", glu=_OSS_GLU)
+    return replace(layer, mixer=mixer, ffn=ffn)
+
+
+KNOWN = (
+    "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air", "glm-4.7", "glm-4.7-flash",
+    "minimax-m2.7", "olmoe-1b-7b", "mixtral-8x7b", "qwen3-235b-a22b", "qwen3-coder-480b",
+    "deepseek-v3.1", "deepseek-r1", "kimi-k2-0905",
+)  # fmt: skip
+"""Models of the catalogue whose family runs. Named here, so that the command line need not read
+it to list them.
+"""
 
 SHAPES: Mapping[str, Callable[[int], Shape]] = {
     "deepseek-v4-flash": _deepseek_v4_flash,
-    "qwen3-30b-a3b": _qwen3_30b_a3b,
     "qwen3-next-80b": _qwen3_next_80b,
-    "gpt-oss-120b": _gpt_oss_120b,
-    "glm-4.5-air": _glm_4_5_air,
     "glm-5.2": _glm_5_2,
+    **{name: partial(_known, name) for name in KNOWN},
 }
 """Name -> the shape for a longest context."""

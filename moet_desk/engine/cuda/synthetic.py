@@ -8,7 +8,7 @@ look-ups. Owned by the thread that measures.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
+from moet_desk.engine.cuda.shapes import Shape
 from moet_desk.engine.families.tensors import dense_shapes
 from moet_desk.engine.spec import Spec
 from moet_desk.errors import MoetError
@@ -33,33 +35,45 @@ _SCALE_BLOCK = 128
 _PIECE_ROWS = 4096  # made at a time: random float32 takes four times the room of FP8
 _ROW_SCALE = 120  # E8M0, 2**-7: products of unit activations stay near one
 _BIAS = "e_score_correction_bias"
+_EXPERT_BIAS = "_proj_bias"
+_ROUTERS = (".gate", ".router")
 
 
-def stored_bytes(name: str, shape: tuple[int, ...]) -> int:
+def stored_bytes(name: str, shape: tuple[int, ...], *, is_fp8: bool = True) -> int:
     """Bytes of a dense tensor as files store it and `SyntheticLoader` makes it."""
     if len(shape) == 1:
         return 4 * shape[0]
-    if _is_fp8(name):
+    if is_fp8 and _may_be_fp8(name):
         grid = math.prod(-(-size // _SCALE_BLOCK) for size in shape)
         return math.prod(shape) + 4 * grid
     return 2 * math.prod(shape)
 
 
-def _is_fp8(name: str) -> bool:
-    return not name.endswith((".embed_tokens", "lm_head", ".gate", "eh_proj"))
+def _may_be_fp8(name: str) -> bool:
+    return not name.endswith((".embed_tokens", "lm_head", *_ROUTERS, "eh_proj", _EXPERT_BIAS))
 
 
-def dense_bytes(spec: Spec) -> int:
+def dense_bytes(shape: Shape) -> int:
     """Bytes of everything that is not a routed expert."""
-    return sum(stored_bytes(*tensor) for tensor in dense_shapes(spec))
+    return _bytes_of(shape, dense_shapes(shape.spec))
 
 
-def dense_read_bytes(spec: Spec, rows: int) -> int:
-    """Bytes of dense weights that a step reads: all but the embedding's unused lines and the MTP
-    head.
+def dense_read_bytes(shape: Shape, rows: int) -> int:
+    """Bytes of dense weights that a step reads: all but the embedding's unused lines, the biases of
+    experts, of which few are read, and the MTP head.
     """
+    spec = shape.spec
     unused = 2 * (spec.vocab - rows) * spec.hidden
-    return dense_bytes(replace(spec, mtp=None)) - unused
+    read = (
+        (name, size)
+        for name, size in dense_shapes(replace(spec, mtp=None))
+        if not name.endswith(_EXPERT_BIAS)
+    )
+    return _bytes_of(shape, read) - unused
+
+
+def _bytes_of(shape: Shape, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    return sum(stored_bytes(name, size, is_fp8=shape.is_fp8) for name, size in tensors)
 
 
 @dataclass(slots=True)
@@ -68,6 +82,7 @@ class SyntheticLoader:
 
     spec: Spec
     device: torch.device
+    is_fp8: bool = True
     _biases: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # bias, ranks; by MoE layer
     _shapes: dict[str, tuple[int, ...]] = field(init=False)
     _random: torch.Generator = field(init=False)
@@ -77,21 +92,26 @@ class SyntheticLoader:
         self._random = torch.Generator(device=self.device).manual_seed(0)
 
     def vector(self, name: str) -> Tensor:
-        """Norms are one; a selection bias ranks the experts in a random order."""
+        """Norms are one, biases and sinks zero; a selection bias ranks the experts in a random
+        order.
+        """
         (size,) = self._shapes[name]
         if not name.endswith(_BIAS):
-            return torch.ones(size, device=self.device)
+            one = not name.endswith((".bias", ".sinks"))
+            return torch.full((size,), float(one), device=self.device)
         bias = torch.zeros(size, device=self.device)
         ranks = torch.randperm(size, generator=self._random, device=self.device)
         self._biases.append((bias, ranks))
         return bias
 
     def matrix(self, *names: str) -> DenseWeight:
-        """FP8 with unit-gain scales; head and router in bfloat16, its scores spread over 0..1."""
+        """FP8 with unit-gain scales, or bfloat16 as head and router, whose scores spread over
+        0..1.
+        """
         rows = sum(self._shapes[name][0] for name in names)
         width = self._shapes[names[0]][1]
-        if not _is_fp8(names[0]):
-            gain = 2.0 if names[0].endswith(".gate") else 1.0
+        if not self.is_fp8 or not _may_be_fp8(names[0]):
+            gain = 2.0 if names[0].endswith(_ROUTERS) else 1.0
             return DenseWeight(self._values((rows, width), torch.bfloat16, gain * width**-0.5))
         grid = (-(-rows // _SCALE_BLOCK), -(-width // _SCALE_BLOCK))
         scales = torch.full(grid, width**-0.5, device=self.device)
@@ -100,6 +120,14 @@ class SyntheticLoader:
     def table(self, name: str) -> Tensor:
         """The embedding in bfloat16."""
         return self._values(self._shapes[name], torch.bfloat16, 1.0)
+
+    def form(self) -> ExpertForm:
+        """Of the experts; biases are zeros, which take as long to read as others."""
+
+        def zeros(name: str) -> Tensor:
+            return torch.zeros(self._shapes[name], dtype=torch.bfloat16, device=self.device)
+
+        return load_form(self.spec, zeros)
 
     def set_popularity(self, popularity: float) -> None:
         """Let the selection bias fall by this much from each expert to the next less popular one.

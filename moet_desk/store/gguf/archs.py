@@ -38,6 +38,8 @@ class Change(Enum):
     VALUE_UP = "value_up"  # the value half
     QUERY_ROWS = "query_rows"  # rows of each head interleaved for another kind of rope
     KEY_ROWS = "key_rows"
+    GATE_BIAS = "gate_bias"  # a half of the biases that are stored in turn: gate, up, gate, ...
+    UP_BIAS = "up_bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +279,21 @@ def _minimax(fields: Fields, names: Names) -> Config:
     }
 
 
+def _gpt_oss(fields: Fields, names: Names) -> Config:
+    """gpt-oss; limit and alpha of its GLU, and which layers have windows, are in no field."""
+    rope = _rope(fields)
+    if "rope_scaling" in rope:  # all published ones have it; files cannot say it
+        rope["rope_scaling"]["truncate"] = False
+    return {
+        **_whole_rope(fields),
+        **rope,
+        "attention_bias": True,
+        "sliding_window": fields.count("attention.sliding_window"),
+        "intermediate_size": fields.count("expert_feed_forward_length"),
+        "num_local_experts": fields.count("expert_count"),
+    }
+
+
 def _whole_rope(fields: Fields) -> Config:
     """Grouped heads whose rope turns all of each."""
     heads = _grouped_heads(fields)
@@ -314,6 +331,14 @@ _MIXTRAL_NAMES = {
 _MINIMAX_NAMES = {
     **_MIXTRAL_NAMES, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
 }  # fmt: skip
+_OSS_NAMES = {
+    **_NORMS, **_ATTENTION, **_EXPERTS,
+    "ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+    "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}  # fmt: skip
 
 ARCHS: Mapping[str, Arch] = {
     "deepseek2": Arch(
@@ -324,6 +349,10 @@ ARCHS: Mapping[str, Arch] = {
     "qwen3moe": Arch("qwen3_moe", _qwen3moe, _QWEN_NAMES, _TOP),
     "olmoe": Arch("olmoe", _olmoe, _QWEN_NAMES, _TOP),
     "minimax-m2": Arch("minimax_m2", _minimax, _MINIMAX_NAMES, _TOP),
+    "gpt-oss": Arch(
+        "gpt_oss", _gpt_oss, _OSS_NAMES, _TOP,
+        {"ffn_gate_exps.bias": Change.GATE_BIAS, "ffn_up_exps.bias": Change.UP_BIAS},
+    ),
     "llama": Arch(
         "mixtral", _llama, _MIXTRAL_NAMES, _TOP,
         {"attn_q": Change.QUERY_ROWS, "attn_k": Change.KEY_ROWS},

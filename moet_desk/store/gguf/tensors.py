@@ -9,13 +9,14 @@ to a thread.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
+from moet_desk.errors import MoetError
 from moet_desk.store.gguf.archs import Arch, Change
 from moet_desk.store.gguf.blocks import BLOCK_SIZES, INTEGERS, MXFP4, dequantized
 from moet_desk.store.headers import damaged
@@ -82,7 +83,7 @@ def raw_tensor(
 
 
 def _named(raws: Sequence[RawTensor], arch: Arch, sizes: Sizes) -> Iterator[TensorInfo]:
-    split: dict[str, dict[str, RawTensor]] = {}
+    split: dict[str, dict[Change, RawTensor]] = {}
     whole = set()
     for raw in raws:
         found = _target(raw.name, arch)
@@ -92,14 +93,14 @@ def _named(raws: Sequence[RawTensor], arch: Arch, sizes: Sizes) -> Iterator[Tens
         target, change = found
         if "{expert}" in target:
             yield from _experts(raw, target, sizes.experts)
-        elif change in (Change.KEY_UP, Change.VALUE_UP):
-            split.setdefault(target, {})[change.value] = raw
+        elif change in _HALVES:
+            split.setdefault(target, {})[change] = raw
         else:
             whole.add(target)
             yield _dense(target, raw, change, sizes)
     for target, parts in split.items():
         if target not in whole:  # some forks' files hold both forms
-            yield _joined_up(target, parts)
+            yield _joined(target, parts)
 
 
 def _target(name: str, arch: Arch) -> tuple[str, Change] | None:
@@ -167,16 +168,38 @@ def _halves_order(raw: RawTensor, n_heads: int) -> Tensor:
     return torch.arange(n_rows).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
-def _joined_up(target: str, parts: Mapping[str, RawTensor]) -> TensorInfo:
+def _joined(target: str, parts: Mapping[Change, RawTensor]) -> TensorInfo:
+    """One tensor from its halves."""
+    for first, second, join in _JOINS:
+        if first in parts and second in parts:
+            return join(target, parts[first], parts[second])
+    raw = next(iter(parts.values()))
+    raise damaged(raw.file.name, f"{raw.name} is there without its other half")
+
+
+def _no_pair(one: RawTensor, other: RawTensor) -> MoetError:
+    words = f"{one.name} {list(one.shape)} and {other.name} {list(other.shape)}"
+    return damaged(one.file.name, f"{words} do not fit together")
+
+
+def _joined_biases(target: str, gate: RawTensor, up: RawTensor) -> TensorInfo:
+    """Biases of all experts, both [E, I], as [E, 2I]: gate, up, gate, ..."""
+    if len(gate.shape) != 2 or gate.shape != up.shape:
+        raise _no_pair(gate, up)
+
+    def rows_of(rows: range) -> Tensor:
+        pair = [float_rows(raw, _slice(rows)) for raw in (gate, up)]
+        return torch.stack(pair, -1).flatten(1)
+
+    shape = (gate.shape[0], 2 * gate.shape[1])
+    return _made(target, target, shape, (gate, up), rows_of)
+
+
+def _joined_up(target: str, keys: RawTensor, values: RawTensor) -> TensorInfo:
     """kv_b_proj from its halves: keys [n, r, d], transposed by the converter, values [n, v, r]."""
-    keys, values = parts.get(Change.KEY_UP.value), parts.get(Change.VALUE_UP.value)
-    if keys is None or values is None:
-        (raw,) = parts.values()
-        raise damaged(raw.file.name, f"{raw.name} is there without its other half")
     shapes = (keys.shape, values.shape)
     if any(len(shape) != 3 for shape in shapes) or keys.shape[:2] != values.shape[::2]:
-        words = f"{keys.name} {list(keys.shape)} and {values.name} {list(values.shape)}"
-        raise damaged(keys.file.name, f"{words} do not fit together")
+        raise _no_pair(keys, values)
     n_heads, rank, key_dim = keys.shape
     head_rows = key_dim + values.shape[1]
 
@@ -192,6 +215,13 @@ def _joined_up(target: str, parts: Mapping[str, RawTensor]) -> TensorInfo:
 
     shape = (n_heads * head_rows, rank)
     return _made(target, f"{target}.weight", shape, (keys, values), rows_of)
+
+
+_JOINS: Sequence[tuple[Change, Change, Callable[[str, RawTensor, RawTensor], TensorInfo]]] = (
+    (Change.KEY_UP, Change.VALUE_UP, _joined_up),
+    (Change.GATE_BIAS, Change.UP_BIAS, _joined_biases),
+)
+_HALVES = frozenset(change for *pair, _ in _JOINS for change in pair)
 
 
 def _made(

@@ -19,6 +19,14 @@ SHAPES = {
     "gpt-oss": (2880, 2880),
     "demo": (512, 128),
 }
+CATALOGUE = {
+    "deepseek-v3": (7168, 2048), "glm-4.5-air": (4096, 1408), "glm-4.7": (5120, 1536),
+    "glm-4.7-flash": (2048, 1536), "minimax-m2": (3072, 1536), "olmoe": (2048, 1024),
+    "mixtral": (4096, 14336), "qwen3-235b": (4096, 1536), "qwen3-coder": (6144, 2560),
+    "qwen3-next": (2048, 512),
+}  # fmt: skip
+"""Further expert shapes of the catalogue: their tiles, for one token."""
+
 NO_FUSION = {"enable_fp_fusion": False}
 
 
@@ -85,6 +93,12 @@ def all_expert_cases() -> Iterator[Case]:
         for n_tokens in (1, 3, 8) if name in ("ds4", "glm") else (1, 3):
             for fine in (False, True):
                 yield from expert_cases(name, hidden, inter, n_tokens, fine=fine)
+
+
+def catalogue_cases() -> Iterator[Case]:
+    for name, (hidden, inter) in CATALOGUE.items():
+        for fine in (False, True):
+            yield from expert_cases(name, hidden, inter, 1, fine=fine)
 
 
 def combine_case() -> Case:
@@ -250,6 +264,7 @@ def grouped_cases() -> Iterator[Case]:
 
 CASES = [
     *all_expert_cases(),
+    *catalogue_cases(),
     combine_case(),
     *quant_cases(),
     lookup_case(1, 6),
