@@ -42,6 +42,7 @@ from moet_desk.engine.load_report import LoadReport
 from moet_desk.engine.model_shape import (
     RowSizes,
     check_head,
+    check_on_card,
     device_kv_format,
     device_shape,
     kv_token_bytes,
@@ -120,7 +121,7 @@ def load(
         widths: numbers of rows whose step is captured; others run launch by launch.
 
     Raises:
-        MoetError: as `engine.loader.load`, and MD-GPU-05, MD-GPU-09, MD-RAM-02.
+        MoetError: as `engine.loader.load`, and MD-GPU-05, MD-GPU-09, MD-RAM-02, MD-PLAN-04.
     """
     if options.opportunistic:  # the expert kernels take one plane for all experts of a launch
         raise fail("MD-GPU-09")
@@ -223,6 +224,7 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     config = reader.config()
     has_mtp = reader.meta.moe_layers[-1] >= int(config["num_hidden_layers"])
     spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
+    check_on_card(spec)
     form = device_kv_format(options.kv_format)
     check_head(spec, options)
     with_head = loads_head(spec, options, on_card=True)
