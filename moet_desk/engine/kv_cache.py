@@ -131,7 +131,7 @@ class KvCache:
         keys = [index.shape[-1] for index in self._index.values()]  # bytes each
         flat = torch.from_numpy(entries).flatten().to(self._pages.device)
         count = flat.numel() // (n_layers * size + sum(keys))
-        rows, *others = flat.split([n_layers * count * size, *(count * key for key in keys)])
+        rows, *others = torch.split(flat, [n_layers * count * size, *(count * key for key in keys)])
         pages, places = self._rows_of(sequence, start, count)
         self._pages[:, pages, places] = rows.view(n_layers, count, size)
         for index, other in zip(self._index.values(), others, strict=True):
