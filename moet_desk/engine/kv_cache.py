@@ -93,6 +93,12 @@ class KvCache:
         """All pages of one layer, uint8 [n_pages, page_tokens, entry_bytes], for device kernels."""
         return self._pages[layer]
 
+    def index_pages(self, layer: int) -> Tensor | None:
+        """The keys of a layer's indexer on all pages, uint8 [n_pages, page_tokens, bytes of a
+        key]; None if it has none.
+        """
+        return self._index.get(layer)
+
     def reserve(self, n_tokens: int) -> KvSequence | None:
         """Pages for a new sequence of up to `n_tokens`; None if too few are free."""
         count = -(-n_tokens // self.page_tokens)

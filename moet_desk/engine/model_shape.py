@@ -95,13 +95,6 @@ def _has_indexer(layer: Layer) -> bool:
     return isinstance(layer.mixer, Mla) and layer.mixer.indexer is not None
 
 
-def check_on_card(spec: Spec) -> None:
-    """Raises MD-PLAN-04: the model's attention is not written for a graphics card."""
-    if any(_has_indexer(layer) for layer in spec.layers):
-        reason = "its sparse attention runs on a CPU only: set engine.device to cpu"
-        raise fail("MD-PLAN-04", model=spec.model_type, reason=reason)
-
-
 def _n_rows(spec: Spec, *, with_head: bool) -> int:
     """Experts of the layers that run: the MTP head's is one of them if it is loaded."""
     return (len(spec.main_moe_layers) + with_head) * spec.moe_ffn.router.n_experts

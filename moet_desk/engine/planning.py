@@ -11,12 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moet_desk.engine.handle import EngineOptions, Quality
-from moet_desk.engine.model_shape import (
-    check_on_card,
-    device_kv_format,
-    loads_head,
-    wishes_of,
-)
+from moet_desk.engine.model_shape import device_kv_format, loads_head, wishes_of
 from moet_desk.engine.planned_model import PlannedModel
 from moet_desk.errors import MoetError, fail
 from moet_desk.forecast import (
@@ -215,8 +210,6 @@ def _fitting(machine: MachineFacts, model: PlannedModel, options: EngineOptions)
 def _on_device(
     machine: MachineFacts, model: PlannedModel, options: EngineOptions, gpu: Gpu, why: str
 ) -> ModelPlan:
-    if model.is_installed:  # what is only known is planned on paper, with `not_yet` beside it
-        check_on_card(model.spec)
     memory = machine.memory
     ram = options.ram_bytes or pinned_budget(memory.available, memory.total, is_wsl=machine.is_wsl)
     ram, prefix_bytes = split_ram(ram, options.prefix_bytes)

@@ -99,6 +99,12 @@ class Gqa:
         return gqa_entry_bytes(form, self.n_keys, self.head_dim, self.head_dim)
 
 
+def indexer_of(spec: Spec) -> Indexer | None:
+    """The indexer of a model with sparse attention; all that it has are equal."""
+    mixer = spec.layers[0].mixer
+    return mixer.indexer if isinstance(mixer, Mla) else None
+
+
 Mixer = Mla | Gqa
 """How tokens of one sequence see each other. All layers of a model have the same one, but for the
 window.

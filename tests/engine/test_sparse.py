@@ -16,7 +16,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexe
 from moet_desk.engine.blocks import indexer
 from moet_desk.engine.draft import CpuHead, MtpDrafter
 from moet_desk.engine.families import spec_for
-from moet_desk.engine.handle import EngineOptions, Quality, Sampling
+from moet_desk.engine.handle import Quality, Sampling
 from moet_desk.engine.model_shape import index_layers, kv_token_bytes
 from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import KvFormat
@@ -226,7 +226,7 @@ def test_logits__4000_tokens__equal_transformers_whole_and_in_odd_chunks(
             assert teacher.most <= 4
 
 
-# -- what a plan counts, and where it does not run -----------------------------------------------
+# -- what a plan counts ---------------------------------------------------------------------
 
 GLM_52: dict[str, Any] = {
     "model_type": "glm_moe_dsa", "vocab_size": 154880, "hidden_size": 6144,
@@ -305,11 +305,3 @@ def test_kv_bytes__glm_5_2__entries_and_keys_of_21_layers() -> None:
     assert kv_token_bytes(spec, KvFormat.NVFP4) == 78 * 352 + 21 * 132
     with_head = kv_token_bytes(spec, KvFormat.NVFP4, with_head=True)
     assert with_head == 79 * 352 + 22 * 132
-
-
-def test_load__on_a_card__refused_in_words(pack: Path) -> None:
-    from moet_desk.engine.cuda.loader import load
-
-    with pytest.raises(MoetError, match=r"set engine\.device to cpu") as caught:
-        load(pack, EngineOptions(save_heat=False), device=torch.device("cpu"))
-    assert caught.value.code == "MD-PLAN-04"

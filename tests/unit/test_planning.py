@@ -197,17 +197,6 @@ def test_plan__glm_5_2_on_a_desk__three_tiers_and_most_experts_on_the_drive() ->
     assert answer.bytes.nvme_only > answer.bytes.compute + answer.bytes.arena
 
 
-def test_plan__sparse_attention_here_already__not_on_a_card() -> None:
-    installed = replace(MODELS["glm-5.2-fp8"], is_installed=True)
-    answer = plan_model(DESK, installed, AUTO)
-    assert isinstance(answer, Refusal)
-    assert answer.error.code == "MD-PLAN-04"
-    on_cpu = plan_model(with_sizes(0, 256 * GIB), installed, EngineOptions(device="cpu"))
-    assert isinstance(on_cpu, ModelPlan)
-    assert on_cpu.shape.kv_token_bytes == 78 * 1152 + 21 * 256
-    assert on_cpu.bytes.nvme_only > 0
-
-
 def test_plan__a_full_drive__refused_before_anything_is_downloaded() -> None:
     machine = with_sizes(32 * GIB, 128 * GIB, disk=100 * 10**9)
     answer = plan_model(machine, MODELS["deepseek-v4-flash"], AUTO)

@@ -42,9 +42,9 @@ from moet_desk.engine.load_report import LoadReport
 from moet_desk.engine.model_shape import (
     RowSizes,
     check_head,
-    check_on_card,
     device_kv_format,
     device_shape,
+    index_layers,
     kv_token_bytes,
     loads_head,
     running_layers,
@@ -121,7 +121,7 @@ def load(
         widths: numbers of rows whose step is captured; others run launch by launch.
 
     Raises:
-        MoetError: as `engine.loader.load`, and MD-GPU-05, MD-GPU-09, MD-RAM-02, MD-PLAN-04.
+        MoetError: as `engine.loader.load`, and MD-GPU-05, MD-GPU-09, MD-RAM-02.
     """
     if options.opportunistic:  # the expert kernels take one plane for all experts of a launch
         raise fail("MD-GPU-09")
@@ -153,6 +153,7 @@ def _load(
     kv = KvCache(
         spec.layers[0].mixer, n_layers=len(spec.layers) + opened.with_head, n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
+        index_layers=index_layers(spec, with_head=opened.with_head),
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32, device=device)
     mailbox, server = _mailbox(arena, opened, allocate, error)
@@ -224,7 +225,6 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     config = reader.config()
     has_mtp = reader.meta.moe_layers[-1] >= int(config["num_hidden_layers"])
     spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
-    check_on_card(spec)
     form = device_kv_format(options.kv_format)
     check_head(spec, options)
     with_head = loads_head(spec, options, on_card=True)
