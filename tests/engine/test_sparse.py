@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexer
 
 from moet_desk.engine.blocks import indexer
+from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
+from moet_desk.engine.cuda.chunk_sizes import chunk_bytes
 from moet_desk.engine.draft import CpuHead, MtpDrafter
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import Quality, Sampling
@@ -296,6 +298,14 @@ def test_spec__wrong_or_unknown_key__refused_by_name(change: dict[str, Any], wor
     with pytest.raises(MoetError, match=words) as caught:
         spec_for({**GLM_52, **change}, path="some/config.json", has_mtp=False)
     assert caught.value.code == "MD-SRC-07"
+
+
+@pytest.mark.parametrize(("rows", "context"), [(256, 300), (8192, 131_072)])
+def test_chunk_bytes__glm_5_2__as_many_as_the_buffers_have(rows: int, context: int) -> None:
+    spec = spec_for(GLM_52, path="config.json", has_mtp=False)
+    made = ChunkBuffers.make(spec, rows, context=context, device=torch.device("meta"))
+    assert made.index is not None
+    assert chunk_bytes(spec, rows, context=context) == made.n_bytes()
 
 
 def test_kv_bytes__glm_5_2__entries_and_keys_of_21_layers() -> None:
