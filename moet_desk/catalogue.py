@@ -25,7 +25,9 @@ FILE = "catalogue.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaFacts:
-    """Widths of latent attention and what else the dense weights follow from."""
+    """Widths of latent attention and what else the dense weights follow from; `index_layers` is how
+    many layers have an indexer of their own (0: it sees everything).
+    """
 
     heads: int
     q_rank: int
@@ -37,6 +39,10 @@ class MlaFacts:
     dense_inter: int
     shared_inter: int
     vocab: int
+    index_layers: int = 0
+    index_heads: int = 0
+    index_dim: int = 0
+    index_top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,13 @@
 Owned by the engine thread. A sequence holds whole pages, reserved when it is admitted, so it never
 runs out in the middle of an answer. State contract: `reserve`, `write` (append), `length` as the
 mark, and `rewind`. Entries are made and read by `kernels.reference.kv_formats`: of MLA a latent and
-a rotary key, of grouped-query attention all heads' keys and values.
+a rotary key, of grouped-query attention all heads' keys and values. Layers whose attention has an
+indexer keep its keys on the same pages, under the same rules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,16 +19,30 @@ from torch import Tensor
 
 from moet_desk.engine.spec import Mixer, Mla
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.reference import gqa_read, gqa_write, mla_read, mla_write
+from moet_desk.kernels.kv_sizes import index_key_bytes
+from moet_desk.kernels.reference import (
+    gqa_read,
+    gqa_write,
+    index_read,
+    index_write,
+    mla_read,
+    mla_write,
+)
 
 
 @dataclass(slots=True)
 class KvSequence:
-    """Pages of one sequence and how many tokens they hold."""
+    """Pages of one sequence and how many tokens they hold.
+
+    Attributes:
+        choice: while tokens are read, what the newest layer with an indexer chose for them, bool
+            [T, S]; None: all that they may see.
+    """
 
     pages: list[int] = field(default_factory=list)
     length: int = 0
     in_a_row: bool = True  # the pages follow each other, so reading needs no gather
+    choice: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 class KvCache:
@@ -38,6 +54,7 @@ class KvCache:
         n_pages, page_tokens: pool size.
         form: storage format of an entry.
         device: where the pages are.
+        index_layers: layers, of `n_layers`, whose attention has an indexer.
     """
 
     def __init__(
@@ -49,6 +66,7 @@ class KvCache:
         page_tokens: int,
         form: KvFormat,
         device: torch.device | None = None,
+        index_layers: Sequence[int] = (),
     ) -> None:
         self.form = form
         self.page_tokens = page_tokens
@@ -56,6 +74,9 @@ class KvCache:
         self._mixer = mixer
         shape = (n_layers, n_pages, page_tokens, self.entry_bytes)
         self._pages = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._index_dim = mixer.indexer.head_dim if isinstance(mixer, Mla) and mixer.indexer else 0
+        key = (n_pages, page_tokens, index_key_bytes(form, self._index_dim))
+        self._index = {i: torch.zeros(key, dtype=torch.uint8, device=device) for i in index_layers}
         self._free = list(range(n_pages))
 
     @property
@@ -71,6 +92,12 @@ class KvCache:
     def pages(self, layer: int) -> Tensor:
         """All pages of one layer, uint8 [n_pages, page_tokens, entry_bytes], for device kernels."""
         return self._pages[layer]
+
+    def index_pages(self, layer: int) -> Tensor | None:
+        """The keys of a layer's indexer on all pages, uint8 [n_pages, page_tokens, bytes of a
+        key]; None if it has none.
+        """
+        return self._index.get(layer)
 
     def reserve(self, n_tokens: int) -> KvSequence | None:
         """Pages for a new sequence of up to `n_tokens`; None if too few are free."""
@@ -93,17 +120,28 @@ class KvCache:
         sequence.length = min(sequence.length, length)
 
     def take_out(self, sequence: KvSequence, start: int, count: int) -> NDArray[np.uint8]:
-        """A copy of entries, uint8 [n_layers, count, entry_bytes], in RAM."""
+        """A copy of entries in RAM: uint8 [n_layers, count, entry_bytes], or flat with the
+        indexers' keys behind them.
+        """
         pages, places = self._rows_of(sequence, start, count)
-        copy: NDArray[np.uint8] = self._pages[:, pages, places].cpu().numpy()
+        rows = self._pages[:, pages, places]
+        if self._index:
+            keys = [index[pages, places].flatten() for index in self._index.values()]
+            rows = torch.cat([rows.flatten(), *keys])
+        copy: NDArray[np.uint8] = rows.cpu().numpy()
         return copy
 
     def put_in(self, sequence: KvSequence, start: int, entries: NDArray[np.uint8]) -> None:
         """Store what `take_out` gave, in any shape, at `start`. The length is the caller's."""
         n_layers, size = self._pages.shape[0], self.entry_bytes
-        rows = torch.from_numpy(entries).view(n_layers, -1, size).to(self._pages.device)
-        pages, places = self._rows_of(sequence, start, rows.shape[1])
-        self._pages[:, pages, places] = rows
+        keys = [index.shape[-1] for index in self._index.values()]  # bytes each
+        flat = torch.from_numpy(entries).flatten().to(self._pages.device)
+        count = flat.numel() // (n_layers * size + sum(keys))
+        rows, *others = torch.split(flat, [n_layers * count * size, *(count * key for key in keys)])
+        pages, places = self._rows_of(sequence, start, count)
+        self._pages[:, pages, places] = rows.view(n_layers, count, size)
+        for index, other in zip(self._index.values(), others, strict=True):
+            index[pages, places] = other.view(count, -1)
 
     def _rows_of(self, sequence: KvSequence, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Page and place in it of tokens, int64 [count] each."""
@@ -118,29 +156,52 @@ class KvCache:
             MLA: latent [T, r] and k_rope [T, d_r]; GQA: k and v [T, M, D]; float32, rotated
         """
         encode = mla_write if isinstance(self._mixer, Mla) else gqa_write
-        entries = encode(first, second, self.form)  # [T, bytes] uint8
+        self._store(self._pages[layer], sequence, encode(first, second, self.form))
+
+    def write_index(self, layer: int, sequence: KvSequence, keys: Tensor) -> None:
+        """Store an indexer's keys beside the entries of the same tokens: [T, D] float32."""
+        self._store(self._index[layer], sequence, index_write(keys, self.form))
+
+    def _store(self, pages: Tensor, sequence: KvSequence, entries: Tensor) -> None:
+        """Entries [T, bytes] uint8 into a layer's pages [n_pages, page_tokens, bytes]."""
         n_tokens, size = entries.shape[0], self.page_tokens
         at = sequence.length
         if n_tokens == 1:
-            self._pages[layer, sequence.pages[at // size], at % size] = entries[0]
+            pages[sequence.pages[at // size], at % size] = entries[0]
             return
         done = 0
         while done < n_tokens:
             page, offset = divmod(at + done, size)
             count = min(size - offset, n_tokens - done)
-            target = self._pages[layer, sequence.pages[page], offset : offset + count]
+            target = pages[sequence.pages[page], offset : offset + count]
             target.copy_(entries[done : done + count])
             done += count
 
     def read(self, layer: int, sequence: KvSequence, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` entries, float32: what `write` got, with S tokens for T."""
+        return self._decoded(self._first(self._pages[layer], sequence, length))
+
+    def read_at(self, layer: int, sequence: KvSequence, places: Tensor) -> tuple[Tensor, Tensor]:
+        """The entries at some places of the sequence, int64 [K]: as `read`, with K for S."""
+        pages = torch.tensor(sequence.pages)[places // self.page_tokens]
+        return self._decoded(self._pages[layer, pages, places % self.page_tokens])
+
+    def read_index(self, layer: int, sequence: KvSequence, length: int) -> Tensor:
+        """An indexer's first `length` keys, [S, D] float32."""
+        entries = self._first(self._index[layer], sequence, length)
+        return index_read(entries, self.form, self._index_dim)
+
+    def _first(self, pages: Tensor, sequence: KvSequence, length: int) -> Tensor:
+        """The sequence's first entries [length, bytes] of a layer's pages."""
         count = -(-length // self.page_tokens)
         if sequence.in_a_row:
             first = sequence.pages[0]
-            pages = self._pages[layer, first : first + count]
+            own = pages[first : first + count]
         else:
-            pages = self._pages[layer, sequence.pages[:count]]
-        entries = pages.view(-1, self.entry_bytes)[:length]
+            own = pages[sequence.pages[:count]]
+        return own.view(-1, pages.shape[-1])[:length]
+
+    def _decoded(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         mixer = self._mixer
         if isinstance(mixer, Mla):
             return mla_read(entries, self.form, mixer.kv_rank, mixer.rope_dim)

@@ -31,6 +31,7 @@ from moet_desk.engine.model_shape import (
     check_head,
     cpu_kv_format,
     cpu_shape,
+    index_layers,
     kv_token_bytes,
     loads_head,
     mtp_of,
@@ -113,6 +114,7 @@ def load(
         n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS,
         form=form,
+        index_layers=index_layers(spec, with_head=with_head),
     )
     report.end()
 

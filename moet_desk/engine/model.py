@@ -110,7 +110,7 @@ class Model:
         for block in self._blocks:
             x = block(x, eps, cos, sin, kv, sequence, experts)
             yield
-        sequence.length = start + n_tokens
+        sequence.length, sequence.choice = start + n_tokens, None
         return rms_norm(x, self._final_norm, eps)
 
     def embed(self, ids: Tensor) -> Tensor:

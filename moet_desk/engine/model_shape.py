@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from moet_desk.engine.cuda.chunk_sizes import chunk_choices
 from moet_desk.engine.handle import EngineOptions
-from moet_desk.engine.spec import Layer, Spec
+from moet_desk.engine.spec import Layer, Mla, Spec
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kv_sizes import index_key_bytes
 from moet_desk.kernels.row_sizes import ExpertLayout
 from moet_desk.plan import ModelShape, Wishes, choose_kv_format, kv_tokens
 
@@ -76,7 +77,22 @@ def running_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
 
 def kv_token_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
     """KV bytes of one token, all layers together, the MTP head's too if it is loaded."""
-    return (len(spec.layers) + with_head) * spec.layers[0].mixer.entry_bytes(form)
+    mixer, entries = spec.layers[0].mixer, len(spec.layers) + with_head
+    n_bytes = entries * mixer.entry_bytes(form)
+    if isinstance(mixer, Mla) and mixer.indexer is not None:
+        keys = len(index_layers(spec, with_head=with_head))
+        n_bytes += keys * index_key_bytes(form, mixer.indexer.head_dim)
+    return n_bytes
+
+
+def index_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
+    """Layers of the KV cache whose attention has an indexer, the MTP head's being the last one."""
+    layers = (*spec.layers, mtp_of(spec)) if with_head else spec.layers
+    return tuple(i for i, layer in enumerate(layers) if _has_indexer(layer))
+
+
+def _has_indexer(layer: Layer) -> bool:
+    return isinstance(layer.mixer, Mla) and layer.mixer.indexer is not None
 
 
 def _n_rows(spec: Spec, *, with_head: bool) -> int:

@@ -62,5 +62,5 @@ class MtpHead:
         x = linear(torch.cat([token, before], -1), self._w_join)
         cos, sin = model.rope(start, n_tokens)
         x = self._block(x, self._eps, cos, sin, kv, sequence, experts)
-        sequence.length = start + n_tokens
+        sequence.length, sequence.choice = start + n_tokens, None
         return rms_norm(x, self._final_norm, self._eps)

@@ -18,6 +18,7 @@ from moet_desk.engine.model_shape import (
 from moet_desk.engine.spec import (
     DenseFfn,
     Gqa,
+    Indexer,
     Layer,
     Mixer,
     Mla,
@@ -144,14 +145,24 @@ def spec_of(entry: CatalogueEntry) -> Spec:
     moe = MoeFfn(router, entry.inter, shared, expert_bias=has_bias)
     dense = DenseFfn(facts.dense_inter if facts else entry.inter)
     n_dense = entry.layers - entry.moe_layers
-    mixer = _mixer_of(entry)
+    mixers = _mixers_of(entry)
     return Spec(
         model_type=entry.family, vocab=facts.vocab if facts else 1, hidden=entry.hidden,
         context=entry.context, norm_eps=1e-6, tied_head=False, mtp=None,
         layers=tuple(
-            Layer(i, mixer, dense if i < n_dense else moe) for i in range(entry.layers)
+            Layer(i, mixers[i], dense if i < n_dense else moe) for i in range(entry.layers)
         ),
     )  # fmt: skip
+
+
+def _mixers_of(entry: CatalogueEntry) -> list[Mixer]:
+    """Of each layer; of those with sparse attention, the first ones have the indexers."""
+    mixer, mla = _mixer_of(entry), entry.mla
+    if mla is None or not mla.index_layers or not isinstance(mixer, Mla):
+        return [mixer] * entry.layers
+    indexer = Indexer(mla.index_heads, mla.index_dim, mla.index_top_k, interleaved=True)
+    own, reusing = replace(mixer, indexer=indexer), replace(mixer, reuses_choice=True)
+    return [own if i < mla.index_layers else reusing for i in range(entry.layers)]
 
 
 def _mixer_of(entry: CatalogueEntry) -> Mixer:

@@ -25,8 +25,27 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Indexer:
+    """Chooses the `top_k` tokens that latent attention looks at (DeepSeek-V3.2).
+
+    Every token has one key of `head_dim` numbers and `n_heads` queries, which are made of the query
+    latent. Of both, as many numbers rotate as in the attention, by the same angles.
+    """
+
+    n_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
 class Mla:
-    """Multi-head latent attention (arXiv 2405.04434). `q_rank` None: no query latent."""
+    """Multi-head latent attention (arXiv 2405.04434). `q_rank` None: no query latent.
+
+    With an `indexer` a token sees only what that chooses. With `reuses_choice` it sees what the
+    nearest layer before with an indexer chose.
+    """
 
     n_heads: int
     q_rank: int | None
@@ -37,6 +56,8 @@ class Mla:
     softmax_scale: float
     latent_eps: float
     rope: Rope
+    indexer: Indexer | None = None
+    reuses_choice: bool = False
 
     def entry_bytes(self, form: KvFormat) -> int:
         """KV bytes of a token in one layer."""
@@ -76,6 +97,12 @@ class Gqa:
     def entry_bytes(self, form: KvFormat) -> int:
         """KV bytes of a token in one layer. Entries behind a window are kept too."""
         return gqa_entry_bytes(form, self.n_keys, self.head_dim, self.head_dim)
+
+
+def indexer_of(spec: Spec) -> Indexer | None:
+    """The indexer of a model with sparse attention; all that it has are equal."""
+    mixer = spec.layers[0].mixer
+    return mixer.indexer if isinstance(mixer, Mla) else None
 
 
 Mixer = Mla | Gqa

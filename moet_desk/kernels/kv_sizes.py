@@ -33,6 +33,18 @@ def gqa_entry_bytes(fmt: KvFormat, n_keys: int, d: int, dv: int) -> int:
     return n_keys * (vector_bytes(fmt, d) + vector_bytes(fmt, dv))
 
 
+def index_form(fmt: KvFormat) -> KvFormat:
+    """How an indexer's keys lie beside entries of a format: not smaller than FP8, in which released
+    kernels compare them.
+    """
+    return KvFormat.FP8 if fmt is KvFormat.NVFP4 else fmt
+
+
+def index_key_bytes(fmt: KvFormat, d: int) -> int:
+    """Bytes of one token's indexer key [d] beside entries of a format (128: 512, 256, 132, 132)."""
+    return vector_bytes(index_form(fmt), d)
+
+
 def vector_bytes(fmt: KvFormat, d: int) -> int:
     """Bytes of one vector of `d` values with its scales."""
     if fmt is KvFormat.F32:

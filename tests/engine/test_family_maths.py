@@ -16,6 +16,7 @@ from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.loader import Core
 from moet_desk.engine.model import Model
+from moet_desk.engine.model_shape import index_layers
 from moet_desk.engine.prefill import PrefillExperts
 from moet_desk.engine.spec import Mla, MoeFfn, QkNorm, Spec
 from moet_desk.kernels.kinds import Activations, KvFormat, Score
@@ -138,12 +139,30 @@ CLAMPED = {
     "no limit": experts(glu=lambda glu: replace(glu, limit=None)),
     "a higher limit": experts(glu=lambda glu: replace(glu, limit=0.31)),
 }
+
+
+def indexer(**changes: Any) -> Mutation:
+    """A spec whose indexers are others, in the layers that have one."""
+    return attention(indexer=lambda old: old and replace(old, **_values(old, changes)))
+
+
+SPARSE = {
+    "pairing of the indexer": indexer(interleaved=lambda flag: not flag),
+    "one more chosen": indexer(top_k=lambda k: k + 1),
+    "one fewer chosen": indexer(top_k=lambda k: k - 1),
+    "all chosen": indexer(top_k=64),
+}
 MUTATIONS: dict[str, dict[str, Mutation]] = {
     "v3_groups_yarn": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN},
     "v3_no_query_latent": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN},
     "kimi_k2": {**EVERYWHERE, **SIGMOID, **NO_YARN},
     "plain_rope": {**EVERYWHERE, **SIGMOID, **NO_GROUPS},
     "glm_lite": {**EVERYWHERE, **SIGMOID},
+    "v32": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN, **SPARSE},
+    "glm_dsa": {
+        **EVERYWHERE, **SIGMOID, **SPARSE,
+        "layers without an indexer see all": attention(reuses_choice=False),
+    },
     "glm": {
         **GROUPED, **WITH_NORM, **SIGMOID,
         "no bias": attention(has_bias=False),
@@ -173,7 +192,8 @@ def logits_with(core: Core, spec: Spec, ids: list[int], *, added_to_norms: float
     model = Model(spec, Weights(load), context=64)
     mixer = spec.layers[0].mixer
     kv = KvCache(
-        mixer, n_layers=len(spec.layers), n_pages=1, page_tokens=64, form=KvFormat.F32
+        mixer, n_layers=len(spec.layers), n_pages=1, page_tokens=64, form=KvFormat.F32,
+        index_layers=index_layers(spec, with_head=False),
     )  # fmt: skip
     sequence = kv.reserve(len(ids))
     assert sequence is not None

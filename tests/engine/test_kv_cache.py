@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moet_desk.engine.kv_cache import KvCache
-from moet_desk.engine.spec import Gqa, Mixer, Mla, QkNorm, Rope
+from moet_desk.engine.spec import Gqa, Indexer, Mixer, Mla, QkNorm, Rope
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.reference import gqa_read, gqa_write, mla_read, mla_write
+from moet_desk.kernels.reference import (
+    gqa_read,
+    gqa_write,
+    index_read,
+    index_write,
+    mla_read,
+    mla_write,
+)
 
 MIXER = Mla(
     n_heads=2, q_rank=None, kv_rank=32, nope_dim=8, rope_dim=16, v_dim=8, softmax_scale=1.0,
@@ -151,3 +160,68 @@ def test_take_out_then_put_in__other_pages__same_entries(form: KvFormat) -> None
         wanted = mla_read(mla_write(*entries(11, seed=layer), form), form, 32, 16)
         for got, want in zip(kv.read(layer, second, 12), wanted, strict=True):
             assert torch.equal(got[5:12], want[3:10])
+
+
+# -- keys of indexers -----------------------------------------------------------------------------
+
+SPARSE = replace(MIXER, indexer=Indexer(n_heads=2, head_dim=48, top_k=4, interleaved=True))
+
+
+def sparse_cache(form: KvFormat) -> KvCache:
+    """Three layers of which the first and the last have an indexer."""
+    return KvCache(
+        SPARSE, n_layers=3, n_pages=12, page_tokens=4, form=form, index_layers=(0, 2)
+    )  # fmt: skip
+
+
+def index_keys(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, 48, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("form", list(KvFormat))
+@pytest.mark.parametrize("sizes", [[11], [3, 1, 5, 2]])
+def test_index__written_and_rewound__equals_one_conversion(
+    form: KvFormat, sizes: list[int]
+) -> None:
+    kv = sparse_cache(form)
+    between = [kv.reserve(4) for _ in range(3)]
+    kv.release(between[0])
+    kv.release(between[2])
+    sequence = kv.reserve(44)
+    assert sequence is not None
+    assert not sequence.in_a_row
+    keys, other = index_keys(11, 1), index_keys(11, 2)
+    for layer, wanted in ((0, keys), (2, other)):
+        sequence.length = 0
+        kv.write_index(layer, sequence, index_keys(7, 3))  # undone
+        for size in sizes:
+            here = slice(sequence.length, sequence.length + size)
+            kv.write_index(layer, sequence, wanted[here])
+            sequence.length += size
+    for layer, wanted in ((0, keys), (2, other)):
+        stored = index_read(index_write(wanted, form), form, 48)
+        assert torch.equal(kv.read_index(layer, sequence, 11), stored)
+
+
+@pytest.mark.parametrize("form", list(KvFormat))
+def test_index__taken_out_and_put_in__keys_go_along(form: KvFormat) -> None:
+    kv = sparse_cache(form)
+    first, second = kv.reserve(12), kv.reserve(16)
+    assert first is not None
+    assert second is not None
+    for layer in range(3):
+        kv.write(layer, first, *entries(11, seed=layer))
+    for layer in (0, 2):
+        kv.write_index(layer, first, index_keys(11, seed=layer))
+    taken = kv.take_out(first, 3, 7)
+    kv.put_in(second, 5, taken)
+    places = torch.tensor([5, 6, 8, 11])
+    for layer in range(3):
+        for got, want in zip(
+            kv.read_at(layer, second, places), kv.read(layer, first, 11), strict=True
+        ):
+            assert torch.equal(got, want[places - 2])
+    for layer in (0, 2):
+        assert torch.equal(
+            kv.read_index(layer, second, 12)[5:], kv.read_index(layer, first, 11)[3:10]
+        )

@@ -48,8 +48,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "routed_scaling_factor": 1.8,
         "rms_norm_eps": 1e-6,  # transformers' latent norms have it whatever the config says
     },
+    "v32": {
+        **TINY, "model_type": "deepseek_v32", "rope_parameters": YARN, "index_topk": 8,
+        "index_head_dim": 16, "index_n_heads": 16,
+    },
+    "glm_dsa": {
+        **{key: value for key, value in TINY.items() if key != "first_k_dense_replace"},
+        "model_type": "glm_moe_dsa", "num_hidden_layers": 6, "n_routed_experts": 8, "n_group": 1,
+        "topk_group": 1, "num_experts_per_tok": 2, "qk_nope_head_dim": 24, "v_head_dim": 32,
+        "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16, "index_topk_freq": 2,
+        "index_skip_topk_offset": 3, "rms_norm_eps": 1e-6,
+    },
 }  # fmt: skip
-"""Families with latent attention, by what is special."""
+"""Families with latent attention, by what is special. Index heads are many: with few, all of a
+token's products may be negative, and scores that tie at 0 are chosen in any order by transformers.
+"""
 
 TINY_GQA: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from moet_desk.catalogue import CatalogueEntry, MlaFacts, find_entry, load_catalogue, parse
+from moet_desk.catalogue import CatalogueEntry, find_entry, load_catalogue, parse
 from moet_desk.engine.families import MODULE_OF_TYPE, runs
 from moet_desk.engine.families.tensors import dense_shapes
 from moet_desk.engine.model_shape import kv_token_bytes
 from moet_desk.engine.planned_model import spec_of
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.kv_sizes import mla_entry_bytes
 from moet_desk.units import GIB
 
 ENTRIES = load_catalogue()
@@ -77,10 +76,7 @@ def test_attention__dense_bytes_counted_from_tensor_shapes__as_stated(
 
 @pytest.mark.parametrize("entry", MLA, ids=name_of)
 def test_mla__kv_bytes__the_engines_own(entry: CatalogueEntry) -> None:
-    mla = entry.mla
-    assert isinstance(mla, MlaFacts)
-    own = entry.layers * mla_entry_bytes(KvFormat.BF16, mla.kv_rank, mla.rope_dim)
-    assert entry.kv_token_bytes(KvFormat.BF16) == own
+    assert entry.kv_token_bytes(KvFormat.BF16) == kv_token_bytes(spec_of(entry), KvFormat.BF16)
 
 
 @pytest.mark.parametrize("entry", KNOWN, ids=name_of)
@@ -101,7 +97,7 @@ def test_runnable__only_families_that_are_written() -> None:
     assert running == {
         "deepseek-v3.1", "deepseek-r1", "glm-4.5-air", "glm-4.7", "qwen3-30b-a3b",
         "qwen3-235b-a22b", "qwen3-coder-480b", "olmoe-1b-7b", "mixtral-8x7b", "glm-4.7-flash",
-        "minimax-m2.7", "gpt-oss-20b", "gpt-oss-120b",
+        "minimax-m2.7", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3.2", "glm-5.2", "glm-5.2-fp8",
     }  # fmt: skip
     for entry in ENTRIES:
         assert entry.not_yet or entry.family in MODULE_OF_TYPE

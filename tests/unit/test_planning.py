@@ -185,6 +185,18 @@ def test_plan__dense_stack_larger_than_the_card__no_plan_on_it() -> None:
     assert answer.nearest is None
 
 
+def test_plan__glm_5_2_on_a_desk__three_tiers_and_most_experts_on_the_drive() -> None:
+    model = MODELS["glm-5.2-fp8"]
+    machine = with_sizes(32 * GIB, 96 * GIB)
+    answer = plan_model(machine, model, EngineOptions(device="auto", kv_format="nvfp4"))
+    assert isinstance(answer, ModelPlan)
+    check_sums(model, answer)
+    assert answer.shape.kv_token_bytes == 78 * 352 + 21 * 132  # with the indexers' keys
+    assert answer.tiers.base_slots >= model.spec.moe_ffn.router.top_k
+    assert 0 < answer.tiers.arena_base_rows < answer.shape.n_rows / 2
+    assert answer.bytes.nvme_only > answer.bytes.compute + answer.bytes.arena
+
+
 def test_plan__a_full_drive__refused_before_anything_is_downloaded() -> None:
     machine = with_sizes(32 * GIB, 128 * GIB, disk=100 * 10**9)
     answer = plan_model(machine, MODELS["deepseek-v4-flash"], AUTO)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moet_desk.engine.blocks.indexer import IndexerBlock
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.spec import Mla
@@ -35,6 +36,9 @@ class MlaBlock:
         self._w_uk = w_up[:, : mixer.nope_dim].contiguous()  # [N, d_n, r]
         self._w_uv = w_up[:, mixer.nope_dim :].contiguous()  # [N, d_v, r]
         self._w_out = weights("o_proj")
+        self._indexer: IndexerBlock | None = None
+        if mixer.indexer is not None:
+            self._indexer = IndexerBlock(mixer.indexer, weights.below("indexer."), layer=layer)
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv: KvCache, sequence: KvSequence
@@ -53,7 +57,10 @@ class MlaBlock:
         ]
         q, latent, k_rope = torch.split(joined, sizes, -1)
         if mixer.q_rank is not None:
-            q = linear(rms_norm(q, self._q_norm, mixer.latent_eps), self._w_q)
+            q = rms_norm(q, self._q_norm, mixer.latent_eps)
+            if self._indexer is not None:
+                sequence.choice = self._indexer(x, q, cos, sin, kv, sequence)
+            q = linear(q, self._w_q)
         heads = q.reshape(n_tokens, mixer.n_heads, -1)  # [T, N, d_n + d_r]
         q_nope, q_rope = torch.split(heads, [mixer.nope_dim, mixer.rope_dim], -1)
         latent = rms_norm(latent, self._latent_norm, mixer.latent_eps)
@@ -61,10 +68,16 @@ class MlaBlock:
         q_rope = rotate(q_rope, cos[:, None], sin[:, None], interleaved=interleaved)
         k_rope = rotate(k_rope, cos, sin, interleaved=interleaved)
         kv.write(self._layer, sequence, latent, k_rope)
-        keys, ropes = kv.read(self._layer, sequence, start + n_tokens)
+        choice = sequence.choice if self._indexer or mixer.reuses_choice else None
+        if choice is not None and n_tokens == 1:  # the others need not be read
+            places = choice[0].nonzero()[:, 0]
+            keys, ropes = kv.read_at(self._layer, sequence, places)
+            start, choice = len(places) - 1, None
+        else:
+            keys, ropes = kv.read(self._layer, sequence, start + n_tokens)
         attend = mla_absorbed if n_tokens == 1 else mla_plain
         mixed = attend(
             q_nope, q_rope, keys, ropes, self._w_uk, self._w_uv,
-            scale=mixer.softmax_scale, start=start,
+            scale=mixer.softmax_scale, start=start, chosen=choice,
         )  # fmt: skip
         return linear(mixed, self._w_out)

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.buffers import StepBuffers
 from moet_desk.engine.cuda.dense_weights import DenseSource
+from moet_desk.engine.cuda.indexer import IndexerLaunches
 from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mla, MoeFfn, QkNorm, Router
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import gqa_decode, mla_decode
 from moet_desk.kernels.triton.dense import gemv, swiglu_gemv
 from moet_desk.kernels.triton.experts import combine
+from moet_desk.kernels.triton.indexer import chosen_pages
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.latent import LatentWeight, mla_absorb, mla_out
 from moet_desk.kernels.triton.norms import rms_norm
@@ -88,6 +90,14 @@ class MlaLaunches:
             load.matrix(name + "kv_b_proj"), mixer.n_heads, mixer.nope_dim, mixer.v_dim
         )
         self.w_out = load.matrix(name + "o_proj")
+        self.indexer: IndexerLaunches | None = None
+        if mixer.indexer is not None:
+            self.indexer = IndexerLaunches(mixer.indexer, load, name + "indexer.")
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a row sees only what an indexer chose."""
+        return self.indexer is not None or self.mixer.reuses_choice
 
     def launch(
         self, b: StepBuffers, rows: int, rotation: Rotation, kv: KvPages, lengths: Tensor
@@ -108,16 +118,32 @@ class MlaLaunches:
                 joined, self.latent_norm, mixer.latent_eps, rotation=rotation, kv=kv,
                 q_out=latent, q_weight=self.q_norm,
             )  # fmt: skip
+            if self.indexer is not None and b.index is not None:
+                self.indexer.launch(b.index, b.normed[t], latent, rotation, kv, lengths)
             gemv(latent, self.w_q, b.queries[t])
             queries = b.queries[t].view(rows, n, head)
             rotate_queries(queries, q_rope, rotation=rotation)
+        if self.is_sparse and b.index is not None:
+            kv, lengths = chosen_pages(kv, b.index.chosen[t]), b.index.counts[t]
+        self.mix(b, queries, q_rope, kv, lengths, b.heads[t])
+        gemv(b.heads[t], self.w_out, b.x[t], residual=b.x[t])
+
+    def mix(
+        self, b: StepBuffers, queries: Tensor, q_rope: Tensor, kv: KvPages, lengths: Tensor,
+        heads: Tensor,
+    ) -> None:  # fmt: skip
+        """What up to 8 rows see of the first `lengths` entries of their page tables.
+
+        Shapes:
+            queries [T, N, dn + dr], q_rope [T, N, dr], heads [T, N * dv]
+        """
+        mixer, t = self.mixer, slice(0, queries.shape[0])
         mla_absorb(queries[..., : mixer.nope_dim], self.w_latent, b.q_latent[t])
         mla_decode(
             b.q_latent[t], q_rope, kv, lengths, b.mixed[t],
             scale=mixer.softmax_scale, scratch=b.attention,
         )  # fmt: skip
-        mla_out(b.mixed[t], self.w_latent, b.heads[t])
-        gemv(b.heads[t], self.w_out, b.x[t], residual=b.x[t])
+        mla_out(b.mixed[t], self.w_latent, heads)
 
 
 class GqaLaunches:

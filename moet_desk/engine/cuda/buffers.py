@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moet_desk.engine.cuda.indexer import IndexBuffers
 from moet_desk.engine.sampling import Draw
-from moet_desk.engine.spec import DenseFfn, Mixer, Mla, Spec
+from moet_desk.engine.spec import DenseFfn, Mixer, Mla, Spec, indexer_of
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.quant import planar_shape
@@ -143,10 +144,14 @@ class StepBuffers:
     shared_out: Tensor
     logits: Tensor
     attention: DecodeScratch
+    index: IndexBuffers | None  # of sparse attention
 
     @classmethod
-    def make(cls, spec: Spec, device: torch.device) -> StepBuffers:
-        """Room for `MAX_ROWS` rows of a model with layers of one shape."""
+    def make(cls, spec: Spec, device: torch.device, *, context: int) -> StepBuffers:
+        """Room for `MAX_ROWS` rows of a model with layers of one shape, of sequences of up to
+        `context` tokens.
+        """
+        indexer = indexer_of(spec)
         width, moe, rows = _Widths.of(spec.layers[0].mixer), spec.moe_ffn, MAX_ROWS
         n = spec.layers[0].mixer.n_heads
         top_k, pairs = moe.router.top_k, rows * moe.router.top_k
@@ -184,6 +189,9 @@ class StepBuffers:
             shared_out=f32(rows, spec.hidden),
             logits=f32(rows, spec.vocab),
             attention=DecodeScratch.make(rows, n, width.mixed, device=device),
+            index=None
+            if indexer is None
+            else IndexBuffers.make(indexer, rows, block=rows, entries=context, device=device),
         )
 
 

@@ -19,9 +19,11 @@ from moet_desk.engine.cuda.blocks import (
     MlaLaunches,
     MoeLaunches,
 )
+from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
 from moet_desk.kernels.kinds import Activations, KvFormat
 from moet_desk.kernels.triton.gemm import gemm, split, swiglu_split
+from moet_desk.kernels.triton.indexer import chosen_pages
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prefill_attention import gqa_prefill, mla_prefill
@@ -61,6 +63,7 @@ class ChunkLayer:
     Args:
         layer: the step's launches, whose weights are shared.
         buffers: the chunk's.
+        step: the step's, which sparse attention uses for some rows at a time.
         cos, sin: the rope table; eps: of the layer's norms; interleaved: how rope pairs dims.
     """
 
@@ -69,25 +72,29 @@ class ChunkLayer:
         layer: LayerLaunches,
         buffers: ChunkBuffers,
         *,
+        step: StepBuffers,
         cos: Tensor,
         sin: Tensor,
         interleaved: bool,
         eps: float,
     ) -> None:
-        self._layer, self._b, self._eps = layer, buffers, eps
+        self._layer, self._b, self._step, self._eps = layer, buffers, step, eps
         self._cos, self._sin, self._interleaved = cos, sin, interleaved
 
     def launch(
-        self, chunk: ChunkRows, pages: Tensor, form: KvFormat, experts: RoutedExperts
-    ) -> None:
-        """x of the chunk through the layer; its KV entries are stored in `pages`."""
+        self, chunk: ChunkRows, pages: Tensor, form: KvFormat, experts: RoutedExperts,
+        index: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """x of the chunk through the layer; its KV entries are stored in `pages`, keys of its
+        indexer in `index`.
+        """
         b, ffn = self._b, self._layer.ffn
         for first in range(0, chunk.n, b.block_rows):
             here = slice(first, min(first + b.block_rows, chunk.n))
             table = chunk.table.expand(here.stop - first, -1)
-            kv = KvPages(pages, table, form)
+            kv = KvPages(pages, table, form, index)
             rotation = Rotation(chunk.positions[here], self._cos, self._sin, self._interleaved)
-            self._attend(b.x[here], rotation, kv, chunk.start + first)
+            self._attend(here, rotation, kv, chunk.start + first)
             if isinstance(ffn, MoeLaunches):
                 self._route(ffn, here, chunk)
             else:
@@ -100,12 +107,13 @@ class ChunkLayer:
             weights = b.weights[: chunk.n].gather(1, order)
             experts(ffn.moe_layer, ids, weights, b.x[: chunk.n])
 
-    def _attend(self, x: Tensor, rotation: Rotation, kv: KvPages, start: int) -> None:
+    def _attend(self, here: slice, rotation: Rotation, kv: KvPages, start: int) -> None:
         """x += attention of a block of rows, which begin at position `start`."""
+        x = self._b.x[here]
         attention, normed = self._layer.attention, self._b.normed[: x.shape[0]]
         rms_norm(x, self._layer.attention_norm, self._eps, out=normed)
         if isinstance(attention, MlaLaunches):
-            heads = self._mla(attention, normed, rotation, kv, start)
+            heads = self._mla(attention, here, normed, rotation, kv, start)
             gemm(self._split(heads), attention.w_out, x, residual=x)
         else:
             heads = self._gqa(attention, normed, rotation, kv, start)
@@ -128,10 +136,13 @@ class ChunkLayer:
         return heads.view(rows, -1)
 
     def _mla(
-        self, mla: MlaLaunches, normed: Tensor, rotation: Rotation, kv: KvPages, start: int
-    ) -> Tensor:
+        self, mla: MlaLaunches, here: slice, normed: Tensor, rotation: Rotation, kv: KvPages,
+        start: int,
+    ) -> Tensor:  # fmt: skip
         """What the heads mixed [rows, N * dv], in `narrow`."""
         b, mixer, rows = self._b, mla.mixer, normed.shape[0]
+        chosen = b.index.chosen if b.index is not None and mla.is_sparse else None
+        sees_all = chosen is None or start + rows <= chosen.shape[1]
         n, head = mixer.n_heads, mixer.nope_dim + mixer.rope_dim
         wide, narrow = _Room(b.wide), _Room(b.narrow)
         joined = wide.take(rows, mla.w_in.n)
@@ -148,16 +159,37 @@ class ChunkLayer:
                 joined, mla.latent_norm, mixer.latent_eps, rotation=rotation, kv=kv,
                 q_out=latent, q_weight=mla.q_norm,
             )  # fmt: skip
+            if mla.indexer is not None and b.index is not None:
+                mla.indexer.launch_block(
+                    b.index, here, normed, latent, rotation, kv, split=self._split,
+                    sees_all=sees_all,
+                )  # fmt: skip
             flat = wide.take(rows, n * head)
             gemm(self._split(latent), mla.w_q, flat)
             queries = flat.view(rows, n, head)
             rotate_queries(queries, q_rope, rotation=rotation)
         heads = narrow.take(rows, n * mixer.v_dim)
+        if not sees_all:
+            self._mix_chosen(mla, here, queries, q_rope, kv, heads)
+            return heads
         mla_prefill(
             queries[..., : mixer.nope_dim], q_rope, kv, mla.w_latent, heads,
             start=start, scale=mixer.softmax_scale, scratch=b.attention,
         )  # fmt: skip
         return heads
+
+    def _mix_chosen(
+        self, mla: MlaLaunches, here: slice, queries: Tensor, q_rope: Tensor, kv: KvPages,
+        heads: Tensor,
+    ) -> None:  # fmt: skip
+        """Sparse attention of a block, a step's rows at a time: each sees other entries."""
+        index = self._b.index
+        assert index is not None, "sparse attention has buffers"  # noqa: S101
+        for first in range(0, queries.shape[0], MAX_ROWS):
+            t = slice(first, min(first + MAX_ROWS, queries.shape[0]))
+            own = slice(here.start + t.start, here.start + t.stop)
+            pages = chosen_pages(kv, index.chosen[own])
+            mla.mix(self._step, queries[t], q_rope[t], pages, index.counts[own], heads[t])
 
     def _feed(self, ffn: DenseLaunches, normed: Tensor, x: Tensor) -> None:
         """x += W_down(silu(W_gate n) * W_up n)."""

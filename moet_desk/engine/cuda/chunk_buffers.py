@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.chunk_sizes import ChunkShape
-from moet_desk.engine.spec import Spec
+from moet_desk.engine.cuda.indexer import IndexBuffers
+from moet_desk.engine.spec import Spec, indexer_of
 from moet_desk.kernels.triton.prefill_attention import PrefillScratch
 
 
@@ -31,6 +32,7 @@ class ChunkBuffers:
         narrow: flat; rotary queries, then what the heads mixed.
         parts: flat bfloat16; an input of a dense product in two parts.
         attention: entries of the sequence, decoded.
+        index: of sparse attention, if it is.
         mid, mid_codes, mid_scales, part: flat; a batch of experts' pairs.
     """
 
@@ -49,12 +51,13 @@ class ChunkBuffers:
     mid_codes: Tensor
     mid_scales: Tensor
     part: Tensor
+    index: IndexBuffers | None
 
     @classmethod
     def make(cls, spec: Spec, rows: int, *, context: int, device: torch.device) -> ChunkBuffers:
         """Room for chunks of `rows` tokens of sequences of up to `context`."""
         size = ChunkShape.of(spec, rows, context=context)
-        block, top_k = size.block, size.top_k
+        block, top_k, indexer = size.block, size.top_k, indexer_of(spec)
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -77,6 +80,9 @@ class ChunkBuffers:
             mid_codes=new(rows * 2 * size.inter, dtype=torch.int8),
             mid_scales=new(rows * (size.inter // 32)),
             part=new(rows * spec.hidden),
+            index=None
+            if indexer is None
+            else IndexBuffers.make(indexer, rows, block=block, entries=context, device=device),
         )
 
     @property
@@ -91,10 +97,12 @@ class ChunkBuffers:
 
     def n_bytes(self) -> int:
         """What all of it takes."""
-        tensors = [getattr(self, name) for name in self.__dataclass_fields__ if name != "attention"]
+        fields = [getattr(self, name) for name in self.__dataclass_fields__]
+        tensors = [field for field in fields if isinstance(field, Tensor)]
         scratch = self.attention
         tensors += [scratch.parts, scratch.ropes, scratch.expanded]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return own + (0 if self.index is None else self.index.n_bytes())
 
 
 def shaped(flat: Tensor, *shape: int) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from moet_desk.engine.spec import DenseFfn, Gqa, Mla, Spec
+from moet_desk.engine.spec import DenseFfn, Gqa, Mla, Spec, indexer_of
 from moet_desk.kernels.row_sizes import GROUP, ExpertLayout
 from moet_desk.plan import ChunkSize
 from moet_desk.store.pack_format import Plane
@@ -24,6 +24,9 @@ BLOCK_ROWS = 2048
 EXPANDED_BYTES = 512 * MIB
 """Most room for keys and values made from latents; heads are taken in turns when more are needed.
 """
+
+SCORED_ROWS = 8
+"""Rows whose scores an indexer holds at the same time: of a million entries 32 MiB."""
 
 SCALE_BLOCK = 128
 """Rows of an e4m3 weight that share a scale, as `kernels.triton.dense` has it."""
@@ -62,6 +65,7 @@ class ChunkShape:
     per_entry: int
     kv_rank: int
     rope_dim: int
+    index: int  # numbers of four bytes that sparse attention needs beside
 
     @classmethod
     def of(cls, spec: Spec, rows: int, *, context: int) -> ChunkShape:
@@ -79,6 +83,7 @@ class ChunkShape:
             parts=2 * block * max(spec.hidden, own.inputs, inter),
             entries=entries,
             per_entry=own.per_entry, kv_rank=own.kv_rank, rope_dim=own.rope_dim,
+            index=_of_indexer(spec, rows, block, context),
         )  # fmt: skip
 
     @property
@@ -90,7 +95,7 @@ class ChunkShape:
         floats = 2 * rows * self.hidden + scales + rows * self.top_k + rows * self.inter
         floats += block * (self.hidden + self.n_experts) + self.wide + self.narrow
         halves = self.parts + 2 * self.entries * self.kv_rank
-        floats += self.entries * (self.rope_dim + self.per_entry)
+        floats += self.entries * (self.rope_dim + self.per_entry) + self.index
         return codes + _F32 * floats + _BF16 * halves + _INT32 * rows * self.top_k
 
 
@@ -130,6 +135,15 @@ def _of_mla(mixer: Mla, entries: int) -> _Attention:
         kv_rank=mixer.kv_rank,
         rope_dim=mixer.rope_dim,
     )
+
+
+def _of_indexer(spec: Spec, rows: int, block: int, context: int) -> int:
+    """Numbers of `IndexBuffers`."""
+    indexer = indexer_of(spec)
+    if indexer is None:
+        return 0
+    n, d = indexer.n_heads, indexer.head_dim
+    return block * (d + 2 * n * d + n) + SCORED_ROWS * context + rows * (indexer.top_k + 1)
 
 
 def _query_width(mixer: Mla) -> int:

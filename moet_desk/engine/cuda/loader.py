@@ -44,6 +44,7 @@ from moet_desk.engine.model_shape import (
     check_head,
     device_kv_format,
     device_shape,
+    index_layers,
     kv_token_bytes,
     loads_head,
     running_layers,
@@ -152,6 +153,7 @@ def _load(
     kv = KvCache(
         spec.layers[0].mixer, n_layers=len(spec.layers) + opened.with_head, n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
+        index_layers=index_layers(spec, with_head=opened.with_head),
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32, device=device)
     mailbox, server = _mailbox(arena, opened, allocate, error)

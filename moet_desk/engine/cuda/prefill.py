@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moet_desk.engine.cuda.chunk_blocks import ChunkLayer, ChunkRows
+from moet_desk.engine.cuda.chunk_blocks import ChunkLayer, ChunkRows, RoutedExperts
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
@@ -65,8 +65,8 @@ class ChunkModel:
         layers = [*model.layers, *([] if model.head is None else [model.head.layer])]
         self._layers = [
             ChunkLayer(
-                layer, buffers, cos=model.cos, sin=model.sin, interleaved=model.interleaved,
-                eps=model.spec.norm_eps,
+                layer, buffers, step=model.buffers, cos=model.cos, sin=model.sin,
+                interleaved=model.interleaved, eps=model.spec.norm_eps,
             )
             for layer in layers
         ]  # fmt: skip
@@ -123,7 +123,7 @@ class ChunkModel:
             gemm(self._split(normed), head.w_token, x, residual=x)
         place = len(self._model.layers)
         experts = partial(_read_as, self._experts, reading)
-        self._layers[place].launch(rows, self._kv.pages(place), self._kv.form, experts)
+        self._launch(place, rows, experts)
         sequence.length += rows.n
 
     def _split(self, x: Tensor) -> Tensor:
@@ -135,8 +135,13 @@ class ChunkModel:
         """Launch the next layer. Raises as `ChunkExperts.run`."""
         i = chunk.next_layer
         experts = partial(_read_as, self._experts, chunk.reading)
-        self._layers[i].launch(chunk.rows, self._kv.pages(i), self._kv.form, experts)
+        self._launch(i, chunk.rows, experts)
         chunk.next_layer = i + 1
+
+    def _launch(self, place: int, rows: ChunkRows, experts: RoutedExperts) -> None:
+        kv = self._kv
+        index = kv.index_pages(place)
+        self._layers[place].launch(rows, kv.pages(place), kv.form, experts, index)
 
     def logits(self, chunk: Chunk) -> Tensor:
         """Scores behind the chunk's last row, float32 [V] on the host; waits for the device."""

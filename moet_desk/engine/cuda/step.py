@@ -97,7 +97,7 @@ class StepModel:
         self.head: HeadLaunches | None = None
         if with_head and spec.mtp is not None:
             self.head = HeadLaunches(spec, spec.mtp, load, branch=branch)
-        self.buffers = StepBuffers.make(spec, device)
+        self.buffers = StepBuffers.make(spec, device, context=context)
         self._inputs = StepInputs(-(-context // kv.page_tokens), device)
         self.error, self._server = error, server
         pinned = device.type == "cuda"
@@ -255,7 +255,7 @@ class StepModel:
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
         for i, layer in enumerate(self.layers):
-            kv = KvPages(self._kv.pages(i), table, self._kv.form)
+            kv = KvPages(self._kv.pages(i), table, self._kv.form, self._kv.index_pages(i))
             layer.launch(
                 b, rows, eps=eps, rotation=rotation, kv=kv, lengths=lengths,
                 experts=self._experts[plane],
@@ -269,7 +269,9 @@ class StepModel:
         ids, positions, lengths, table = self._inputs.unpack(rows)
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
-        kv = KvPages(self._kv.pages(len(self.layers)), table, self._kv.form)
+        place = len(self.layers)
+        index = self._kv.index_pages(place)
+        kv = KvPages(self._kv.pages(place), table, self._kv.form, index)
         head.launch(
             b, rows, eps=self.spec.norm_eps, rotation=rotation, kv=kv, lengths=lengths,
             experts=self._experts[plane],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mixer, Mla, MoeFfn, QkNorm, Spec
+from moet_desk.engine.spec import DenseFfn, Gqa, Indexer, Layer, Mixer, Mla, MoeFfn, QkNorm, Spec
 from moet_desk.store.pack_format import PackPlan
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -91,6 +91,16 @@ def _mla(name: str, mixer: Mla, hidden: int) -> Shapes:
     up_rows = mixer.n_heads * (mixer.nope_dim + mixer.v_dim)
     yield name + "kv_b_proj", (up_rows, mixer.kv_rank)
     yield name + "o_proj", (hidden, mixer.n_heads * mixer.v_dim)
+    if mixer.indexer is not None and mixer.q_rank is not None:
+        yield from _indexer(name + "indexer.", mixer.indexer, hidden, mixer.q_rank)
+
+
+def _indexer(name: str, indexer: Indexer, hidden: int, q_rank: int) -> Shapes:
+    yield name + "wq_b", (indexer.n_heads * indexer.head_dim, q_rank)
+    yield name + "wk", (indexer.head_dim, hidden)
+    yield name + "k_norm", (indexer.head_dim,)
+    yield name + "k_norm.bias", (indexer.head_dim,)
+    yield name + "weights_proj", (indexer.n_heads, hidden)
 
 
 def _gqa(name: str, mixer: Gqa, hidden: int) -> Shapes:

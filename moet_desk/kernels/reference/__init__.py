@@ -18,16 +18,20 @@ from moet_desk.kernels.reference.experts import (
     gated,
     swiglu,
 )
+from moet_desk.kernels.reference.indexer import choose, index_scores
 from moet_desk.kernels.reference.kv_formats import (
     gqa_entry_bytes,
     gqa_read,
     gqa_write,
+    index_read,
+    index_write,
     mla_entry_bytes,
     mla_read,
     mla_write,
 )
 from moet_desk.kernels.reference.norms import (
     apply_rope,
+    layer_norm,
     rms_norm,
     rope_frequencies,
     rope_tables,
@@ -52,6 +56,7 @@ __all__ = [
     "balance_zeros",
     "base_codes",
     "base_values",
+    "choose",
     "claim",
     "combine",
     "expand_base",
@@ -66,6 +71,10 @@ __all__ = [
     "gqa_entry_bytes",
     "gqa_read",
     "gqa_write",
+    "index_read",
+    "index_scores",
+    "index_write",
+    "layer_norm",
     "linear",
     "linear_row",
     "lookup",

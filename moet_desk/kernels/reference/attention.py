@@ -27,21 +27,25 @@ def mla_absorbed(
     *,
     scale: float,
     start: int,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Multi-head latent attention in the latent space: nothing of the cache is expanded.
 
     Scores are ((U_K^T q_n) . c + q_r . k_r) * scale, the output U_V (sum p c) (models.md §1.3.1).
+    Of what a row may see, it sees only the entries that are `chosen` for it.
 
     Shapes:
         q_nope [T, N, dn], q_rope [T, N, dr], latent [S, r], k_rope [S, dr], w_uk [N, dn, r],
-        w_uv [N, dv, r], all float32; returns [T, N*dv]
+        w_uv [N, dv, r], all float32; chosen [T, S] bool; returns [T, N*dv]
     """
 
     def rows(lo: int, hi: int, seen: int) -> Tensor:
         query = torch.bmm(q_nope[lo:hi].transpose(0, 1), w_uk)  # [N, t, r]
         scores = torch.matmul(query, latent[:seen].T)
         scores += torch.matmul(q_rope[lo:hi].transpose(0, 1), k_rope[:seen].T)  # [N, t, S]
-        mixed = torch.matmul(_causal_softmax(scores, scale, start + lo), latent[:seen])  # [N, t, r]
+        few = None if chosen is None else chosen[lo:hi, :seen]
+        probs = _causal_softmax(scores, scale, start + lo, chosen=few)
+        mixed = torch.matmul(probs, latent[:seen])  # [N, t, r]
         return _heads_last(torch.bmm(mixed, w_uv.transpose(1, 2)))
 
     return _by_rows(rows, q_nope.shape[0], start)
@@ -57,6 +61,7 @@ def mla_plain(
     *,
     scale: float,
     start: int,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """`mla_absorbed` with keys and values expanded per head: cheaper when T is large.
 
@@ -69,7 +74,9 @@ def mla_plain(
     def rows(lo: int, hi: int, seen: int) -> Tensor:
         scores = torch.bmm(q_nope[lo:hi].transpose(0, 1), key[:, :seen].transpose(1, 2))
         scores += torch.matmul(q_rope[lo:hi].transpose(0, 1), k_rope[:seen].T)  # [N, t, S]
-        return _heads_last(torch.bmm(_causal_softmax(scores, scale, start + lo), value[:, :seen]))
+        few = None if chosen is None else chosen[lo:hi, :seen]
+        probs = _causal_softmax(scores, scale, start + lo, chosen=few)
+        return _heads_last(torch.bmm(probs, value[:, :seen]))
 
     return _by_rows(rows, q_nope.shape[0], start)
 
@@ -128,6 +135,7 @@ def _causal_softmax(
     *,
     window: int | None = None,
     sink: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Probabilities [N, T, S] of scaled scores; row t sees entries to start + t. Eats `scores`."""
     _, count, seen = scores.shape
@@ -137,6 +145,8 @@ def _causal_softmax(
         age = at[:, None] - torch.arange(seen, device=scores.device)  # [T, S]
         hidden = age < 0 if window is None else (age < 0) | (age >= window)
         scores.masked_fill_(hidden, float("-inf"))
+    if chosen is not None:
+        scores.masked_fill_(~chosen, float("-inf"))
     if sink is None:
         return scores.softmax(-1)
     column = sink[:, None, None].expand(-1, count, 1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.kv_sizes import FP8_BLOCK, NVFP4_BLOCK, vector_bytes
+from moet_desk.kernels.kv_sizes import FP8_BLOCK, NVFP4_BLOCK, index_form, vector_bytes
 from moet_desk.kernels.kv_sizes import gqa_entry_bytes as gqa_entry_bytes
 from moet_desk.kernels.kv_sizes import mla_entry_bytes as mla_entry_bytes
 
@@ -82,6 +82,24 @@ def gqa_read(buf: Tensor, fmt: KvFormat, n_keys: int, d: int, dv: int) -> tuple[
     keys = buf[:, :split].reshape(entries, n_keys, -1)
     values = buf[:, split:].reshape(entries, n_keys, -1)
     return _decode(keys, fmt, d), _decode(values, fmt, dv)
+
+
+def index_write(keys: Tensor, fmt: KvFormat) -> Tensor:
+    """Encode an indexer's keys, which lie beside entries of format `fmt`.
+
+    Shapes:
+        keys [T, D] float32; returns [T, index_key_bytes] uint8
+    """
+    return _encode(keys, index_form(fmt))
+
+
+def index_read(buf: Tensor, fmt: KvFormat, d: int) -> Tensor:
+    """Decode an indexer's keys; for F32 the result shares memory with `buf`.
+
+    Shapes:
+        buf [S, index_key_bytes] uint8; returns [S, D] float32
+    """
+    return _decode(buf, index_form(fmt), d)
 
 
 def _encode(x: Tensor, fmt: KvFormat) -> Tensor:

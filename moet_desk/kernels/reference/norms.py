@@ -23,6 +23,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plus_one: bool = False) -
     return normed * (weight + 1.0 if plus_one else weight)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Scale rows to mean 0 and variance 1, then w * x + b.
+
+    Shapes:
+        x [..., D], weight and bias [D]; returns [..., D], all float32
+    """
+    centred = x - x.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True).add_(eps))
+    return normed * weight + bias
+
+
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """YaRN's attention correction, 0.1 * mscale * ln(factor) + 1, or 1 without stretching.
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kv_sizes import index_form
 from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
 from moet_desk.kernels.triton.numbers import (
     bf16_code,
@@ -33,11 +34,13 @@ class KvPages:
         pages: uint8 [n_pages, page_tokens, entry_bytes].
         table: int32 [T, max_pages], one line per row; a stride of 0 gives all rows one sequence.
         form: storage format of an entry.
+        index: the same pages' keys of the layer's indexer, if it has one.
     """
 
     pages: Tensor
     table: Tensor
     form: KvFormat
+    index: Tensor | None = None
 
     @property
     def page_tokens(self) -> int:
@@ -48,6 +51,16 @@ class KvPages:
     def entry_bytes(self) -> int:
         """Bytes of an entry."""
         return self.pages.shape[2]
+
+    def of_index(self) -> KvPages:
+        """The keys of the layer's indexer.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if self.index is None:
+            raise ValueError("a layer without an indexer has no keys of one")
+        return KvPages(self.index, self.table, index_form(self.form))
 
 
 def block_of(form: KvFormat) -> int:

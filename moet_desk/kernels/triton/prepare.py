@@ -43,7 +43,7 @@ class Rotation:
 
 
 @triton.jit
-def _partner(j, DR: tl.constexpr, INTERLEAVED: tl.constexpr):
+def partner_of(j, DR: tl.constexpr, INTERLEAVED: tl.constexpr):
     """For dim j of a rotary part: the other dim of its pair, the pair, and whether j is second."""
     if INTERLEAVED:
         return j ^ 1, j // 2, (j & 1) == 1
@@ -65,7 +65,7 @@ def _rotated(line, cos, sin, BR: tl.constexpr, DR: tl.constexpr, INTERLEAVED: tl
     """The rotary part [BR] at `line`, rotated."""
     j = tl.arange(0, BR)
     inside = j < DR
-    partner, angle, second = _partner(j, DR, INTERLEAVED)
+    partner, angle, second = partner_of(j, DR, INTERLEAVED)
     mine = tl.load(line + j, mask=inside, other=0.0)
     other = tl.load(line + partner, mask=inside, other=0.0)
     return _turn(mine, other, angle, inside, cos, sin, second)
@@ -100,7 +100,7 @@ def _turn_heads(
     head = first + tl.arange(0, BH)
     j = tl.arange(0, BR)
     inside = (head < N)[:, None] & (j < DR)[None, :]
-    partner, angle, second = _partner(j, DR, INTERLEAVED)
+    partner, angle, second = partner_of(j, DR, INTERLEAVED)
     line = (q + head * q_pitch + NOPE)[:, None]
     mine = tl.load(line + j[None, :], mask=inside, other=0.0)
     other = tl.load(line + partner[None, :], mask=inside, other=0.0)
@@ -211,7 +211,7 @@ def _head(
     """Values `at` of one head: norm, then the first DR dims rotated."""
     inside = at < D
     turned = at < DR
-    partner, angle, second = _partner(tl.where(turned, at, 0), DR, INTERLEAVED)
+    partner, angle, second = partner_of(tl.where(turned, at, 0), DR, INTERLEAVED)
     mine = tl.load(line + at, mask=inside, other=0.0)
     other = tl.load(line + partner, mask=turned, other=0.0)
     if weight is not None:

@@ -130,7 +130,7 @@ def test_attention__rows_of_a_step_and_of_a_chunk__near_the_cpu_block(
     rotation = Rotation(positions, model.rope.cos, model.rope.sin, interleaved=False)
     kv = KvPages(pages, table, form)
 
-    b = StepBuffers.make(model.spec, CPU)
+    b = StepBuffers.make(model.spec, CPU, context=8)
     b.x[:ROWS] = model.x
     device_rms_norm(b.x[:ROWS], layer.attention_norm, model.spec.norm_eps, out=b.normed[:ROWS])
     layer.attention.launch(b, ROWS, rotation, kv, positions + 1)
@@ -142,10 +142,10 @@ def test_attention__rows_of_a_step_and_of_a_chunk__near_the_cpu_block(
     chunk = ChunkBuffers.make(model.spec, ROWS, context=8, device=CPU)
     chunk.x.copy_(model.x)
     reading = ChunkLayer(
-        layer, chunk, cos=model.rope.cos, sin=model.rope.sin, interleaved=False,
+        layer, chunk, step=b, cos=model.rope.cos, sin=model.rope.sin, interleaved=False,
         eps=model.spec.norm_eps,
     )  # fmt: skip
-    reading._attend(chunk.x, rotation, kv, HELD)
+    reading._attend(slice(0, ROWS), rotation, kv, HELD)
     assert off(model, chunk.x) < (2e-4 if is_exact else 2e-2)  # of two bfloat16 parts
     model.reader.close()
 

@@ -1,0 +1,76 @@
+"""An indexer's kernels at the shapes of GLM-5 and DeepSeek-V3.2, and attention to its choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kv_sizes import index_key_bytes, mla_entry_bytes
+from moet_desk.kernels.triton import attention, indexer
+from tests.kernels.triton.cases_attention import DECODE, DEVICE, ONE_STAGE, PARTS
+from tests.kernels.triton.gate import Case
+
+D = 128
+PAGES = {"pages": "*u8", "table": "*i32", "table_stride": "i32"}
+
+
+def _prepare(form: KvFormat, heads: int, *, interleaved: bool) -> Case:
+    types = {
+        **PAGES, "key": "*fp32", "weight": "*bf16", "bias": "*bf16", "eps": "fp32", "q": "*fp32",
+        "q_out": "*fp32", "cos": "*fp32", "sin": "*fp32", "positions": "*i32",
+    }  # fmt: skip
+    values = {
+        "N": heads, "D": D, "DR": 64, "PAGE": 64, "ENTRY": index_key_bytes(form, D), "B": 1,
+        "W": 128, "BD": D, "BH": 8, "INTERLEAVED": interleaved, "FORM": form.value,
+    }  # fmt: skip
+    name = f"index_prepare {form.value} N={heads}"
+    return Case(name, indexer._prepare_kernel, types, values, 4, {"enable_fp_fusion": False})
+
+
+def _scores(form: KvFormat, heads: int) -> Case:
+    types = {
+        **PAGES, "q": "*fp32", "weights": "*fp32", "scale": "fp32", "lengths": "*i32",
+        "scores": "*fp32", "scores_stride": "i32",
+    }  # fmt: skip
+    values = {
+        **DEVICE, "N": heads, "D": D, "PAGE": 64, "ENTRY": index_key_bytes(form, D),
+        "TILE": indexer._TILE, "BH": indexer._HEADS_SCORED, "BD": D, "FORM": form.value,
+    }  # fmt: skip
+    name = f"index_scores {form.value} N={heads}"
+    return Case(name, indexer._scores_kernel, types, values, 4, ONE_STAGE, wants=("HMMA",))
+
+
+def _choose() -> Case:
+    types = {
+        "scores": "*fp32", "scores_stride": "i32", "lengths": "*i32", "table": "*i32",
+        "table_stride": "i32", "chosen": "*i32", "counts": "*i32",
+    }  # fmt: skip
+    values = {"TOP_K": 2048, "PAGE": 64, "BLOCK": indexer._SCAN, "COMPILED": True}
+    return Case("choose 2048", indexer._choose_kernel, types, values, 8)
+
+
+def _chosen_decode(form: KvFormat) -> Case:
+    """`mla_decode` over pages of one entry."""
+    types = {**DECODE, "q_latent": "*fp32", "q_rope": "*fp32"}
+    values = {
+        **PARTS, **DEVICE, "N": 64, "R": 512, "DR": 64, "ENTRY": mla_entry_bytes(form, 512, 64),
+        "CHUNK": 128, "BR": 64, "FORM": form.value,
+    }  # fmt: skip
+    name, kernel = f"mla_decode {form.value} of chosen entries", attention._mla_decode_kernel
+    case = Case(name, kernel, types, values, 8, ONE_STAGE, wants=("HMMA",))
+    return replace(case, constexprs={**values, "PAGE": 1})
+
+
+def _cases() -> Iterator[Case]:
+    for form in (KvFormat.FP8, KvFormat.BF16, KvFormat.F32):
+        yield _prepare(form, 32, interleaved=True)
+        yield _prepare(form, 64, interleaved=False)
+        yield _scores(form, 32)
+        yield _scores(form, 64)
+    yield _choose()
+    for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
+        yield _chosen_decode(form)
+
+
+CASES = list(_cases())
