@@ -5,6 +5,7 @@ It asks the address itself whether it answers, in a thread, when it is opened an
 
 from __future__ import annotations
 
+import urllib.error
 import urllib.request
 from functools import partial
 from typing import ClassVar
@@ -30,7 +31,9 @@ def answers(address: str) -> bool:
     try:
         with direct.open(f"{address}/health", timeout=_ASK_S) as answer:
             return bool(answer.status == 200)
-    except OSError:
+    except urllib.error.HTTPError as refused:
+        return refused.code == 503  # it is there, the model is not yet
+    except (OSError, ValueError):
         return False
 
 
