@@ -812,6 +812,21 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "See: {command} --help",
         exit=ExitCode.USAGE,
     ),
+    ErrorSpec(
+        "MD-CLI-02",
+        "The program cannot be started",
+        "{program} was not found, or is no program.",
+        "Install it, or name it in PATH.",
+        exit=ExitCode.NOT_FOUND,
+    ),
+    ErrorSpec(
+        "MD-CLI-03",
+        "The endpoint does not answer",
+        "Nothing answers at {address}.",
+        "Open moet-desk, or use: moet-desk serve",
+        safe="Nothing was started or written.",
+        exit=ExitCode.NOT_FOUND,
+    ),
     # measuring quality -----------------------------------------------------------------------
     ErrorSpec(
         "MD-EVAL-01",

@@ -32,9 +32,12 @@ from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen
 from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.screens.doctor import DoctorScreen
+from moet_desk.ui.screens.endpoint import EndpointScreen
 from moet_desk.ui.screens.help import HelpPanel
+from moet_desk.ui.screens.log import LogScreen
 from moet_desk.ui.screens.models import ModelList, ModelsScreen
 from moet_desk.ui.screens.pack_plan import PackPlan
+from moet_desk.ui.screens.settings import SettingsScreen
 from moet_desk.ui.screens.setup import SetupScreen
 from moet_desk.ui.widgets.filter_line import FilterLine
 from moet_desk.ui.widgets.heatmap import Heatmap
@@ -275,7 +278,10 @@ _SCREENS: Mapping[str, tuple[Any, ...]] = {
     "Cache (F3)": (CacheScreen, Heatmap),
     "Models (F4)": (ModelsScreen, ModelList),
     "Plan of a model": (PackPlan,),
+    "Endpoint (F5)": (EndpointScreen,),
+    "Settings (F6)": (SettingsScreen,),
     "Doctor (F7)": (DoctorScreen,),
+    "Log (F8)": (LogScreen,),
     "Set-up, and adding a model": (SetupScreen, Offers),
     "Earlier chats": (ChatList,),
     "Help": (HelpPanel,),

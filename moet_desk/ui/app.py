@@ -11,6 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from textual.app import App, SystemCommand
@@ -23,6 +24,8 @@ from moet_desk import config
 from moet_desk.engine.handle import EngineHandle, Quality
 from moet_desk.errors import CATALOGUE, ExitCode, MoetError
 from moet_desk.locations import Locations, TerminalFacts
+from moet_desk.runtime import LOG_FILE
+from moet_desk.settings import Endpoint as EndpointSettings
 from moet_desk.settings import Settings
 from moet_desk.ui.bridge import (
     GAUGE_PERIOD_S,
@@ -41,9 +44,12 @@ from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen
 from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.screens.doctor import DoctorScreen
+from moet_desk.ui.screens.endpoint import EndpointScreen
 from moet_desk.ui.screens.help import HelpPanel
+from moet_desk.ui.screens.log import LogScreen
 from moet_desk.ui.screens.models import ModelList, ModelsScreen
 from moet_desk.ui.screens.pack_plan import PackPlan
+from moet_desk.ui.screens.settings import SettingsScreen
 from moet_desk.ui.screens.setup import SetupScreen
 from moet_desk.ui.setup_steps import Setup, Step
 from moet_desk.ui.theme import ASCII, MOET_DARK, THEMES, Glyphs, choose_glyphs
@@ -113,6 +119,9 @@ class MoetDeskApp(App[int]):
         Binding("f2", "go('chat')", "Chat", id="go.chat", priority=True, show=False),
         Binding("f3", "go('cache')", "Cache", id="go.cache", priority=True, show=False),
         Binding("f4", "go('models')", "Models", id="go.models", priority=True, show=False),
+        Binding("f5", "go('endpoint')", "Endpoint", id="go.endpoint", priority=True, show=False),
+        Binding("f6", "go('settings')", "Settings", id="go.settings", priority=True, show=False),
+        Binding("f8", "go('log')", "Log", id="go.log", priority=True, show=False),
         Binding("f7", "go('doctor')", "Doctor", id="go.doctor", priority=True, show=False),
         Binding("ctrl+p", "command_palette", "Commands", id="app.palette", priority=True),
         Binding("f1", "help", "Help", id="app.help", priority=True),
@@ -125,6 +134,9 @@ class MoetDeskApp(App[int]):
         Binding("1", "go('chat')", "Chat", id="go.chat_digit", show=False),
         Binding("2", "go('cache')", "Cache", id="go.cache_digit", show=False),
         Binding("3", "go('models')", "Models", id="go.models_digit", show=False),
+        Binding("4", "go('endpoint')", "Endpoint", id="go.endpoint_digit", show=False),
+        Binding("5", "go('settings')", "Settings", id="go.settings_digit", show=False),
+        Binding("7", "go('log')", "Log", id="go.log_digit", show=False),
         Binding("6", "go('doctor')", "Doctor", id="go.doctor_digit", show=False),
     ]  # fmt: skip
 
@@ -141,6 +153,8 @@ class MoetDeskApp(App[int]):
         pack_job: PackJob | None = None,
         clock: Clock | None = None,
         log_dir: str = "",
+        endpoint: EndpointSettings | None = None,
+        config_file: Path = Path("config.toml"),
         timers: bool = True,
     ) -> None:
         self._look = look or Look()
@@ -173,6 +187,9 @@ class MoetDeskApp(App[int]):
         self.cache = CacheScreen(self.glyphs, self._history, clock=clock, plain=plain)
         self.models = ModelsScreen(desk, self.glyphs, clock=clock, plain=plain)
         self.doctor = DoctorScreen(desk, self.glyphs, clock=clock, plain=plain)
+        self.endpoint = EndpointScreen(endpoint or EndpointSettings(), self.glyphs, plain=plain)
+        self.settings = SettingsScreen(config_file, self.glyphs, plain=plain)
+        self.log_screen = LogScreen(Path(log_dir) / LOG_FILE, self.glyphs, plain=plain)
         quality = self.conversation.wishes.quality.value
         first = Setup(Step.MODEL, Step.MODEL, wishes=PlanWishes(quality=quality))
         self.setup = SetupScreen(
@@ -212,6 +229,9 @@ class MoetDeskApp(App[int]):
             "cache": self.cache,
             "models": self.models,
             "doctor": self.doctor,
+            "endpoint": self.endpoint,
+            "settings": self.settings,
+            "log": self.log_screen,
             "setup": self.setup,
         }
 
@@ -255,6 +275,12 @@ class MoetDeskApp(App[int]):
                 self.models.show(snapshot, **common, loaded=self.model)
             case "doctor":
                 self.doctor.show(snapshot, **common)
+            case "endpoint":
+                self.endpoint.show(snapshot, **common)
+            case "settings":
+                self.settings.show(snapshot, **common)
+            case "log":
+                self.log_screen.show(snapshot, **common)
             case "setup":
                 self.setup.poll(self._jobs)
             case _:
@@ -455,7 +481,8 @@ def _same(screen: Screen[None]) -> Screen[None]:
 def binding_ids() -> tuple[str, ...]:
     """All action ids that `[keys]` may name, in the order of the help; a public contract."""
     owners = (
-        Prompt, ChatScreen, CacheScreen, Heatmap, ModelsScreen, ModelList, DoctorScreen,
+        Prompt, ChatScreen, CacheScreen, Heatmap, ModelsScreen, ModelList, EndpointScreen,
+        SettingsScreen, DoctorScreen, LogScreen,
         PackPlan, SetupScreen, Offers, FilterLine, SignInDialog, ChatList, ConfirmDialog,
         HelpPanel, MoetDeskApp,
     )  # fmt: skip
@@ -494,6 +521,7 @@ def run(
     app = MoetDeskApp(
         open_engine, chats, desk, model=model, setup=setup, look=look,
         wishes=wishes_of(settings), pack_job=pack_job, log_dir=str(locations.logs_dir),
+        endpoint=settings.endpoint, config_file=locations.config_file,
     )  # fmt: skip
     app.run()
     if app.bridge.phase is Phase.FAILED and app.bridge.error is not None:

@@ -22,6 +22,7 @@ class Verb(Enum):
     CHATS = "chats"
     RETRY = "retry"
     COPY = "copy"
+    EXPORT = "export"
 
 
 WORDS: dict[Verb, tuple[str, str]] = {
@@ -30,6 +31,7 @@ WORDS: dict[Verb, tuple[str, str]] = {
     Verb.CHATS: ("", "earlier chats"),
     Verb.RETRY: ("", "answer the last message again"),
     Verb.COPY: ("", "copy the last answer as Markdown"),
+    Verb.EXPORT: ("md|json", "save this chat in the folder you started in"),
     Verb.SYSTEM: ("TEXT", "told to the model first; empty: nothing"),
     Verb.TEMPERATURE: ("NUMBER", "0: likeliest word, 1: freer; empty: default"),
     Verb.QUALITY: ("NAME", "fast, balanced or exact"),
@@ -78,6 +80,9 @@ def _complaint(command: Command) -> str | None:
         case Verb.QUALITY:
             if argument not in ("fast", "balanced", "exact"):
                 return "Say /quality fast, /quality balanced or /quality exact."
+        case Verb.EXPORT:
+            if argument not in ("", "md", "json"):
+                return "Say /export md or /export json."
         case Verb.SYSTEM:
             pass
         case _:

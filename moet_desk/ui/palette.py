@@ -30,6 +30,9 @@ GO = (
     ("chat", "Chat", "Go to the chat (F2)"),
     ("cache", "Cache", "Go to the expert cache (F3)"),
     ("models", "Models", "Models on this computer, and jobs (F4)"),
+    ("endpoint", "Endpoint", "Address, key and texts to copy for other programs (F5)"),
+    ("settings", "Settings", "Everything that can be chosen (F6)"),
+    ("log", "Log", "What happened (F8)"),
     ("doctor", "Doctor", "What is wrong on this computer, and what to do (F7)"),
 )
 """Screen, title and explanation of each entry that changes the screen."""

@@ -21,7 +21,7 @@ from moet_desk.ui.conversation import ChatStoreLike
 from moet_desk.ui.desk import Desk
 
 SIZES = ((80, 24), (120, 40))
-MODES = ("chat", "cache", "models", "doctor", "setup")
+MODES = ("chat", "cache", "models", "endpoint", "settings", "doctor", "log", "setup")
 QUESTION = "Tell me a short story about a fox."
 _STARTED = (Phase.READY, Phase.FAILED)
 _START_S = 120.0

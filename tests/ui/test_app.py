@@ -51,7 +51,10 @@ IDS = {
     "pack_plan.leave", "pack_plan.less", "pack_plan.more", "pack_plan.save", "pack_plan.up",
     "setup.again", "setup.back", "setup.background", "setup.choose", "setup.down", "setup.filter",
     "setup.json", "setup.less", "setup.more", "setup.next", "setup.pause", "setup.sign_in",
-    "setup.stop", "setup.up", "sign_in.leave",
+    "setup.stop", "setup.up", "sign_in.leave", "endpoint.copy", "endpoint.address", "endpoint.key",
+    "endpoint.again", "endpoint.back", "settings.left", "settings.right", "settings.reset",
+    "settings.back", "log.level", "log.pause", "log.copy", "log.back", "go.endpoint",
+    "go.endpoint_digit", "go.settings", "go.settings_digit", "go.log", "go.log_digit",
 }  # fmt: skip
 
 
@@ -314,7 +317,7 @@ def test_save_screenshots__running_engine__a_picture_of_every_screen(tmp_path: P
     assert [path.name for path in saved] == [
         f"{mode}-{size}.svg"
         for size in ("80x24", "120x40")
-        for mode in ("chat", "cache", "models", "doctor", "setup")
+        for mode in ("chat", "cache", "models", "endpoint", "settings", "doctor", "log", "setup")
     ]
     chat, cache = saved[0].read_text("utf-8"), saved[1].read_text("utf-8")
     assert "tokens&#160;·" in chat

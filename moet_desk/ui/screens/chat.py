@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 from textual.app import ComposeResult
@@ -18,7 +19,7 @@ from textual.screen import Screen
 from textual.widgets import Footer, Markdown, Static, TextArea
 
 from moet_desk.engine.handle import Quality
-from moet_desk.errors import MoetError
+from moet_desk.errors import MoetError, fail
 from moet_desk.marked_text import MarkedText
 from moet_desk.telemetry import EngineSnapshot
 from moet_desk.ui.bridge import Bridge, FlushPace, Phase
@@ -26,6 +27,7 @@ from moet_desk.ui.chat_lines import closing_line, no_model_content, welcome_cont
 from moet_desk.ui.commands import Command, Verb, parse, parse_temperature
 from moet_desk.ui.conversation import Conversation, Sent, Turn
 from moet_desk.ui.desk import JobView
+from moet_desk.ui.export import to_json, to_markdown
 from moet_desk.ui.quality_words import again_words, gate_in_use, quality_words
 from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.text import clean_line
@@ -455,6 +457,8 @@ class ChatScreen(Screen[None]):
                 await self.action_retry()
             case Verb.COPY:
                 self.action_copy_answer()
+            case Verb.EXPORT:
+                self._export(command.argument or "md")
             case Verb.HELP:
                 await self.run_action("app.help")
             case Verb.SYSTEM:
@@ -466,6 +470,22 @@ class ChatScreen(Screen[None]):
                 self.notify(f"Temperature: {command.argument or 'as the model recommends'}")
             case Verb.FAST | Verb.BALANCED | Verb.EXACT | Verb.QUALITY:
                 self._set_quality(Quality(command.argument or command.verb.value))
+
+    def _export(self, kind: str) -> None:
+        """Save the chat in the working folder, in a file that was not there before."""
+        conversation, now = self._conversation, self._bridge.clock.wall()
+        make = to_json if kind == "json" else to_markdown
+        model, system = self._bridge.snapshot().model, conversation.wishes.system
+        text = make(conversation.turns, model=model, system=system)
+        path = Path.cwd() / f"chat-{now:%Y%m%d-%H%M%S}.{kind}"
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as problem:
+            reason = problem.strerror or str(problem)
+            self.toast(fail("MD-DISK-03", path=str(path), reason=reason))
+            return
+        self.notify(f"Saved as {path}", markup=False, timeout=10)
 
     def _set_quality(self, quality: Quality) -> None:
         self._conversation.wish(quality=quality)

@@ -15,7 +15,9 @@ from moet_desk.ui.theme import Glyphs
 
 MIN_COLUMNS, MIN_ROWS = 80, 24
 TABS = (
-    ("chat", "F2 Chat"), ("cache", "F3 Cache"), ("models", "F4 Models"), ("doctor", "F7 Doctor"),
+    ("chat", "F2 Chat"), ("cache", "F3 Cache"), ("models", "F4 Models"),
+    ("endpoint", "F5 Endpoint"), ("settings", "F6 Settings"), ("doctor", "F7 Doctor"),
+    ("log", "F8 Log"),
 )  # fmt: skip
 
 
@@ -48,14 +50,14 @@ class TabLine(Widget):
             Content.styled(text, "reverse bold" if mode == self._active else "")
             for mode, text in self._parts()
         ]
-        return Content(" ") + Content(" ").join(drawn)
+        return Content(" ") + Content("").join(drawn)
 
     def on_click(self, event: events.Click) -> None:
         start = 1
         for mode, text in self._parts():
             if start <= event.x < start + len(text):
                 self.post_message(self.Clicked(mode))
-            start += len(text) + 1
+            start += len(text)
 
 
 class SmallWindow(Widget):
