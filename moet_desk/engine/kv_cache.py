@@ -3,11 +3,13 @@
 Owned by the engine thread. A sequence holds whole pages, reserved when it is admitted, so it never
 runs out in the middle of an answer. State contract: `reserve`, `write` (append), `length` as the
 mark, and `rewind`. Entries are made and read by `kernels.reference.kv_formats`: of MLA a latent and
-a rotary key, of grouped-query attention all heads' keys and values.
+a rotary key, of grouped-query attention all heads' keys and values. Layers with a state of fixed
+size have no pages; their states (`recurrent`) are the sequence's, and go back less far.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moet_desk.engine.spec import Mixer, Mla
+from moet_desk.engine.recurrent import States
+from moet_desk.engine.spec import Attention, Gdn, Mla
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.reference import gqa_read, gqa_write, mla_read, mla_write
 
@@ -27,6 +30,7 @@ class KvSequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0
     in_a_row: bool = True  # the pages follow each other, so reading needs no gather
+    states: States = field(default_factory=States)  # of mixers that store no entries
 
 
 class KvCache:
@@ -38,22 +42,25 @@ class KvCache:
         n_pages, page_tokens: pool size.
         form: storage format of an entry.
         device: where the pages are.
+        recurrent: mixers of the layers that have a state instead.
     """
 
     def __init__(
         self,
-        mixer: Mixer,
+        mixer: Attention,
         *,
         n_layers: int,
         n_pages: int,
         page_tokens: int,
         form: KvFormat,
         device: torch.device | None = None,
+        recurrent: Sequence[Gdn] = (),
     ) -> None:
         self.form = form
         self.page_tokens = page_tokens
         self.entry_bytes = mixer.entry_bytes(form)
         self._mixer = mixer
+        self._recurrent = tuple(recurrent)
         shape = (n_layers, n_pages, page_tokens, self.entry_bytes)
         self._pages = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._free = list(range(n_pages))
@@ -87,23 +94,37 @@ class KvCache:
         self._free = sorted(self._free + sequence.pages)
         sequence.pages = []
         sequence.length = 0
+        sequence.states.clear()
 
     def rewind(self, sequence: KvSequence, length: int) -> None:
-        """Forget the tokens from `length` on."""
+        """Forget the tokens from `length` on. With states, only as far as `recurrent` says."""
         sequence.length = min(sequence.length, length)
 
     def take_out(self, sequence: KvSequence, start: int, count: int) -> NDArray[np.uint8]:
-        """A copy of entries, uint8 [n_layers, count, entry_bytes], in RAM."""
+        """A copy of entries, uint8 [n_layers, count, entry_bytes], in RAM. Of a model with states
+        it is flat, with those behind the last of these tokens at the end.
+
+        Raises:
+            ValueError: the states there were not kept.
+        """
         pages, places = self._rows_of(sequence, start, count)
         copy: NDArray[np.uint8] = self._pages[:, pages, places].cpu().numpy()
-        return copy
+        if not self._recurrent:
+            return copy
+        states = sequence.states.to_bytes(start + count, self._recurrent)
+        return np.concatenate([copy.ravel(), states])
 
     def put_in(self, sequence: KvSequence, start: int, entries: NDArray[np.uint8]) -> None:
         """Store what `take_out` gave, in any shape, at `start`. The length is the caller's."""
         n_layers, size = self._pages.shape[0], self.entry_bytes
-        rows = torch.from_numpy(entries).view(n_layers, -1, size).to(self._pages.device)
-        pages, places = self._rows_of(sequence, start, rows.shape[1])
+        flat = entries.reshape(-1)
+        own = flat[: len(flat) - sum(mixer.state_bytes for mixer in self._recurrent)]
+        rows = torch.from_numpy(own).view(n_layers, -1, size).to(self._pages.device)
+        count = rows.shape[1]
+        pages, places = self._rows_of(sequence, start, count)
         self._pages[:, pages, places] = rows
+        if self._recurrent:
+            sequence.states.from_bytes(flat[len(own) :], start + count, self._recurrent)
 
     def _rows_of(self, sequence: KvSequence, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Page and place in it of tokens, int64 [count] each."""

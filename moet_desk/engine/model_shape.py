@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moet_desk.engine.cuda.chunk_sizes import chunk_choices
 from moet_desk.engine.handle import EngineOptions
-from moet_desk.engine.spec import Layer, Spec
+from moet_desk.engine.spec import STATES_KEPT, Layer, Spec
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.row_sizes import ExpertLayout
@@ -76,7 +76,12 @@ def running_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
 
 def kv_token_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
     """KV bytes of one token, all layers together, the MTP head's too if it is loaded."""
-    return (len(spec.layers) + with_head) * spec.layers[0].mixer.entry_bytes(form)
+    return (spec.n_kv_layers + with_head) * spec.attention.entry_bytes(form)
+
+
+def state_bytes(spec: Spec) -> int:
+    """Bytes of a sequence that do not grow with it: its states, as often as they are kept."""
+    return STATES_KEPT * sum(mixer.state_bytes for mixer in spec.recurrent)
 
 
 def _n_rows(spec: Spec, *, with_head: bool) -> int:
@@ -118,6 +123,7 @@ def device_shape(
         dense_bytes=dense_bytes,
         kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
+        state_bytes=state_bytes(spec),
         chunks=chunks,
     )
 
@@ -135,4 +141,5 @@ def cpu_shape(
         dense_bytes=4 * dense_bytes,  # FP8 becomes float32
         kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
+        state_bytes=state_bytes(spec),
     )

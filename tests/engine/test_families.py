@@ -82,7 +82,7 @@ def test_spec__wrong_or_unknown_key__refused_by_name(
     assert "some/config.json" in caught.value.cause
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", ""])
+@pytest.mark.parametrize("model_type", ["llama", "qwen4_exp", ""])
 def test_spec__unknown_family__refused_with_the_known_ones(
     config: dict[str, Any], model_type: str
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.sampling import Draw
-from moet_desk.engine.spec import DenseFfn, Mixer, Mla, Spec
+from moet_desk.engine.spec import Attention, DenseFfn, Mla, Spec
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.quant import planar_shape
@@ -147,8 +147,8 @@ class StepBuffers:
     @classmethod
     def make(cls, spec: Spec, device: torch.device) -> StepBuffers:
         """Room for `MAX_ROWS` rows of a model with layers of one shape."""
-        width, moe, rows = _Widths.of(spec.layers[0].mixer), spec.moe_ffn, MAX_ROWS
-        n = spec.layers[0].mixer.n_heads
+        width, moe, rows = _Widths.of(spec.attention), spec.moe_ffn, MAX_ROWS
+        n = spec.attention.n_heads
         top_k, pairs = moe.router.top_k, rows * moe.router.top_k
         dense = [layer.ffn.inter for layer in spec.layers if isinstance(layer.ffn, DenseFfn)]
 
@@ -200,7 +200,7 @@ class _Widths:
     mixed: int  # what scores weigh and add up
 
     @classmethod
-    def of(cls, mixer: Mixer) -> _Widths:
+    def of(cls, mixer: Attention) -> _Widths:
         if not isinstance(mixer, Mla):
             queries, d = mixer.n_heads * mixer.head_dim, mixer.head_dim
             joined = queries + 2 * mixer.n_keys * d

@@ -125,7 +125,7 @@ class Setup:
         """KV bytes per token of all layers."""
         spec = self.shape.spec
         n_layers = len(spec.layers) + (spec.mtp is not None)
-        return n_layers * spec.layers[0].mixer.entry_bytes(KV_FORM)
+        return n_layers * spec.attention.entry_bytes(KV_FORM)
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -283,7 +283,7 @@ class ShapeBench:
         self.bandwidth = copy_bandwidth(rows.memory, device) if on_card else None
         progress("Making dense weights")
         self.kv = KvCache(
-            spec.layers[0].mixer, n_layers=len(spec.layers) + (spec.mtp is not None),
+            spec.attention, n_layers=len(spec.layers) + (spec.mtp is not None),
             n_pages=setup.kv_pages,
             page_tokens=_PAGE_TOKENS, form=KV_FORM, device=device,
         )  # fmt: skip
