@@ -17,8 +17,7 @@ _UNIT_EPS = 1e-6
 
 
 def causal_conv(x: Tensor, tail: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Each channel's weighted sum of its last inputs, then SiLU. A row's bits depend on the inputs
-    it sees alone.
+    """Each channel's weighted sum of its last inputs, then SiLU.
 
     Shapes:
         x [T, C], tail [k-1, C] the inputs before x, weight [C, k] with the newest input last, all
