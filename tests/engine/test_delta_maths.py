@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moet_desk.engine.blocks import gdn as block
-from moet_desk.engine.blocks import gqa as attention
 from moet_desk.engine.blocks.expert_math import ExpertMath, load_form
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.draft import CpuHead, MtpDrafter
@@ -136,7 +135,7 @@ def test_mutated_block__any_part__parity_is_lost(
 def test_output_gate__left_out__parity_is_lost(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     pack, want = case
     with loaded(pack, activations="float", kv_format="f32") as core:
-        monkeypatch.setattr(attention.torch, "sigmoid", torch.ones_like)
+        monkeypatch.setattr("moet_desk.engine.blocks.gqa.torch.sigmoid", torch.ones_like)
         got = logits_of(core, IDS.tolist(), plane=Plane.FINE)
         assert (got - want).abs().max() > 10 * allowed(core, want)
 

@@ -80,10 +80,10 @@ def test_delta_chunk__strong_decay__no_overflow() -> None:
 
 
 def test_delta_chunk__in_two_parts__state_carries_over() -> None:
-    *parts, state = inputs(100)
-    whole, end = delta_chunk(*parts, state)
-    first, middle = delta_chunk(*(part[:37] for part in parts), state)
-    second, last = delta_chunk(*(part[37:] for part in parts), middle)
+    q, k, v, decay, beta, state = inputs(100)
+    whole, end = delta_chunk(q, k, v, decay, beta, state)
+    first, middle = delta_chunk(q[:37], k[:37], v[:37], decay[:37], beta[:37], state)
+    second, last = delta_chunk(q[37:], k[37:], v[37:], decay[37:], beta[37:], middle)
     assert (torch.cat([first, second]) - whole).abs().max() < 1e-5
     assert (last - end).abs().max() < 1e-5
 
