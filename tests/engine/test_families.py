@@ -30,7 +30,8 @@ def test_spec__demo_config__as_documented(config: dict[str, Any]) -> None:
     assert spec.mtp.index == 9
     router = spec.moe_ffn.router
     assert (router.n_experts, router.top_k, router.scale, router.renormalize) == (32, 4, 1.0, True)
-    mixer = spec.layers[0].mixer
+    mixer = spec.attention
+    assert isinstance(mixer, Mla)
     assert (mixer.q_rank, mixer.kv_rank, mixer.rope.interleaved) == (None, 128, True)
     assert mixer.softmax_scale == 64**-0.5
 
@@ -47,7 +48,7 @@ def test_spec__yarn__softmax_scale_has_mscale_squared(config: dict[str, Any]) ->
         "mscale": 1.0, "mscale_all_dim": 1.0,
     }  # fmt: skip
     spec = spec_for(config, path="config.json", has_mtp=False)
-    assert spec.layers[0].mixer.softmax_scale * 64**0.5 == pytest.approx(1.874, abs=1e-3)
+    assert spec.attention.softmax_scale * 64**0.5 == pytest.approx(1.874, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,8 @@ QWEN3_6: dict[str, Any] = {
 }  # fmt: skip
 PUBLISHED = {
     "glm": GLM_4_5_AIR, "qwen": QWEN3_30B, "olmoe": OLMOE, "mixtral": MIXTRAL,
-    "flash": GLM_4_7_FLASH, "minimax": MINIMAX_M2, "oss": GPT_OSS_20B, "next": QWEN3_NEXT, "qwen3.6": QWEN3_6,
+    "flash": GLM_4_7_FLASH, "minimax": MINIMAX_M2, "oss": GPT_OSS_20B,
+    "next": QWEN3_NEXT, "qwen3.6": QWEN3_6,
 }  # fmt: skip
 
 
