@@ -74,8 +74,8 @@ def delta_chunk(
     outputs = []
     for start in range(0, q.shape[0], DELTA_BLOCK):
         part = slice(start, start + DELTA_BLOCK)
-        block = (x[part].transpose(0, 1) for x in (q, k, v, decay, beta))
-        out, state = _block(*block, state)
+        heads, keys, values = (x[part].transpose(0, 1) for x in (q, k, v))
+        out, state = _block(heads, keys, values, decay[part].T, beta[part].T, state)
         outputs.append(out.transpose(0, 1))
     return torch.cat(outputs), state
 
