@@ -230,6 +230,14 @@ _ROWS: tuple[ErrorSpec, ...] = (
         http=503,
     ),
     ErrorSpec(
+        "MD-GPU-10",
+        "This model does not run on a graphics card yet",
+        "Layers of {model} have {part}, for which there are no kernels yet; a CPU computes them.",
+        "Set engine.device to cpu, or give --device cpu.",
+        exit=ExitCode.UNFIT,
+        http=503,
+    ),
+    ErrorSpec(
         "MD-RAM-02",
         "Locking memory was refused",
         "The driver would not pin {want} for experts (error {status}); about {got} are pinned.",

@@ -275,18 +275,46 @@ def count_answer_flips(
         try:
             fast = _choices(core, one, sequences[0], Plane.BASE)
             exact = _choices(core, one, sequences[1], Plane.FINE)
-            # from behind, so that the KV before a step is still that of 2 bits
-            for at, (_, wanted) in reversed(list(enumerate(exact))):
-                place = one.n_prompt - 1 + at
-                core.kv.rewind(sequences[0], place)
-                hidden = core.prefiller.hidden(ids[place : place + 1], sequences[0], Plane.FINE)
-                again = int(core.model.logits(hidden)[0].argmax())
-                sure, said = fast[at]
-                counts.add(sure, flip=said != wanted, stays=again != wanted)
+            reruns = _reruns_with_states if core.spec.recurrent else _reruns
+            again = reruns(core, ids, sequences[0], one.n_prompt - 1)
+            for (sure, said), (_, wanted), token in zip(fast, exact, again, strict=True):
+                counts.add(sure, flip=said != wanted, stays=token != wanted)
         finally:
             for sequence in sequences:
                 core.kv.release(sequence)
         progress(done, len(answers))
+
+
+def _reruns(core: Core, ids: Tensor, sequence: KvSequence, first: int) -> list[int]:
+    """Likeliest token behind each of `ids` from `first` on but the last, each read with FP4 experts
+    where all before it were read with 2 bits, as `sequence` was.
+    """
+    found = []
+    # from behind, so that the KV before a step is still that of 2 bits
+    for place in reversed(range(first, len(ids) - 1)):
+        core.kv.rewind(sequence, place)
+        found.append(_token_behind(core, ids[place : place + 1], sequence))
+    return found[::-1]
+
+
+def _reruns_with_states(core: Core, ids: Tensor, sequence: KvSequence, first: int) -> list[int]:
+    """The same where a sequence cannot go back far: everything is read once more on the way."""
+    core.kv.rewind(sequence, 0)
+    for start in range(0, first, core.prefiller.chunk):
+        end = min(start + core.prefiller.chunk, first)
+        core.prefiller.hidden(ids[start:end], sequence, Plane.BASE)
+    found = []
+    for place in range(first, len(ids) - 1):
+        token = ids[place : place + 1]
+        found.append(_token_behind(core, token, sequence))
+        core.kv.rewind(sequence, place)
+        core.prefiller.hidden(token, sequence, Plane.BASE)
+    return found
+
+
+def _token_behind(core: Core, token: Tensor, sequence: KvSequence) -> int:
+    hidden = core.prefiller.hidden(token, sequence, Plane.FINE)
+    return int(core.model.logits(hidden)[0].argmax())
 
 
 def _choices(

@@ -4,7 +4,8 @@ Owned by the engine thread. A sequence holds whole pages, reserved when it is ad
 runs out in the middle of an answer. State contract: `reserve`, `write` (append), `length` as the
 mark, and `rewind`. Entries are made and read by `kernels.reference.kv_formats`: of MLA a latent and
 a rotary key, of grouped-query attention all heads' keys and values. Layers whose attention has an
-indexer keep its keys on the same pages, under the same rules.
+indexer keep its keys on the same pages, under the same rules. Layers with a state of fixed size
+have no pages; their states (`recurrent`) are the sequence's, and go back less far.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moet_desk.engine.spec import Mixer, Mla
+from moet_desk.engine.recurrent import States
+from moet_desk.engine.spec import Attention, Gdn, Mla
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_key_bytes
 from moet_desk.kernels.reference import (
@@ -43,6 +45,7 @@ class KvSequence:
     length: int = 0
     in_a_row: bool = True  # the pages follow each other, so reading needs no gather
     choice: Tensor | None = field(default=None, compare=False, repr=False)
+    states: States = field(default_factory=States)  # of mixers that store no entries
 
 
 class KvCache:
@@ -55,11 +58,12 @@ class KvCache:
         form: storage format of an entry.
         device: where the pages are.
         index_layers: layers, of `n_layers`, whose attention has an indexer.
+        recurrent: mixers of the layers that have a state instead.
     """
 
     def __init__(
         self,
-        mixer: Mixer,
+        mixer: Attention,
         *,
         n_layers: int,
         n_pages: int,
@@ -67,11 +71,13 @@ class KvCache:
         form: KvFormat,
         device: torch.device | None = None,
         index_layers: Sequence[int] = (),
+        recurrent: Sequence[Gdn] = (),
     ) -> None:
         self.form = form
         self.page_tokens = page_tokens
         self.entry_bytes = mixer.entry_bytes(form)
         self._mixer = mixer
+        self._recurrent = tuple(recurrent)
         shape = (n_layers, n_pages, page_tokens, self.entry_bytes)
         self._pages = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._index_dim = mixer.indexer.head_dim if isinstance(mixer, Mla) and mixer.indexer else 0
@@ -114,14 +120,18 @@ class KvCache:
         self._free = sorted(self._free + sequence.pages)
         sequence.pages = []
         sequence.length = 0
+        sequence.states.clear()
 
     def rewind(self, sequence: KvSequence, length: int) -> None:
-        """Forget the tokens from `length` on."""
+        """Forget the tokens from `length` on. With states, only as far as `recurrent` says."""
         sequence.length = min(sequence.length, length)
 
     def take_out(self, sequence: KvSequence, start: int, count: int) -> NDArray[np.uint8]:
-        """A copy of entries in RAM: uint8 [n_layers, count, entry_bytes], or flat with the
-        indexers' keys behind them.
+        """A copy of entries in RAM: uint8 [n_layers, count, entry_bytes]. Flat, if there is more:
+        the indexers' keys behind them, then the states behind the last of these tokens.
+
+        Raises:
+            ValueError: the states there were not kept.
         """
         pages, places = self._rows_of(sequence, start, count)
         rows = self._pages[:, pages, places]
@@ -129,19 +139,27 @@ class KvCache:
             keys = [index[pages, places].flatten() for index in self._index.values()]
             rows = torch.cat([rows.flatten(), *keys])
         copy: NDArray[np.uint8] = rows.cpu().numpy()
-        return copy
+        if not self._recurrent:
+            return copy
+        states = sequence.states.to_bytes(start + count, self._recurrent)
+        return np.concatenate([copy.ravel(), states])
 
     def put_in(self, sequence: KvSequence, start: int, entries: NDArray[np.uint8]) -> None:
         """Store what `take_out` gave, in any shape, at `start`. The length is the caller's."""
         n_layers, size = self._pages.shape[0], self.entry_bytes
         keys = [index.shape[-1] for index in self._index.values()]  # bytes each
-        flat = torch.from_numpy(entries).flatten().to(self._pages.device)
-        count = flat.numel() // (n_layers * size + sum(keys))
-        rows, *others = torch.split(flat, [n_layers * count * size, *(count * key for key in keys)])
+        flat = entries.reshape(-1)
+        own = flat[: len(flat) - sum(mixer.state_bytes for mixer in self._recurrent)]
+        count = len(own) // (n_layers * size + sum(keys))
+        on_device = torch.from_numpy(own).to(self._pages.device)
+        parts = [n_layers * count * size, *(count * key for key in keys)]
+        rows, *others = torch.split(on_device, parts)
         pages, places = self._rows_of(sequence, start, count)
         self._pages[:, pages, places] = rows.view(n_layers, count, size)
         for index, other in zip(self._index.values(), others, strict=True):
             index[pages, places] = other.view(count, -1)
+        if self._recurrent:
+            sequence.states.from_bytes(flat[len(own) :], start + count, self._recurrent)
 
     def _rows_of(self, sequence: KvSequence, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Page and place in it of tokens, int64 [count] each."""

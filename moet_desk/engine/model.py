@@ -8,16 +8,18 @@ differently in BLAS; so a row's result cannot depend on what runs beside it (des
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from moet_desk.engine.blocks.attention import MlaBlock
 from moet_desk.engine.blocks.ffn import Experts, MoeBlock, SwigluFfn
+from moet_desk.engine.blocks.gdn import GdnBlock
 from moet_desk.engine.blocks.gqa import GqaBlock
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache, KvSequence
-from moet_desk.engine.spec import Layer, Mla, MoeFfn, Rope, Spec
+from moet_desk.engine.spec import Gdn, Layer, Mla, MoeFfn, Rope, Spec
 from moet_desk.kernels.reference import linear, rms_norm, rope_frequencies
 
 
@@ -31,14 +33,19 @@ class RopeTable:
 
 
 class Block:
-    """One decoder layer: x += attention(norm x); x += ffn(norm x)."""
+    """One decoder layer: x += attention(norm x); x += ffn(norm x).
+
+    `kv_layer` is its place among the layers that store entries, or among those with a state.
+    """
 
     def __init__(self, layer: Layer, weights: Weights, *, kv_layer: int, moe_layer: int) -> None:
-        self._attention_norm = weights("input_layernorm")
-        self._ffn_norm = weights("post_attention_layernorm")
+        self._attention_norm = weights.norm("input_layernorm")
+        self._ffn_norm = weights.norm("post_attention_layernorm")
         mixer, attention = layer.mixer, weights.below("self_attn.")
-        self._attention: MlaBlock | GqaBlock
-        if isinstance(mixer, Mla):
+        self._attention: MlaBlock | GqaBlock | GdnBlock
+        if isinstance(mixer, Gdn):
+            self._attention = GdnBlock(mixer, weights.below("linear_attn."), layer=kv_layer)
+        elif isinstance(mixer, Mla):
             self._attention = MlaBlock(mixer, attention, layer=kv_layer)
         else:
             self._attention = GqaBlock(mixer, attention, layer=kv_layer)
@@ -72,16 +79,20 @@ class Model:
 
     def __init__(self, spec: Spec, weights: Weights, *, context: int) -> None:
         self.spec = spec
+        weights = replace(weights, norm_offset=spec.norm_offset)
         self._embedding = weights("model.embed_tokens")  # [V, H]
         self._head = self._embedding if spec.tied_head else weights("lm_head")
-        self._final_norm = weights("model.norm")
-        self._rope = RopeTable(spec.layers[0].mixer.rope, context)
+        self._final_norm = weights.norm("model.norm")
+        self._rope = RopeTable(spec.attention.rope, context)
         self._blocks: list[Block] = []
-        n_moe = 0
+        n_moe = n_states = 0
         for i, layer in enumerate(spec.layers):
             below = weights.below(f"model.layers.{layer.index}.")
-            self._blocks.append(Block(layer, below, kv_layer=i, moe_layer=n_moe))
+            has_state = isinstance(layer.mixer, Gdn)
+            kv_layer = n_states if has_state else i - n_states
+            self._blocks.append(Block(layer, below, kv_layer=kv_layer, moe_layer=n_moe))
             n_moe += isinstance(layer.ffn, MoeFfn)
+            n_states += has_state
 
     def forward(self, ids: Tensor, kv: KvCache, sequence: KvSequence, experts: Experts) -> Tensor:
         """Hidden states of new tokens, their KV stored and `sequence.length` moved on.

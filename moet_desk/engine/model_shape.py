@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moet_desk.engine.cuda.chunk_sizes import chunk_choices
 from moet_desk.engine.handle import EngineOptions
-from moet_desk.engine.spec import Layer, Mla, Spec
+from moet_desk.engine.spec import STATES_KEPT, Layer, Mla, Spec
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_key_bytes
@@ -77,8 +77,8 @@ def running_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
 
 def kv_token_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
     """KV bytes of one token, all layers together, the MTP head's too if it is loaded."""
-    mixer, entries = spec.layers[0].mixer, len(spec.layers) + with_head
-    n_bytes = entries * mixer.entry_bytes(form)
+    mixer = spec.attention
+    n_bytes = (spec.n_kv_layers + with_head) * mixer.entry_bytes(form)
     if isinstance(mixer, Mla) and mixer.indexer is not None:
         keys = len(index_layers(spec, with_head=with_head))
         n_bytes += keys * index_key_bytes(form, mixer.indexer.head_dim)
@@ -93,6 +93,11 @@ def index_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
 
 def _has_indexer(layer: Layer) -> bool:
     return isinstance(layer.mixer, Mla) and layer.mixer.indexer is not None
+
+
+def state_bytes(spec: Spec) -> int:
+    """Bytes of a sequence that do not grow with it: its states, as often as they are kept."""
+    return STATES_KEPT * sum(mixer.state_bytes for mixer in spec.recurrent)
 
 
 def _n_rows(spec: Spec, *, with_head: bool) -> int:
@@ -134,6 +139,7 @@ def device_shape(
         dense_bytes=dense_bytes,
         kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
+        state_bytes=state_bytes(spec),
         chunks=chunks,
     )
 
@@ -151,4 +157,5 @@ def cpu_shape(
         dense_bytes=4 * dense_bytes,  # FP8 becomes float32
         kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
+        state_bytes=state_bytes(spec),
     )

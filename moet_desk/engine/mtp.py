@@ -7,6 +7,8 @@ asks has to check it, so nothing here decides about an answer. Engine thread.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -30,13 +32,15 @@ class MtpHead:
     """
 
     def __init__(self, model: Model, layer: Layer, weights: Weights) -> None:
-        spec, below = model.spec, weights.below(f"model.layers.{layer.index}.")
+        spec = model.spec
+        weights = replace(weights, norm_offset=spec.norm_offset)
+        below = weights.below(f"model.layers.{layer.index}.")
         self._model, self._eps = model, spec.norm_eps
-        self._token_norm, self._hidden_norm = below("enorm"), below("hnorm")
+        self._token_norm, self._hidden_norm = below.norm("enorm"), below.norm("hnorm")
         self._w_join = below("eh_proj")  # [H, 2H]: the token's half first
         n_moe = len(spec.main_moe_layers)
-        self._block = Block(layer, below, kv_layer=len(spec.layers), moe_layer=n_moe)
-        self._final_norm = below("shared_head.norm")
+        self._block = Block(layer, below, kv_layer=spec.n_kv_layers, moe_layer=n_moe)
+        self._final_norm = below.norm("shared_head.norm")
 
     def forward(
         self, ids: Tensor, hidden: Tensor, kv: KvCache, sequence: KvSequence, experts: Experts

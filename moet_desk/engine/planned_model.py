@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moet_desk.catalogue import CatalogueEntry
-from moet_desk.engine.families import runs, spec_for
+from moet_desk.engine.families import n_layers_of, runs, spec_for
 from moet_desk.engine.model_shape import (
     RowSizes,
     cpu_shape,
@@ -103,7 +103,7 @@ def from_pack(pack: Path) -> PlannedModel:
     path = pack / "config.json"
     try:
         config = json.loads(path.read_bytes())
-        n_layers = int(config["num_hidden_layers"])
+        n_layers = n_layers_of(config)
         dense_bytes = (pack / DENSE_FILE).stat().st_size
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise fail("MD-PACK-07", path=str(path), reason=str(error), model=pack.name) from error

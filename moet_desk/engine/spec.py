@@ -13,6 +13,9 @@ from enum import Enum
 from moet_desk.kernels.kinds import SWIGLU, Glu, KvFormat, RopeScaling, Score
 from moet_desk.kernels.kv_sizes import gqa_entry_bytes, mla_entry_bytes
 
+STATES_KEPT = 3
+"""Most states that a sequence keeps of a layer with one, to go back to (`engine.recurrent`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -77,9 +80,10 @@ class Gqa:
     """Grouped-query attention: `n_heads` query heads share `n_keys` heads of keys and values.
 
     Of each head the first `rope.dim` numbers rotate. `has_bias` is of queries, keys and values,
-    `out_bias` of the product behind the heads. With `window`, a token sees that many tokens, itself
-    included; with `has_sinks`, each head has one more logit, which takes probability and gives
-    nothing.
+    `out_bias` of the product behind the heads. With `out_gate`, each query head brings as many
+    numbers more, whose sigmoid multiplies the head's output. With `window`, a token sees that many
+    tokens, itself included; with `has_sinks`, each head has one more logit, which takes probability
+    and gives nothing.
     """
 
     n_heads: int
@@ -93,22 +97,55 @@ class Gqa:
     out_bias: bool = False
     has_sinks: bool = False
     window: int | None = None
+    out_gate: bool = False
 
     def entry_bytes(self, form: KvFormat) -> int:
         """KV bytes of a token in one layer. Entries behind a window are kept too."""
         return gqa_entry_bytes(form, self.n_keys, self.head_dim, self.head_dim)
 
 
+@dataclass(frozen=True, slots=True)
+class Gdn:
+    """Gated DeltaNet: a state of fixed size instead of entries (arXiv 2412.06464).
+
+    Each of `n_keys` heads of queries and keys serves `n_values / n_keys` heads of values in a row;
+    before that, a causal convolution of `kernel` tokens. `fused`: files hold the products of the
+    input joined, one block per head of keys.
+    """
+
+    n_keys: int
+    n_values: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    norm_eps: float
+    fused: bool
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values of all heads."""
+        return 2 * self.n_keys * self.key_dim + self.n_values * self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a sequence in one layer, float32."""
+        matrix = self.n_values * self.key_dim * self.value_dim
+        return 4 * (matrix + (self.kernel - 1) * self.channels)
+
+
+Attention = Mla | Gqa
+"""Attention that stores entries of tokens. All such layers of a model have the same one, but for
+the window.
+"""
+
+Mixer = Attention | Gdn
+"""How tokens of one sequence see each other."""
+
+
 def indexer_of(spec: Spec) -> Indexer | None:
     """The indexer of a model with sparse attention; all that it has are equal."""
-    mixer = spec.layers[0].mixer
-    return mixer.indexer if isinstance(mixer, Mla) else None
-
-
-Mixer = Mla | Gqa
-"""How tokens of one sequence see each other. All layers of a model have the same one, but for the
-window.
-"""
+    attention = spec.attention
+    return attention.indexer if isinstance(attention, Mla) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +178,7 @@ class MoeFfn:
 
     `name` is what its tensors are called below the layer, `router_name` and `bias_name` the router
     and the selection bias below that. `expert_bias`: both products of an expert have one, stored
-    for all experts together.
+    for all experts together. `shared_gate`: a sigmoid of the input weighs the shared expert.
     """
 
     router: Router
@@ -152,6 +189,8 @@ class MoeFfn:
     glu: Glu = SWIGLU
     expert_bias: bool = False
     bias_name: str = "gate.e_score_correction_bias"
+    shared_name: str = "shared_experts."
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +204,9 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A whole model. `mtp` is the layer of the multi-token-prediction head, if it is shipped."""
+    """A whole model. `mtp` is the layer of the multi-token-prediction head, if it is shipped.
+    `norm_offset` is added to the weights of all norms but those inside of a Gdn.
+    """
 
     model_type: str
     vocab: int
@@ -175,6 +216,25 @@ class Spec:
     tied_head: bool
     layers: tuple[Layer, ...]
     mtp: Layer | None
+    norm_offset: float = 0.0
+
+    @property
+    def attention(self) -> Attention:
+        """What stores entries: of the first such layer."""
+        for layer in self.layers:
+            if not isinstance(layer.mixer, Gdn):
+                return layer.mixer
+        raise ValueError("a model without attention")
+
+    @property
+    def recurrent(self) -> tuple[Gdn, ...]:
+        """Mixers with a state, in the order of their layers."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Gdn))
+
+    @property
+    def n_kv_layers(self) -> int:
+        """Layers that store entries, without the MTP head's."""
+        return len(self.layers) - len(self.recurrent)
 
     @property
     def moe_ffn(self) -> MoeFfn:

@@ -97,6 +97,8 @@ class PackPlan:
     that may be present and are left out. Anything else in the source is an error.
     Files may merge a layer's experts into `gate_up_proj` and `down_proj` (`plan_view`); if
     `alternating`, rows of gate and up take turns there, else all of gate comes first.
+    `renames` are beginnings of names in files and what stands for them here; the first that fits
+    counts.
     """
 
     model_type: str
@@ -110,6 +112,7 @@ class PackPlan:
     dense: Mapping[str, tuple[int, ...]]
     ignored: tuple[str, ...] = ()
     alternating: bool = False
+    renames: tuple[tuple[str, str], ...] = ()
 
     @property
     def n_rows(self) -> int:

@@ -35,7 +35,8 @@ _Tensors = dict[str, TensorInfo]
 
 
 def view_of(index: TensorIndex, plan: PackPlan) -> TensorIndex:
-    """The index with merged experts cut apart, and dense weights in formats that engines read.
+    """The index under the plan's names, with merged experts cut apart, and dense weights in formats
+    that engines read.
 
     Stacks of other shapes than the plan's stay whole, and the check of the plan names what is
     missing then.
@@ -43,7 +44,7 @@ def view_of(index: TensorIndex, plan: PackPlan) -> TensorIndex:
     Raises:
         MoetError: MD-SRC-02 a tensor is there twice, such as an expert alone and in a stack.
     """
-    tensors = {name: index.info(name) for name in index.names()}
+    tensors = _renamed(index, plan)
     if "{expert}" in plan.gate:
         for layer in plan.moe_layers:
             _rename_layer(tensors, plan, layer)
@@ -53,6 +54,35 @@ def view_of(index: TensorIndex, plan: PackPlan) -> TensorIndex:
         if info is not None and info.format in _MADE:
             tensors[name] = _made(info)
     return TensorIndex.of(tensors, index.files)
+
+
+def _renamed(index: TensorIndex, plan: PackPlan) -> _Tensors:
+    tensors: _Tensors = {}
+    for name in index.names():
+        info = index.info(name)
+        for old, new in plan.renames:
+            if name.startswith(old):
+                info = _under(info, old, new)
+                break
+        if info.name in tensors:
+            raise damaged(info.weight.file.name, f"{name} is there as {info.name} too")
+        tensors[info.name] = info
+    return tensors
+
+
+def _under(info: TensorInfo, old: str, new: str) -> TensorInfo:
+    """The tensor with another beginning of its name, and of those of its parts."""
+
+    def moved(raw: RawTensor) -> RawTensor:
+        return replace(raw, name=new + raw.name.removeprefix(old))
+
+    return replace(
+        info,
+        name=new + info.name.removeprefix(old),
+        weight=moved(info.weight),
+        scale=None if info.scale is None else moved(info.scale),
+        extras=tuple(moved(raw) for raw in info.extras),
+    )
 
 
 # -- merged experts ----------------------------------------------------------------------------

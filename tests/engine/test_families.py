@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moet_desk.engine.families import plan_for, spec_for
-from moet_desk.engine.spec import DenseFfn, Gqa, Mla, QkNorm
+from moet_desk.engine.families import n_layers_of, plan_for, spec_for
+from moet_desk.engine.model_shape import kv_token_bytes, state_bytes
+from moet_desk.engine.spec import DenseFfn, Gdn, Gqa, Mla, QkNorm
 from moet_desk.errors import MoetError
-from moet_desk.kernels.kinds import Glu, Score
+from moet_desk.kernels.kinds import Glu, KvFormat, Score
 
 
 @pytest.fixture
@@ -28,7 +30,8 @@ def test_spec__demo_config__as_documented(config: dict[str, Any]) -> None:
     assert spec.mtp.index == 9
     router = spec.moe_ffn.router
     assert (router.n_experts, router.top_k, router.scale, router.renormalize) == (32, 4, 1.0, True)
-    mixer = spec.layers[0].mixer
+    mixer = spec.attention
+    assert isinstance(mixer, Mla)
     assert (mixer.q_rank, mixer.kv_rank, mixer.rope.interleaved) == (None, 128, True)
     assert mixer.softmax_scale == 64**-0.5
 
@@ -45,7 +48,7 @@ def test_spec__yarn__softmax_scale_has_mscale_squared(config: dict[str, Any]) ->
         "mscale": 1.0, "mscale_all_dim": 1.0,
     }  # fmt: skip
     spec = spec_for(config, path="config.json", has_mtp=False)
-    assert spec.layers[0].mixer.softmax_scale * 64**0.5 == pytest.approx(1.874, abs=1e-3)
+    assert spec.attention.softmax_scale * 64**0.5 == pytest.approx(1.874, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ def test_spec__wrong_or_unknown_key__refused_by_name(
     assert "some/config.json" in caught.value.cause
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", ""])
+@pytest.mark.parametrize("model_type", ["llama", "qwen4_exp", ""])
 def test_spec__unknown_family__refused_with_the_known_ones(
     config: dict[str, Any], model_type: str
 ) -> None:
@@ -180,9 +183,41 @@ GPT_OSS_20B: dict[str, Any] = {
     "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
     "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
 }  # fmt: skip
+QWEN3_NEXT: dict[str, Any] = {
+    "model_type": "qwen3_next", "attention_bias": False, "decoder_sparse_step": 1,
+    "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144, "mlp_only_layers": [], "moe_intermediate_size": 512,
+    "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512,
+    "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 10000000, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN3_6: dict[str, Any] = {
+    "model_type": "qwen3_5_moe", "image_token_id": 248056, "vision_config": {"depth": 27},
+    "tie_word_embeddings": False, "text_config": {
+        **{
+            key: value for key, value in QWEN3_NEXT.items()
+            if key not in (
+                "decoder_sparse_step", "intermediate_size", "rope_scaling", "rope_theta",
+                "partial_rotary_factor", "use_sliding_window",
+            )
+        },
+        "model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "num_experts": 256,
+        "num_experts_per_tok": 8, "vocab_size": 248320, "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10], "mrope_interleaved": True,
+        },
+    },
+}  # fmt: skip
 PUBLISHED = {
     "glm": GLM_4_5_AIR, "qwen": QWEN3_30B, "olmoe": OLMOE, "mixtral": MIXTRAL,
     "flash": GLM_4_7_FLASH, "minimax": MINIMAX_M2, "oss": GPT_OSS_20B,
+    "next": QWEN3_NEXT, "qwen3.6": QWEN3_6,
 }  # fmt: skip
 
 
@@ -276,6 +311,32 @@ def test_spec__gpt_oss_20b__as_published() -> None:
     assert plan.dense["model.layers.3.self_attn.sinks"] == (64,)
 
 
+def test_spec__qwen3_next_and_3_6__as_published() -> None:
+    spec = spec_for(QWEN3_NEXT, path="config.json", has_mtp=True)
+    kinds = [isinstance(layer.mixer, Gdn) for layer in spec.layers]
+    assert kinds == [True, True, True, False] * 12
+    mixer, linear, moe = spec.attention, spec.recurrent[0], spec.moe_ffn
+    assert isinstance(mixer, Gqa)
+    assert (mixer.n_keys, mixer.head_dim, mixer.rope.dim, mixer.rope.base) == (2, 256, 64, 1e7)
+    assert (mixer.out_gate, mixer.qk_norm, spec.norm_offset) == (True, QkNorm.HEAD, 1.0)
+    assert (linear.channels, linear.n_values, linear.kernel, linear.fused) == (8192, 32, 4, True)
+    assert linear.state_bytes == 32 * 128 * 128 * 4 + 3 * 8192 * 4
+    assert (moe.shared_inter, moe.shared_gate, moe.router.renormalize) == (512, True, True)
+    assert kv_token_bytes(spec, KvFormat.BF16) == 24576
+    assert state_bytes(spec) == 3 * 36 * linear.state_bytes
+    plan = plan_for(QWEN3_NEXT, path="config.json", names=["mtp.fc"])
+    assert plan.moe_layers[-1] == 48
+    assert plan.dense["model.layers.0.linear_attn.in_proj_qkvz"] == (12288, 2048)
+    assert plan.dense["model.layers.48.self_attn.q_proj"] == (8192, 2048)
+    newer = spec_for(QWEN3_6, path="config.json", has_mtp=False)
+    assert (len(newer.layers), newer.vocab, newer.n_kv_layers) == (40, 248320, 10)
+    assert newer.recurrent[0] == replace(linear, fused=False)
+    assert newer.attention == mixer
+    inner = spec_for(QWEN3_6["text_config"], path="config.json", has_mtp=False)
+    assert inner == newer
+    assert n_layers_of(QWEN3_6) == n_layers_of(QWEN3_6["text_config"]) == 40
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
@@ -313,6 +374,22 @@ def test_spec__gpt_oss_20b__as_published() -> None:
         ("minimax", {"shared_intermediate_size": 1536}, "shared_intermediate_size"),
         ("minimax", {"layernorm_mlp_beta": 2.0}, "layernorm_mlp_beta"),
         ("minimax", {"use_routing_bias": False}, "use_routing_bias"),
+        ("next", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ("next", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("next", {"linear_num_key_heads": 12}, "32 heads of values cannot share 12"),
+        ("next", {"layer_types": ["full_attention"] * 47}, "48 of linear_attention"),
+        ("next", {"layer_types": ["linear_attention"] * 48}, "no layer has full_attention"),
+        ("next", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+        ("next", {"hc_mult": 4}, "hc_mult"),
+        ("next", {"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
+        ("qwen3.6", {"audio_config": {}}, "audio_config"),
+        ("qwen3.6", {"text_config": 5}, "text_config is 5"),
+        ("qwen3.6", {"text_config": {**QWEN3_6["text_config"], "hc_mult": 4}}, "hc_mult"),
+        (
+            "qwen3.6",
+            {"text_config": {**QWEN3_6["text_config"], "attn_output_gate": False}},
+            "attn_output_gate",
+        ),
     ],
 )
 def test_spec__grouped_query_families__what_changes_the_maths_is_refused(

@@ -119,6 +119,28 @@ GQA_CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Families with grouped-query attention."""
 
+TINY_NEXT: dict[str, Any] = {
+    **TINY_GQA, "model_type": "qwen3_next", "num_hidden_layers": 4, "head_dim": 32,
+    "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "num_experts": 8,
+}  # fmt: skip
+DELTA_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_next": TINY_NEXT,
+    "qwen3_5": {
+        **{key: value for key, value in TINY_NEXT.items() if key != "intermediate_size"},
+        "model_type": "qwen3_5_moe_text", "num_hidden_layers": 5, "linear_value_head_dim": 24,
+        "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"],
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+        },
+    },
+}  # fmt: skip
+"""Families with gated DeltaNet. What transformers computes whole and step by step differs by up to
+3e-4 of the scores' spread, so 1e-3 is asked for.
+"""
+
 LENGTH = 40
 
 

@@ -50,7 +50,9 @@ class MoeBlock:
         self._logit_bias = weights(ffn.router_name + ".bias") if ffn.router.logit_bias else None
         bias = ffn.router.selection_bias
         self._bias = weights(ffn.bias_name) if bias else None
-        self._shared = SwigluFfn(weights.below("shared_experts.")) if ffn.shared_inter else None
+        below = weights.below(ffn.shared_name)
+        self._shared = SwigluFfn(below) if ffn.shared_inter else None
+        self._w_shared_gate = weights("shared_expert_gate") if ffn.shared_gate else None  # [1, H]
 
     def __call__(self, x: Tensor, experts: Experts) -> Tensor:
         router, logits = self._router, linear(x, self._w_router)
@@ -67,4 +69,9 @@ class MoeBlock:
             scale=router.scale,
         )
         routed = experts(self.moe_layer, x, ids, weights)
-        return routed if self._shared is None else routed + self._shared(x)
+        if self._shared is None:
+            return routed
+        shared = self._shared(x)
+        if self._w_shared_gate is not None:
+            shared = torch.sigmoid(linear(x, self._w_shared_gate)) * shared
+        return routed + shared

@@ -1,8 +1,8 @@
 """Grouped-query attention over the KV pages of one sequence.
 
 One block for its variants: biases, a norm of queries and keys per head or over the whole width,
-rope on a part of each head, sinks and windows. Plain multi-head attention is the case of as many
-key heads as query heads.
+rope on a part of each head, an output gate, sinks and windows. Plain multi-head attention is the
+case of as many key heads as query heads.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class GqaBlock:
         if mixer.has_bias:
             self._bias = torch.cat([weights(part + ".bias") for part in parts])
         has_norm = mixer.qk_norm is not QkNorm.NONE
-        self._q_norm = weights("q_norm") if has_norm else None
-        self._k_norm = weights("k_norm") if has_norm else None
+        self._q_norm = weights.norm("q_norm") if has_norm else None
+        self._k_norm = weights.norm("k_norm") if has_norm else None
         self._sinks = weights("sinks") if mixer.has_sinks else None
         self._w_out = weights("o_proj")
         self._out_bias = weights("o_proj.bias") if mixer.out_bias else None
@@ -48,7 +48,11 @@ class GqaBlock:
         if self._bias is not None:
             joined += self._bias
         width = mixer.n_keys * mixer.head_dim
-        q, k, v = torch.split(joined, [mixer.n_heads * mixer.head_dim, width, width], -1)
+        q, k, v = torch.split(joined, [joined.shape[1] - 2 * width, width, width], -1)
+        gate: Tensor | None = None
+        if mixer.out_gate:  # of each head the query, then the gate
+            q, gate = q.view(n_tokens, mixer.n_heads, -1).chunk(2, -1)
+            q, gate = q.flatten(1), gate.flatten(1)
         q = self._turned(self._normed(q, self._q_norm), cos, sin)
         k = self._turned(self._normed(k, self._k_norm), cos, sin)
         kv.write(self._layer, sequence, k, v.reshape(n_tokens, mixer.n_keys, -1))
@@ -57,6 +61,8 @@ class GqaBlock:
             q, keys, values, scale=mixer.softmax_scale, start=start,
             window=mixer.window, sink=self._sinks,
         )  # fmt: skip
+        if gate is not None:
+            mixed = mixed * torch.sigmoid(gate)
         out = linear(mixed, self._w_out)
         return out if self._out_bias is None else out + self._out_bias
 

@@ -254,8 +254,10 @@ class LayerLaunches:
         self.attention: MlaLaunches | GqaLaunches
         if isinstance(layer.mixer, Mla):
             self.attention = MlaLaunches(layer.mixer, load, name + "self_attn.")
-        else:
+        elif isinstance(layer.mixer, Gqa):
             self.attention = GqaLaunches(layer.mixer, load, name + "self_attn.")
+        else:
+            raise TypeError("there are no launches for layers with a state")
         self.ffn: DenseLaunches | MoeLaunches
         if isinstance(layer.ffn, DenseFfn):
             self.ffn = DenseLaunches(load, name + "mlp.", layer.ffn.inter)

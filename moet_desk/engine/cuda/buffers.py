@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.indexer import IndexBuffers
 from moet_desk.engine.sampling import Draw
-from moet_desk.engine.spec import DenseFfn, Mixer, Mla, Spec, indexer_of
+from moet_desk.engine.spec import Attention, DenseFfn, Mla, Spec, indexer_of
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.quant import planar_shape
@@ -152,8 +152,8 @@ class StepBuffers:
         `context` tokens.
         """
         indexer = indexer_of(spec)
-        width, moe, rows = _Widths.of(spec.layers[0].mixer), spec.moe_ffn, MAX_ROWS
-        n = spec.layers[0].mixer.n_heads
+        width, moe, rows = _Widths.of(spec.attention), spec.moe_ffn, MAX_ROWS
+        n = spec.attention.n_heads
         top_k, pairs = moe.router.top_k, rows * moe.router.top_k
         dense = [layer.ffn.inter for layer in spec.layers if isinstance(layer.ffn, DenseFfn)]
 
@@ -208,7 +208,7 @@ class _Widths:
     mixed: int  # what scores weigh and add up
 
     @classmethod
-    def of(cls, mixer: Mixer) -> _Widths:
+    def of(cls, mixer: Attention) -> _Widths:
         if not isinstance(mixer, Mla):
             queries, d = mixer.n_heads * mixer.head_dim, mixer.head_dim
             joined = queries + 2 * mixer.n_keys * d

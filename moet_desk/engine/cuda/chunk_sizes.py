@@ -70,7 +70,7 @@ class ChunkShape:
     @classmethod
     def of(cls, spec: Spec, rows: int, *, context: int) -> ChunkShape:
         """For chunks of `rows` tokens of sequences of up to `context`."""
-        mixer, moe, block = spec.layers[0].mixer, spec.moe_ffn, min(rows, BLOCK_ROWS)
+        mixer, moe, block = spec.attention, spec.moe_ffn, min(rows, BLOCK_ROWS)
         entries = -(-context // 64) * 64
         own = _of_mla(mixer, entries) if isinstance(mixer, Mla) else _of_gqa(mixer)
         dense = [layer.ffn.inter for layer in spec.layers if isinstance(layer.ffn, DenseFfn)]

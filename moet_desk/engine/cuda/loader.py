@@ -35,7 +35,7 @@ from moet_desk.engine.cuda.residency import CudaResidency
 from moet_desk.engine.cuda.step import StepModel, StepRow
 from moet_desk.engine.draft import MtpDrafter
 from moet_desk.engine.drafting import drafting_of
-from moet_desk.engine.families import spec_for
+from moet_desk.engine.families import n_layers_of, spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
@@ -121,7 +121,7 @@ def load(
         widths: numbers of rows whose step is captured; others run launch by launch.
 
     Raises:
-        MoetError: as `engine.loader.load`, and MD-GPU-05, MD-GPU-09, MD-RAM-02.
+        MoetError: as `engine.loader.load`, and MD-GPU-05, MD-GPU-09, MD-GPU-10, MD-RAM-02.
     """
     if options.opportunistic:  # the expert kernels take one plane for all experts of a launch
         raise fail("MD-GPU-09")
@@ -151,7 +151,7 @@ def _load(
     report.begin("Dense layers")
     pools = {plane: _pool(plane, arena, opened, device) for plane in Plane}
     kv = KvCache(
-        spec.layers[0].mixer, n_layers=len(spec.layers) + opened.with_head, n_pages=plan.kv_pages,
+        spec.attention, n_layers=len(spec.layers) + opened.with_head, n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
         index_layers=index_layers(spec, with_head=opened.with_head),
     )  # fmt: skip
@@ -223,8 +223,10 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     """Read the index and plan the tiers; says how prompts and rows on disk will be read."""
     reader = PackReader.open(pack)
     config = reader.config()
-    has_mtp = reader.meta.moe_layers[-1] >= int(config["num_hidden_layers"])
+    has_mtp = reader.meta.moe_layers[-1] >= n_layers_of(config)
     spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
+    if spec.recurrent:
+        raise fail("MD-GPU-10", model=spec.model_type, part="gated DeltaNet")
     form = device_kv_format(options.kv_format)
     check_head(spec, options)
     with_head = loads_head(spec, options, on_card=True)

@@ -37,7 +37,7 @@ from moet_desk.engine.cuda.synthetic import (
 )
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.sampling import GREEDY, Draw
-from moet_desk.engine.spec import Gqa, Mixer
+from moet_desk.engine.spec import Gdn, Gqa, Mixer
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.layouts import ExpertLayout
@@ -126,7 +126,7 @@ class Setup:
         """KV bytes per token of all layers."""
         spec = self.shape.spec
         n_layers = len(spec.layers) + (spec.mtp is not None)
-        return n_layers * spec.layers[0].mixer.entry_bytes(KV_FORM)
+        return n_layers * spec.attention.entry_bytes(KV_FORM)
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -286,7 +286,7 @@ class ShapeBench:
         self.bandwidth = copy_bandwidth(rows.memory, device) if on_card else None
         progress("Making dense weights")
         self.kv = KvCache(
-            spec.layers[0].mixer, n_layers=len(spec.layers) + (spec.mtp is not None),
+            spec.attention, n_layers=len(spec.layers) + (spec.mtp is not None),
             n_pages=setup.kv_pages,
             page_tokens=_PAGE_TOKENS, form=KV_FORM, device=device,
         )  # fmt: skip
@@ -455,6 +455,7 @@ class ShapeBench:
         kv = sum(
             layer.mixer.entry_bytes(KV_FORM) * _seen(layer.mixer, setup.entries)
             for layer in setup.shape.spec.layers
+            if not isinstance(layer.mixer, Gdn)
         )
         return dense_read_bytes(setup.shape, setup.rows) + round(experts) + kv
 

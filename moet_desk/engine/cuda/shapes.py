@@ -18,6 +18,7 @@ from moet_desk.engine.model_shape import kv_token_bytes
 from moet_desk.engine.planned_model import spec_of
 from moet_desk.engine.spec import (
     DenseFfn,
+    Gdn,
     Gqa,
     Layer,
     Mixer,
@@ -159,6 +160,8 @@ def _known(name: str, context: int) -> Shape:
 
 def _computed(mixer: Mixer, family: str) -> Mixer:
     """Attention of the catalogue's widths with the scale and the rope that steps need."""
+    if isinstance(mixer, Gdn):
+        raise ValueError("a state cannot be computed on a card")
     if isinstance(mixer, Mla):
         return replace(mixer, softmax_scale=(mixer.nope_dim + mixer.rope_dim) ** -0.5)
     width = mixer.head_dim // 2 if family in _PARTLY_TURNED else mixer.head_dim

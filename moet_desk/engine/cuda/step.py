@@ -86,9 +86,9 @@ class StepModel:
         else:
             self._head = load.matrix("lm_head")
         self.final_norm = load.vector("model.norm")
-        rope = RopeTable(spec.layers[0].mixer.rope, context)
+        rope = RopeTable(spec.attention.rope, context)
         self.cos, self.sin = rope.cos.to(device), rope.sin.to(device)
-        self.interleaved = spec.layers[0].mixer.rope.interleaved
+        self.interleaved = spec.attention.rope.interleaved
         self.layers: list[LayerLaunches] = []
         n_moe, branch = 0, Branch(device)
         for layer in spec.layers:

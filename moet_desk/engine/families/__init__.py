@@ -22,6 +22,9 @@ MODULE_OF_TYPE = {
     "glm4_moe": "glm4_moe",
     "glm4_moe_lite": "glm4_moe_lite",
     "qwen3_moe": "qwen3_moe",
+    "qwen3_next": "qwen3_next",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
     "olmoe": "olmoe",
     "mixtral": "mixtral",
     "minimax_m2": "minimax_m2",
@@ -33,6 +36,14 @@ MODULE_OF_TYPE = {
 def runs(model_type: str) -> bool:
     """Whether the maths of this family is written."""
     return model_type in MODULE_OF_TYPE
+
+
+def n_layers_of(config: Mapping[str, Any]) -> int:
+    """Layers of the language model, whose keys may lie one level down. Raises KeyError,
+    ValueError or TypeError: the file does not say it.
+    """
+    inner = config.get("text_config")
+    return int((inner if isinstance(inner, Mapping) else config)["num_hidden_layers"])
 
 
 class Family(Protocol):

@@ -12,6 +12,7 @@ from typing import Any
 from moet_desk.engine.families.config_keys import Keys
 from moet_desk.engine.spec import (
     DenseFfn,
+    Gdn,
     Gqa,
     Layer,
     Mixer,
@@ -98,6 +99,7 @@ def gqa(
     rotary_share: float = 1.0,
     rope_base: float = 10000.0,
     norm_eps: float = 1e-6,
+    rope_keys: frozenset[str] = frozenset(),
 ) -> Gqa:
     """Grouped-query attention with rope on halves. The numbers are what the family has if its file
     does not say them.
@@ -122,7 +124,7 @@ def gqa(
         qk_norm=qk_norm,
         norm_eps=keys.number("rms_norm_eps", default=norm_eps),
         softmax_scale=head_dim**-0.5,
-        rope=rope(keys, rotary, interleaved=False, base=rope_base),
+        rope=rope(keys, rotary, interleaved=False, base=rope_base, known=rope_keys),
     )
 
 
@@ -149,17 +151,42 @@ def mla(keys: Keys, *, norm_eps: float = 1e-6) -> Mla:
     )
 
 
-def rope(keys: Keys, dim: int, *, interleaved: bool, base: float = 10000.0) -> Rope:
-    """Rope over `dim` numbers; `base` if the file does not say it."""
+def gdn(keys: Keys, *, fused: bool, norm_eps: float = 1e-6) -> Gdn:
+    """Gated DeltaNet; `fused` says how files hold the products of its input."""
+    n_keys, n_values = keys.count("linear_num_key_heads"), keys.count("linear_num_value_heads")
+    if n_values % n_keys:
+        raise keys.wrong(f"{n_values} heads of values cannot share {n_keys} heads of keys")
+    return Gdn(
+        n_keys=n_keys,
+        n_values=n_values,
+        key_dim=keys.count("linear_key_head_dim"),
+        value_dim=keys.count("linear_value_head_dim"),
+        kernel=keys.count("linear_conv_kernel_dim", default=4, least=2),
+        norm_eps=keys.number("rms_norm_eps", default=norm_eps),
+        fused=fused,
+    )
+
+
+def rope(
+    keys: Keys,
+    dim: int,
+    *,
+    interleaved: bool,
+    base: float = 10000.0,
+    known: frozenset[str] = frozenset(),
+) -> Rope:
+    """Rope over `dim` numbers; `base` if the file does not say it. `known`: parameters that mean
+    nothing here.
+    """
     theta = keys.rope_number("rope_theta", default=base)
-    return Rope(dim=dim, base=theta, interleaved=interleaved, yarn=_yarn(keys))
+    return Rope(dim=dim, base=theta, interleaved=interleaved, yarn=_yarn(keys, known))
 
 
-def _yarn(keys: Keys) -> RopeScaling | None:
+def _yarn(keys: Keys, known: frozenset[str]) -> RopeScaling | None:
     kind = keys.rope_kind()
     if kind not in ("default", "yarn"):
         raise keys.wrong(f'rope type "{kind}" is not supported (default, yarn)')
-    keys.refuse_unknown_rope(_PLAIN_ROPE if kind == "default" else _YARN_ROPE)
+    keys.refuse_unknown_rope(known | (_PLAIN_ROPE if kind == "default" else _YARN_ROPE))
     if kind == "default":
         return None
     return RopeScaling(

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moet_desk.engine.spec import DenseFfn, Gqa, Indexer, Layer, Mixer, Mla, MoeFfn, QkNorm, Spec
+from moet_desk.engine.spec import (
+    Attention,
+    DenseFfn,
+    Gdn,
+    Gqa,
+    Indexer,
+    Layer,
+    Mla,
+    MoeFfn,
+    QkNorm,
+    Spec,
+)
 from moet_desk.store.pack_format import PackPlan
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -67,14 +78,17 @@ def _layer(layer: Layer, hidden: int) -> Shapes:
     name, ffn = f"model.layers.{layer.index}.", layer.ffn
     yield name + "input_layernorm", (hidden,)
     yield name + "post_attention_layernorm", (hidden,)
-    yield from _attention(name + "self_attn.", layer.mixer, hidden)
+    if isinstance(layer.mixer, Gdn):
+        yield from _gdn(name + "linear_attn.", layer.mixer, hidden)
+    else:
+        yield from _attention(name + "self_attn.", layer.mixer, hidden)
     if isinstance(ffn, DenseFfn):
         yield from _mlp(name + "mlp.", hidden, ffn.inter)
     else:
         yield from _moe(name + ffn.name, ffn, hidden)
 
 
-def _attention(name: str, mixer: Mixer, hidden: int) -> Shapes:
+def _attention(name: str, mixer: Attention, hidden: int) -> Shapes:
     return _mla(name, mixer, hidden) if isinstance(mixer, Mla) else _gqa(name, mixer, hidden)
 
 
@@ -105,7 +119,8 @@ def _indexer(name: str, indexer: Indexer, hidden: int, q_rank: int) -> Shapes:
 
 def _gqa(name: str, mixer: Gqa, hidden: int) -> Shapes:
     queries, keys = mixer.n_heads * mixer.head_dim, mixer.n_keys * mixer.head_dim
-    for part, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+    products = 2 * queries if mixer.out_gate else queries
+    for part, width in (("q_proj", products), ("k_proj", keys), ("v_proj", keys)):
         yield name + part, (width, hidden)
         if mixer.has_bias:
             yield name + part + ".bias", (width,)
@@ -120,6 +135,23 @@ def _gqa(name: str, mixer: Gqa, hidden: int) -> Shapes:
         yield name + "o_proj.bias", (hidden,)
 
 
+def _gdn(name: str, mixer: Gdn, hidden: int) -> Shapes:
+    values = mixer.n_values * mixer.value_dim
+    if mixer.fused:
+        yield name + "in_proj_qkvz", (mixer.channels + values, hidden)
+        yield name + "in_proj_ba", (2 * mixer.n_values, hidden)
+    else:
+        yield name + "in_proj_qkv", (mixer.channels, hidden)
+        yield name + "in_proj_z", (values, hidden)
+        yield name + "in_proj_b", (mixer.n_values, hidden)
+        yield name + "in_proj_a", (mixer.n_values, hidden)
+    yield name + "conv1d", (mixer.channels, 1, mixer.kernel)
+    yield name + "A_log", (mixer.n_values,)
+    yield name + "dt_bias", (mixer.n_values,)
+    yield name + "norm", (mixer.value_dim,)
+    yield name + "out_proj", (hidden, values)
+
+
 def _moe(name: str, ffn: MoeFfn, hidden: int) -> Shapes:
     n_experts = ffn.router.n_experts
     yield name + ffn.router_name, (n_experts, hidden)
@@ -131,7 +163,9 @@ def _moe(name: str, ffn: MoeFfn, hidden: int) -> Shapes:
         yield name + GATE_UP_BIAS, (n_experts, 2 * ffn.inter)
         yield name + DOWN_BIAS, (n_experts, hidden)
     if ffn.shared_inter:
-        yield from _mlp(name + "shared_experts.", hidden, ffn.shared_inter)
+        yield from _mlp(name + ffn.shared_name, hidden, ffn.shared_inter)
+    if ffn.shared_gate:
+        yield name + "shared_expert_gate", (1, hidden)
 
 
 def _mlp(name: str, hidden: int, inter: int) -> Shapes:

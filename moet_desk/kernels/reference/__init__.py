@@ -7,6 +7,13 @@ and argument orders. Owns no state; any thread may call it, the engine thread do
 from moet_desk.kernels.layouts import base_codes, fine_digits
 from moet_desk.kernels.reference.attention import gqa, mla_absorbed, mla_plain
 from moet_desk.kernels.reference.cache import CacheTables, LookupResult, claim, lookup, release
+from moet_desk.kernels.reference.delta import (
+    causal_conv,
+    delta_chunk,
+    delta_decay,
+    delta_step,
+    delta_unit,
+)
 from moet_desk.kernels.reference.dense import linear, linear_row
 from moet_desk.kernels.reference.expand import expand_base, expand_fine
 from moet_desk.kernels.reference.experts import (
@@ -56,9 +63,14 @@ __all__ = [
     "balance_zeros",
     "base_codes",
     "base_values",
+    "causal_conv",
     "choose",
     "claim",
     "combine",
+    "delta_chunk",
+    "delta_decay",
+    "delta_step",
+    "delta_unit",
     "expand_base",
     "expand_fine",
     "expert_mlp",
