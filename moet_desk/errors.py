@@ -230,6 +230,14 @@ _ROWS: tuple[ErrorSpec, ...] = (
         http=503,
     ),
     ErrorSpec(
+        "MD-GPU-10",
+        "This model is not computed on a graphics card",
+        "The layers of {family} have two attentions each, which the CPU alone computes so far.",
+        "Set engine.device to cpu.",
+        exit=ExitCode.UNFIT,
+        http=503,
+    ),
+    ErrorSpec(
         "MD-RAM-02",
         "Locking memory was refused",
         "The driver would not pin {want} for experts (error {status}); about {got} are pinned.",

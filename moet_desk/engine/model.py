@@ -15,6 +15,7 @@ from torch import Tensor
 from moet_desk.engine.blocks.attention import MlaBlock
 from moet_desk.engine.blocks.ffn import Experts, MoeBlock, SwigluFfn
 from moet_desk.engine.blocks.gqa import GqaBlock
+from moet_desk.engine.blocks.shortcut import ShortcutBlock
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.spec import Layer, Mla, MoeFfn, Rope, Spec
@@ -76,11 +77,13 @@ class Model:
         self._head = self._embedding if spec.tied_head else weights("lm_head")
         self._final_norm = weights("model.norm")
         self._rope = RopeTable(spec.layers[0].mixer.rope, context)
-        self._blocks: list[Block] = []
-        n_moe = 0
-        for i, layer in enumerate(spec.layers):
+        self._blocks: list[Block | ShortcutBlock] = []
+        n_kv = n_moe = 0
+        for layer in spec.layers:
             below = weights.below(f"model.layers.{layer.index}.")
-            self._blocks.append(Block(layer, below, kv_layer=i, moe_layer=n_moe))
+            kind = Block if layer.around is None else ShortcutBlock
+            self._blocks.append(kind(layer, below, kv_layer=n_kv, moe_layer=n_moe))
+            n_kv += layer.n_mixers
             n_moe += isinstance(layer.ffn, MoeFfn)
 
     def forward(self, ids: Tensor, kv: KvCache, sequence: KvSequence, experts: Experts) -> Tensor:

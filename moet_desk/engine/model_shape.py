@@ -76,7 +76,7 @@ def running_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
 
 def kv_token_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
     """KV bytes of one token, all layers together, the MTP head's too if it is loaded."""
-    return (len(spec.layers) + with_head) * spec.layers[0].mixer.entry_bytes(form)
+    return (spec.n_kv_layers + with_head) * spec.layers[0].mixer.entry_bytes(form)
 
 
 def _n_rows(spec: Spec, *, with_head: bool) -> int:

@@ -35,7 +35,7 @@ class MtpHead:
         self._token_norm, self._hidden_norm = below("enorm"), below("hnorm")
         self._w_join = below("eh_proj")  # [H, 2H]: the token's half first
         n_moe = len(spec.main_moe_layers)
-        self._block = Block(layer, below, kv_layer=len(spec.layers), moe_layer=n_moe)
+        self._block = Block(layer, below, kv_layer=spec.n_kv_layers, moe_layer=n_moe)
         self._final_norm = below("shared_head.norm")
 
     def forward(

@@ -26,7 +26,10 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Mla:
-    """Multi-head latent attention (arXiv 2405.04434). `q_rank` None: no query latent."""
+    """Multi-head latent attention (arXiv 2405.04434). `q_rank` None: no query latent.
+
+    The normed latents are multiplied by `q_gain` and `kv_gain`, the second before it is stored.
+    """
 
     n_heads: int
     q_rank: int | None
@@ -37,6 +40,8 @@ class Mla:
     softmax_scale: float
     latent_eps: float
     rope: Rope
+    q_gain: float = 1.0
+    kv_gain: float = 1.0
 
     def entry_bytes(self, form: KvFormat) -> int:
         """KV bytes of a token in one layer."""
@@ -88,6 +93,9 @@ window.
 class Router:
     """How the experts of a token are chosen. The selection bias never enters the weights, a bias on
     the logits does.
+
+    Ids from `n_experts` on, `n_identity` of them, are identity experts: chosen like others, they
+    give their input, have no weights and are never looked up.
     """
 
     n_experts: int
@@ -99,6 +107,12 @@ class Router:
     renormalize: bool
     scale: float
     logit_bias: bool = False
+    n_identity: int = 0
+
+    @property
+    def n_choices(self) -> int:
+        """Scores of a token: of experts with weights and of identity experts."""
+        return self.n_experts + self.n_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +143,22 @@ class MoeFfn:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer. `index` is the model's own layer number, used in tensor names."""
+    """One decoder layer. `index` is the model's own layer number, used in tensor names.
+
+    With `around`, the layer has two attentions, each with KV of its own, and a dense part of that
+    width behind each; `ffn` reads what the first dense part reads and is added at the end
+    (shortcut-connected experts, arXiv 2509.01322).
+    """
 
     index: int
     mixer: Mixer
     ffn: DenseFfn | MoeFfn
+    around: DenseFfn | None = None
+
+    @property
+    def n_mixers(self) -> int:
+        """Attentions of the layer: so many layers of the KV cache are its own."""
+        return 1 if self.around is None else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +173,11 @@ class Spec:
     tied_head: bool
     layers: tuple[Layer, ...]
     mtp: Layer | None
+
+    @property
+    def n_kv_layers(self) -> int:
+        """Layers of the KV cache without the MTP head's."""
+        return sum(layer.n_mixers for layer in self.layers)
 
     @property
     def moe_ffn(self) -> MoeFfn:

@@ -138,12 +138,22 @@ CLAMPED = {
     "no limit": experts(glu=lambda glu: replace(glu, limit=None)),
     "a higher limit": experts(glu=lambda glu: replace(glu, limit=0.31)),
 }
+LONGCAT = {
+    **EVERYWHERE,
+    "no selection bias": router(selection_bias=False),
+    "another scale of queries": attention(q_gain=lambda gain: 1.01 * gain),
+    "no scale of queries": attention(q_gain=1.0),
+    "another scale of latents": attention(kv_gain=lambda gain: 1.01 * gain),
+    "no scale of latents": attention(kv_gain=1.0),
+    "fewer experts per token": router(top_k=lambda k: k - 1),
+}
 MUTATIONS: dict[str, dict[str, Mutation]] = {
     "v3_groups_yarn": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN},
     "v3_no_query_latent": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN},
     "kimi_k2": {**EVERYWHERE, **SIGMOID, **NO_YARN},
     "plain_rope": {**EVERYWHERE, **SIGMOID, **NO_GROUPS},
     "glm_lite": {**EVERYWHERE, **SIGMOID},
+    "longcat": LONGCAT,
     "glm": {
         **GROUPED, **WITH_NORM, **SIGMOID,
         "no bias": attention(has_bias=False),
@@ -173,7 +183,7 @@ def logits_with(core: Core, spec: Spec, ids: list[int], *, added_to_norms: float
     model = Model(spec, Weights(load), context=64)
     mixer = spec.layers[0].mixer
     kv = KvCache(
-        mixer, n_layers=len(spec.layers), n_pages=1, page_tokens=64, form=KvFormat.F32
+        mixer, n_layers=spec.n_kv_layers, n_pages=1, page_tokens=64, form=KvFormat.F32
     )  # fmt: skip
     sequence = kv.reserve(len(ids))
     assert sequence is not None
@@ -250,6 +260,7 @@ class Twin:
             codes, scales = quantize_activations(row[None], Activations.INT8)
             parts = []
             for expert in chosen:
+                assert expert < meta.n_experts
                 base = bytearray(meta.base_stride)
                 at = moe_layer * meta.n_experts + expert
                 self._reader.read_row(Plane.BASE, at, memoryview(base))

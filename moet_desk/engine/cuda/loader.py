@@ -35,7 +35,7 @@ from moet_desk.engine.cuda.residency import CudaResidency
 from moet_desk.engine.cuda.step import StepModel, StepRow
 from moet_desk.engine.draft import MtpDrafter
 from moet_desk.engine.drafting import drafting_of
-from moet_desk.engine.families import spec_for
+from moet_desk.engine.families import packed_head, spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
@@ -120,7 +120,7 @@ def load(
         widths: numbers of rows whose step is captured; others run launch by launch.
 
     Raises:
-        MoetError: as `engine.loader.load`, and MD-GPU-05, MD-GPU-09, MD-RAM-02.
+        MoetError: as `engine.loader.load`, and MD-GPU-05, MD-GPU-09, MD-GPU-10, MD-RAM-02.
     """
     if options.opportunistic:  # the expert kernels take one plane for all experts of a launch
         raise fail("MD-GPU-09")
@@ -220,9 +220,12 @@ class _Opened:
 def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     """Read the index and plan the tiers; says how prompts and rows on disk will be read."""
     reader = PackReader.open(pack)
-    config = reader.config()
-    has_mtp = reader.meta.moe_layers[-1] >= int(config["num_hidden_layers"])
-    spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
+    config, path = reader.config(), str(pack / "config.json")
+    has_mtp = packed_head(config, reader.meta.moe_layers, path=path)
+    spec = spec_for(config, path=path, has_mtp=has_mtp)
+    if any(layer.around is not None for layer in spec.layers):
+        reader.close()
+        raise fail("MD-GPU-10", family=spec.model_type)
     form = device_kv_format(options.kv_format)
     check_head(spec, options)
     with_head = loads_head(spec, options, on_card=True)
