@@ -59,8 +59,8 @@ def write_longcat(folder: Path, *, tokenizer: Path, shards: int = 3) -> None:
             for part, shape in ((plan.gate, wide), (plan.up, wide), (plan.down, narrow)):
                 shapes[part.format(layer=layer, expert=expert)] = shape
     tensors = {}
-    for name, shape in shapes.items():
-        values = torch.randn(shape, generator=generator) * 0.1
+    for name, size in shapes.items():
+        values = torch.randn(size, generator=generator) * 0.1
         stored = values if ".router." in name else values.bfloat16()
         tensors[name if name.endswith("bias") else f"{name}.weight"] = stored
     folder.mkdir(parents=True)
