@@ -21,7 +21,7 @@ from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.decode import DecodeExperts, Decoder, OpportunisticExperts
 from moet_desk.engine.draft import CpuHead, MtpDrafter
 from moet_desk.engine.drafting import drafting_of
-from moet_desk.engine.families import n_layers_of, spec_for
+from moet_desk.engine.families import packed_head, spec_for
 from moet_desk.engine.handle import Codebook, EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
@@ -149,8 +149,7 @@ def _expert_math(
 
 
 def _has_mtp(reader: PackReader) -> bool:
-    """A pack holds the MTP head's experts as its last MoE layer, behind the model's last layer."""
-    return reader.meta.moe_layers[-1] >= n_layers_of(reader.config())
+    return packed_head(reader.config(), reader.meta.moe_layers, path=str(reader.path))
 
 
 def _dense_bytes(reader: PackReader) -> int:

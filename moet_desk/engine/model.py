@@ -17,6 +17,7 @@ from moet_desk.engine.blocks.attention import MlaBlock
 from moet_desk.engine.blocks.ffn import Experts, MoeBlock, SwigluFfn
 from moet_desk.engine.blocks.gdn import GdnBlock
 from moet_desk.engine.blocks.gqa import GqaBlock
+from moet_desk.engine.blocks.shortcut import ShortcutBlock
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.spec import Gdn, Layer, Mla, MoeFfn, Rope, Spec
@@ -84,13 +85,15 @@ class Model:
         self._head = self._embedding if spec.tied_head else weights("lm_head")
         self._final_norm = weights.norm("model.norm")
         self._rope = RopeTable(spec.attention.rope, context)
-        self._blocks: list[Block] = []
-        n_moe = n_states = 0
-        for i, layer in enumerate(spec.layers):
+        self._blocks: list[Block | ShortcutBlock] = []
+        n_kv = n_moe = n_states = 0
+        for layer in spec.layers:
             below = weights.below(f"model.layers.{layer.index}.")
             has_state = isinstance(layer.mixer, Gdn)
-            kv_layer = n_states if has_state else i - n_states
-            self._blocks.append(Block(layer, below, kv_layer=kv_layer, moe_layer=n_moe))
+            kind = Block if layer.around is None else ShortcutBlock
+            at = n_states if has_state else n_kv
+            self._blocks.append(kind(layer, below, kv_layer=at, moe_layer=n_moe))
+            n_kv += 0 if has_state else layer.n_mixers
             n_moe += isinstance(layer.ffn, MoeFfn)
             n_states += has_state
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moet_desk.catalogue import CatalogueEntry
-from moet_desk.engine.families import n_layers_of, runs, spec_for
+from moet_desk.engine.families import packed_head, runs, spec_for
 from moet_desk.engine.model_shape import (
     RowSizes,
     cpu_shape,
@@ -103,11 +103,11 @@ def from_pack(pack: Path) -> PlannedModel:
     path = pack / "config.json"
     try:
         config = json.loads(path.read_bytes())
-        n_layers = n_layers_of(config)
+        has_mtp = packed_head(config, meta.moe_layers, path=str(path))
         dense_bytes = (pack / DENSE_FILE).stat().st_size
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise fail("MD-PACK-07", path=str(path), reason=str(error), model=pack.name) from error
-    spec = spec_for(config, path=str(path), has_mtp=meta.moe_layers[-1] >= n_layers)
+    spec = spec_for(config, path=str(path), has_mtp=has_mtp)
     sizes = RowSizes(ExpertLayout(meta.hidden, meta.inter), meta.base_stride, meta.fine_stride)
     rows = meta.n_rows * (meta.base_stride + meta.fine_stride)
     return PlannedModel(

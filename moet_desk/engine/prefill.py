@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.blocks.expert_math import ExpertMath
+from moet_desk.engine.blocks.ffn import NO_EXPERT
 from moet_desk.engine.decode import Decoder
 from moet_desk.engine.handle import PromptReading
 from moet_desk.engine.kv_cache import KvCache, KvSequence
@@ -45,6 +46,9 @@ class PrefillExperts:
         codes, scales = self._math.prepare(x)
         groups = torch.split(by_expert, counts.tolist())
         for expert, places in zip(experts.tolist(), groups, strict=True):
+            if expert == NO_EXPERT:
+                parts[places] = 0.0
+                continue
             slot = self._residency.read(self._plane, moe_layer, expert)
             tokens = places // top_k
             parts[places] = self._math.mlp(

@@ -48,6 +48,7 @@ class Mla:
 
     With an `indexer` a token sees only what that chooses. With `reuses_choice` it sees what the
     nearest layer before with an indexer chose.
+    The normed latents are multiplied by `q_gain` and `kv_gain`, the second before it is stored.
     """
 
     n_heads: int
@@ -61,6 +62,8 @@ class Mla:
     rope: Rope
     indexer: Indexer | None = None
     reuses_choice: bool = False
+    q_gain: float = 1.0
+    kv_gain: float = 1.0
 
     def entry_bytes(self, form: KvFormat) -> int:
         """KV bytes of a token in one layer."""
@@ -152,6 +155,9 @@ def indexer_of(spec: Spec) -> Indexer | None:
 class Router:
     """How the experts of a token are chosen. The selection bias never enters the weights, a bias on
     the logits does.
+
+    Ids from `n_experts` on, `n_identity` of them, are identity experts: chosen like others, they
+    give their input, have no weights and are never looked up.
     """
 
     n_experts: int
@@ -163,6 +169,12 @@ class Router:
     renormalize: bool
     scale: float
     logit_bias: bool = False
+    n_identity: int = 0
+
+    @property
+    def n_choices(self) -> int:
+        """Scores of a token: of experts with weights and of identity experts."""
+        return self.n_experts + self.n_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +207,22 @@ class MoeFfn:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer. `index` is the model's own layer number, used in tensor names."""
+    """One decoder layer. `index` is the model's own layer number, used in tensor names.
+
+    With `around`, the layer has two attentions, each with KV of its own, and a dense part of that
+    width behind each; `ffn` reads what the first dense part reads and is added at the end
+    (shortcut-connected experts, arXiv 2509.01322).
+    """
 
     index: int
     mixer: Mixer
     ffn: DenseFfn | MoeFfn
+    around: DenseFfn | None = None
+
+    @property
+    def n_mixers(self) -> int:
+        """Attentions of the layer: so many layers of the KV cache are its own."""
+        return 1 if self.around is None else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +256,8 @@ class Spec:
 
     @property
     def n_kv_layers(self) -> int:
-        """Layers that store entries, without the MTP head's."""
-        return len(self.layers) - len(self.recurrent)
+        """Layers of the KV cache, without the MTP head's: of attention that stores entries."""
+        return sum(layer.n_mixers for layer in self.layers if not isinstance(layer.mixer, Gdn))
 
     @property
     def moe_ffn(self) -> MoeFfn:

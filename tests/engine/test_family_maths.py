@@ -178,6 +178,15 @@ DELTA: dict[str, Mutation] = {
     "no gate of the shared expert": experts(shared_gate=False),
     "norms without 1": lambda spec: replace(spec, norm_offset=0.0),
 }  # fmt: skip
+LONGCAT = {
+    **EVERYWHERE,
+    "no selection bias": router(selection_bias=False),
+    "another scale of queries": attention(q_gain=lambda gain: 1.01 * gain),
+    "no scale of queries": attention(q_gain=1.0),
+    "another scale of latents": attention(kv_gain=lambda gain: 1.01 * gain),
+    "no scale of latents": attention(kv_gain=1.0),
+    "fewer experts per token": router(top_k=lambda k: k - 1),
+}
 MUTATIONS: dict[str, dict[str, Mutation]] = {
     "v3_groups_yarn": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN},
     "v3_no_query_latent": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN},
@@ -189,6 +198,7 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
         **EVERYWHERE, **SIGMOID, **SPARSE,
         "layers without an indexer see all": attention(reuses_choice=False),
     },
+    "longcat": LONGCAT,
     "glm": {
         **GROUPED, **WITH_NORM, **SIGMOID,
         "no bias": attention(has_bias=False),
@@ -297,6 +307,7 @@ class Twin:
             codes, scales = quantize_activations(row[None], Activations.INT8)
             parts = []
             for expert in chosen:
+                assert expert < meta.n_experts
                 base = bytearray(meta.base_stride)
                 at = moe_layer * meta.n_experts + expert
                 self._reader.read_row(Plane.BASE, at, memoryview(base))

@@ -59,6 +59,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16, "index_topk_freq": 2,
         "index_skip_topk_offset": 3, "rms_norm_eps": 1e-6,
     },
+    "longcat": {
+        "model_type": "longcat_flash", "vocab_size": 256, "hidden_size": 64, "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "q_lora_rank": 32,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "head_dim": 8,
+        "v_head_dim": 16, "moe_topk": 3, "n_routed_experts": 8, "zero_expert_num": 4,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,  # as for glm_lite
+    },
 }  # fmt: skip
 """Families with latent attention, by what is special. Index heads are many: with few, all of a
 token's products may be negative, and scores that tie at 0 are chosen in any order by transformers.

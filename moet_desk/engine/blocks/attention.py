@@ -29,9 +29,9 @@ class MlaBlock:
             self._w_in = torch.cat([weights("q_proj"), w_kv])
         else:
             self._w_in = torch.cat([weights("q_a_proj"), w_kv])
-            self._q_norm = weights("q_a_layernorm")
+            self._q_norm = weights("q_a_layernorm") * mixer.q_gain
             self._w_q = weights("q_b_proj")
-        self._latent_norm = weights("kv_a_layernorm")
+        self._latent_norm = weights("kv_a_layernorm") * mixer.kv_gain
         w_up = weights("kv_b_proj").view(mixer.n_heads, -1, mixer.kv_rank)
         self._w_uk = w_up[:, : mixer.nope_dim].contiguous()  # [N, d_n, r]
         self._w_uv = w_up[:, mixer.nope_dim :].contiguous()  # [N, d_v, r]

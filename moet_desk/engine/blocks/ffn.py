@@ -15,6 +15,9 @@ from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.spec import MoeFfn, Router
 from moet_desk.kernels.reference import linear, route, swiglu
 
+NO_EXPERT = -1
+"""Stands among the ids of many tokens where a token has fewer experts than others."""
+
 
 class Experts(Protocol):
     """Computes routed experts of one MoE layer for some tokens."""
@@ -24,6 +27,8 @@ class Experts(Protocol):
 
         Shapes:
             x [T, H] float32, ids [T, K] int64, weights [T, K] float32; returns [T, H] float32
+
+        With more than one token, an id of `NO_EXPERT` with weight 0 is a place without an expert.
         """
         ...
 
@@ -68,10 +73,25 @@ class MoeBlock:
             renormalize=router.renormalize,
             scale=router.scale,
         )
-        routed = experts(self.moe_layer, x, ids, weights)
+        ask = self._beside_identity if router.n_identity else self._routed
+        routed = ask(x, ids, weights, experts)
         if self._shared is None:
             return routed
         shared = self._shared(x)
         if self._w_shared_gate is not None:
             shared = torch.sigmoid(linear(x, self._w_shared_gate)) * shared
         return routed + shared
+
+    def _routed(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+        return experts(self.moe_layer, x, ids, weights)
+
+    def _beside_identity(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+        """Identity experts give their input; only the others are asked for."""
+        real = ids < self._router.n_experts
+        kept = (weights * ~real).sum(-1, keepdim=True) * x
+        if not real.any():
+            return kept
+        if x.shape[0] == 1:
+            return kept + experts(self.moe_layer, x, ids[real][None], weights[real][None])
+        ids, weights = ids.masked_fill(~real, NO_EXPERT), weights.masked_fill(~real, 0.0)
+        return kept + experts(self.moe_layer, x, ids, weights)

@@ -35,7 +35,7 @@ from moet_desk.engine.cuda.residency import CudaResidency
 from moet_desk.engine.cuda.step import StepModel, StepRow
 from moet_desk.engine.draft import MtpDrafter
 from moet_desk.engine.drafting import drafting_of
-from moet_desk.engine.families import n_layers_of, spec_for
+from moet_desk.engine.families import packed_head, spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.load_report import LoadReport
@@ -222,11 +222,15 @@ class _Opened:
 def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     """Read the index and plan the tiers; says how prompts and rows on disk will be read."""
     reader = PackReader.open(pack)
-    config = reader.config()
-    has_mtp = reader.meta.moe_layers[-1] >= n_layers_of(config)
-    spec = spec_for(config, path=str(pack / "config.json"), has_mtp=has_mtp)
-    if spec.recurrent:
-        raise fail("MD-GPU-10", model=spec.model_type, part="gated DeltaNet")
+    config, path = reader.config(), str(pack / "config.json")
+    has_mtp = packed_head(config, reader.meta.moe_layers, path=path)
+    spec = spec_for(config, path=path, has_mtp=has_mtp)
+    part = "gated DeltaNet" if spec.recurrent else ""
+    if any(layer.around is not None for layer in spec.layers):
+        part = "two attentions"
+    if part:
+        reader.close()
+        raise fail("MD-GPU-10", model=spec.model_type, part=part)
     form = device_kv_format(options.kv_format)
     check_head(spec, options)
     with_head = loads_head(spec, options, on_card=True)

@@ -7,7 +7,7 @@ No torch here. `spec_for` and `plan_for` are what the packer and the engine call
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from moet_desk.engine.spec import Spec
@@ -29,6 +29,7 @@ MODULE_OF_TYPE = {
     "mixtral": "mixtral",
     "minimax_m2": "minimax_m2",
     "gpt_oss": "gpt_oss",
+    "longcat_flash": "longcat_flash",
 }
 """model_type -> module. Kimi-K2's text model is DeepSeek-V3's with other sizes."""
 
@@ -88,6 +89,15 @@ def plan_for(config: Mapping[str, Any], *, path: str, names: Collection[str]) ->
     prefix = family.mtp_prefix(config)
     has_mtp = prefix is not None and any(name.startswith(prefix) for name in names)
     return family.plan(_with_experts(family.spec(config, path=path, has_mtp=has_mtp), path))
+
+
+def packed_head(config: Mapping[str, Any], moe_layers: Sequence[int], *, path: str) -> bool:
+    """Whether a pack holds an MTP head: its experts are then the last MoE layer, behind the model's
+    last layer. Raises as `spec_for`.
+    """
+    if _family(config, path).mtp_prefix(config) is None:
+        return False
+    return moe_layers[-1] >= int(config["num_hidden_layers"])
 
 
 def _with_experts(spec: Spec, path: str) -> Spec:

@@ -30,18 +30,22 @@ GATE_UP_BIAS, DOWN_BIAS = "experts.gate_up_proj_bias", "experts.down_proj_bias"
 """Biases of all experts, [E, 2I] with gate and up in turn, and [E, H]."""
 
 
-def plan_of(spec: Spec, *, projections: tuple[str, str, str] = PROJECTIONS) -> PackPlan:
-    """The packer's plan; `projections` is what gate, up and down of an expert are called."""
+def plan_of(
+    spec: Spec, *, projections: tuple[str, str, str] = PROJECTIONS, ignored: tuple[str, ...] = ()
+) -> PackPlan:
+    """The packer's plan; `projections` is what gate, up and down of an expert are called, `ignored`
+    are beginnings of names that are left out.
+    """
     ffn = spec.moe_ffn
     expert = f"model.layers.{{layer}}.{ffn.name}experts.{{expert}}."
     gate, up, down = (expert + projection for projection in projections)
-    ignored = ["model.rotary_emb."]
+    left_out = ["model.rotary_emb.", *ignored]
     if spec.mtp is not None:
         # copies of the main embedding and head that the released files carry
         head = f"model.layers.{spec.mtp.index}."
-        ignored += [head + "embed_tokens", head + "shared_head.head"]
+        left_out += [head + "embed_tokens", head + "shared_head.head"]
     if spec.tied_head:
-        ignored.append("lm_head")
+        left_out.append("lm_head")
     return PackPlan(
         model_type=spec.model_type,
         hidden=spec.hidden,
@@ -52,7 +56,7 @@ def plan_of(spec: Spec, *, projections: tuple[str, str, str] = PROJECTIONS) -> P
         up=up,
         down=down,
         dense=dict(dense_shapes(spec)),
-        ignored=tuple(ignored),
+        ignored=tuple(left_out),
     )
 
 
@@ -64,7 +68,7 @@ def dense_shapes(spec: Spec) -> Shapes:
     if not spec.tied_head:
         yield "lm_head", (spec.vocab, hidden)
     for layer in spec.layers:
-        yield from _layer(layer, hidden)
+        yield from (_layer if layer.around is None else _shortcut_layer)(layer, hidden)
     if spec.mtp is not None:
         name = f"model.layers.{spec.mtp.index}."
         yield name + "enorm", (hidden,)
@@ -86,6 +90,19 @@ def _layer(layer: Layer, hidden: int) -> Shapes:
         yield from _mlp(name + "mlp.", hidden, ffn.inter)
     else:
         yield from _moe(name + ffn.name, ffn, hidden)
+
+
+def _shortcut_layer(layer: Layer, hidden: int) -> Shapes:
+    """Of a layer with two attentions; the halves are numbered behind each part's name."""
+    name, ffn, around = f"model.layers.{layer.index}.", layer.ffn, layer.around
+    if around is None or not isinstance(ffn, MoeFfn):
+        raise TypeError("a shortcut layer has a dense part and routed experts")
+    for half in range(2):
+        yield f"{name}input_layernorm.{half}", (hidden,)
+        yield f"{name}post_attention_layernorm.{half}", (hidden,)
+        yield from _attention(f"{name}self_attn.{half}.", layer.mixer, hidden)
+        yield from _mlp(f"{name}mlps.{half}.", hidden, around.inter)
+    yield from _moe(name + ffn.name, ffn, hidden)
 
 
 def _attention(name: str, mixer: Attention, hidden: int) -> Shapes:
@@ -153,12 +170,12 @@ def _gdn(name: str, mixer: Gdn, hidden: int) -> Shapes:
 
 
 def _moe(name: str, ffn: MoeFfn, hidden: int) -> Shapes:
-    n_experts = ffn.router.n_experts
-    yield name + ffn.router_name, (n_experts, hidden)
+    n_experts, n_choices = ffn.router.n_experts, ffn.router.n_choices
+    yield name + ffn.router_name, (n_choices, hidden)
     if ffn.router.logit_bias:
-        yield name + ffn.router_name + ".bias", (n_experts,)
+        yield name + ffn.router_name + ".bias", (n_choices,)
     if ffn.router.selection_bias:
-        yield name + ffn.bias_name, (n_experts,)
+        yield name + ffn.bias_name, (n_choices,)
     if ffn.expert_bias:
         yield name + GATE_UP_BIAS, (n_experts, 2 * ffn.inter)
         yield name + DOWN_BIAS, (n_experts, hidden)

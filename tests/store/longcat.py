@@ -1,0 +1,85 @@
+"""A tiny random LongCat-Flash checkpoint in the released layout: names, dtypes, index, MTP head."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moet_desk.engine.families import plan_for
+from tests.store.tiny import write_weights
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LongcatFlashForCausalLM"],
+    "model_type": "longcat_flash",
+    "vocab_size": 8192,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "ffn_hidden_size": 128,
+    "expert_ffn_hidden_size": 64,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "zero_expert_num": 4,
+    "zero_expert_type": "identity",
+    "moe_topk": 3,
+    "routed_scaling_factor": 6.0,
+    "router_bias": False,
+    "attention_method": "MLA",
+    "attention_bias": False,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000000.0,
+    "max_position_embeddings": 512,
+}
+_HEAD = "model.mtp.layers.0."
+_TEMPLATE = (
+    "{% for m in messages %}{{ '[Round 0] USER:' if m.role == 'user' else ' ASSISTANT:' }}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %} ASSISTANT:{% endif %}"
+    "{# <longcat_tool_call> #}"
+)
+
+
+def write_longcat(folder: Path, *, tokenizer: Path, shards: int = 3) -> None:
+    """Products and norms in bfloat16, the router and its bias in float32."""
+    generator = torch.Generator().manual_seed(0)
+    plan = plan_for(CONFIG, path="config.json", names=[])
+    shapes: dict[str, tuple[int, ...]] = {**plan.dense, **_head_shapes()}
+    wide, narrow = (plan.inter, plan.hidden), (plan.hidden, plan.inter)
+    for layer in plan.moe_layers:
+        for expert in range(plan.n_experts):
+            for part, shape in ((plan.gate, wide), (plan.up, wide), (plan.down, narrow)):
+                shapes[part.format(layer=layer, expert=expert)] = shape
+    tensors = {}
+    for name, size in shapes.items():
+        values = torch.randn(size, generator=generator) * 0.1
+        stored = values if ".router." in name else values.bfloat16()
+        tensors[name if name.endswith("bias") else f"{name}.weight"] = stored
+    folder.mkdir(parents=True)
+    write_weights(folder, tensors, shards=shards, by_layer=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": _TEMPLATE}))
+    shutil.copy(tokenizer, folder / "tokenizer.json")
+
+
+def _head_shapes() -> dict[str, tuple[int, ...]]:
+    """Some of the dense head's tensors, as they are called in the files."""
+    hidden, inter = CONFIG["hidden_size"], CONFIG["ffn_hidden_size"]
+    return {
+        "model.mtp.embed_tokens": (CONFIG["vocab_size"], hidden),
+        "model.mtp.norm": (hidden,),
+        _HEAD + "enorm.m": (hidden,),
+        _HEAD + "hnorm.m": (hidden,),
+        _HEAD + "eh_proj": (hidden, 2 * hidden),
+        _HEAD + "input_layernorm": (hidden,),
+        _HEAD + "self_attn.o_proj": (hidden, 64),
+        _HEAD + "transformer_layer.mlp.gate_proj": (inter, hidden),
+    }
