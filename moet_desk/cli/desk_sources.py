@@ -148,17 +148,13 @@ def planned(
     Raises:
         MoetError: MD-SRC-07 its config cannot be used, MD-PACK-01 its family does not run.
     """
-    from moet_desk.engine.families import n_layers_of, spec_for
+    from moet_desk.engine.families import packed_head, spec_for
     from moet_desk.engine.model_shape import RowSizes
     from moet_desk.engine.planned_model import PlannedModel
     from moet_desk.store.pack_folder import pack_sizes
     from moet_desk.store.pack_format import DENSE_FILE
 
-    try:
-        n_layers = n_layers_of(config)
-    except (ValueError, KeyError, TypeError) as error:
-        raise fail("MD-SRC-07", path=config_path, reason=str(error)) from error
-    has_mtp = maker.plan.moe_layers[-1] >= n_layers
+    has_mtp = packed_head(config, maker.plan.moe_layers, path=config_path)
     sizes = pack_sizes(maker)
     return PlannedModel(
         name=name,

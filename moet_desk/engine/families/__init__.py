@@ -39,10 +39,8 @@ def runs(model_type: str) -> bool:
     return model_type in MODULE_OF_TYPE
 
 
-def n_layers_of(config: Mapping[str, Any]) -> int:
-    """Layers of the language model, whose keys may lie one level down. Raises KeyError,
-    ValueError or TypeError: the file does not say it.
-    """
+def _n_layers(config: Mapping[str, Any]) -> int:
+    """Layers of the language model, whose keys may lie one level down."""
     inner = config.get("text_config")
     return int((inner if isinstance(inner, Mapping) else config)["num_hidden_layers"])
 
@@ -97,7 +95,10 @@ def packed_head(config: Mapping[str, Any], moe_layers: Sequence[int], *, path: s
     """
     if _family(config, path).mtp_prefix(config) is None:
         return False
-    return moe_layers[-1] >= int(config["num_hidden_layers"])
+    try:
+        return moe_layers[-1] >= _n_layers(config)
+    except (ValueError, KeyError, TypeError) as error:
+        raise fail("MD-SRC-07", path=path, reason=str(error)) from error
 
 
 def _with_experts(spec: Spec, path: str) -> Spec:

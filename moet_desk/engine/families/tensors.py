@@ -95,8 +95,8 @@ def _layer(layer: Layer, hidden: int) -> Shapes:
 def _shortcut_layer(layer: Layer, hidden: int) -> Shapes:
     """Of a layer with two attentions; the halves are numbered behind each part's name."""
     name, ffn, around = f"model.layers.{layer.index}.", layer.ffn, layer.around
-    if around is None or not isinstance(ffn, MoeFfn):
-        raise TypeError("a shortcut layer has a dense part and routed experts")
+    if around is None or isinstance(layer.mixer, Gdn) or not isinstance(ffn, MoeFfn):
+        raise TypeError("a shortcut layer has attention, a dense part and routed experts")
     for half in range(2):
         yield f"{name}input_layernorm.{half}", (hidden,)
         yield f"{name}post_attention_layernorm.{half}", (hidden,)
