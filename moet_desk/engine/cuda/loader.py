@@ -176,7 +176,7 @@ def _load(
         pools, arena, reader.layout, buffers, n_experts=reader.meta.n_experts, readers=readers,
         bounce=_bounce(opened, allocate), form=form,
     )  # fmt: skip
-    head = MtpDrafter(DeviceHead(model)) if opened.with_head else None
+    head = MtpDrafter(DeviceHead(model, widths)) if opened.with_head else None
     decoder = CudaDecoder(model, drafting_of(options, head, widths=widths))
     prefiller = CudaPrefiller(
         ChunkModel(model, kv, buffers, streamed), decoder, chunk=plan.prefill_chunk,
