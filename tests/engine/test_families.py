@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moet_desk.engine.families import n_layers_of, plan_for, spec_for
+from moet_desk.engine.families import packed_head, plan_for, spec_for
 from moet_desk.engine.model_shape import kv_token_bytes, state_bytes
 from moet_desk.engine.spec import DenseFfn, Gdn, Gqa, Mla, QkNorm
 from moet_desk.errors import MoetError
@@ -334,7 +334,9 @@ def test_spec__qwen3_next_and_3_6__as_published() -> None:
     assert newer.attention == mixer
     inner = spec_for(QWEN3_6["text_config"], path="config.json", has_mtp=False)
     assert inner == newer
-    assert n_layers_of(QWEN3_6) == n_layers_of(QWEN3_6["text_config"]) == 40
+    for config in (QWEN3_6, QWEN3_6["text_config"]):
+        assert packed_head(config, (0, 40), path="c")
+        assert not packed_head(config, (0, 39), path="c")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,13 @@ from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.triton.indexer import choose, index_scores
 from moet_desk.kernels.triton.kv_entries import KvPages
+from tests.gpu.test_attention import on_gpu
 from tests.kernels.triton.makers import paged, relative_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 HEADS, D, TOP_K = 32, 128, 2048
 
@@ -20,7 +24,7 @@ HEADS, D, TOP_K = 32, 128, 2048
 def test_scores_and_choice__long_rows__as_the_twins_also_in_a_graph(form: KvFormat) -> None:
     lengths = [1, 2048, 2049, 9000]
     stored = [ref.index_write(torch.randn(n, D), form) for n in lengths]
-    kv = paged([x.cuda() for x in stored], 64, form)
+    kv = on_gpu(paged(stored, 64, form))
     q, weights = torch.randn(4, HEADS, D).cuda(), torch.randn(4, HEADS).cuda()
     seen = torch.tensor(lengths, dtype=torch.int32).cuda()
     scores = torch.full((4, 16384), torch.nan).cuda()
