@@ -72,7 +72,7 @@ class SettingsScreen(ListScreen):
         source = self._loaded.source_of(setting.name).kind.value if self._loaded else ""
         mark = _MARKS.get(setting.applies, "") if setting.name in self._changed else ""
         row = Content(f" {setting.name:<26} {value:<27}")
-        return row + Content.styled(f"{source:<13}{mark}", "$dim")
+        return row + f"{source:<13}{mark}"  # in no colour of its own: the row may be marked
 
     def _draw_words(self) -> None:
         n_open = sum(SETTINGS[name].applies in _MARKS for name in self._changed)
