@@ -28,11 +28,7 @@ _WISH_BYTES, _DRAW_BYTES = 4 * 8, 2 * 8  # of a row: four float64, two int64
 
 
 class StepInputs:
-    """What the host says before a step, a line per row in each of three tables.
-
-    Attributes:
-        lines: int32 [MAX_ROWS, 3 + max_pages]: token id, position, visible length, page table.
-    """
+    """What the host says before a step, a line per row in each of three tables."""
 
     def __init__(self, max_pages: int, device: torch.device) -> None:
         width = 3 + max_pages
@@ -40,12 +36,24 @@ class StepInputs:
         pinned = device.type == "cuda"
         self._host = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
-        wishes, draws, self.lines = _tables(self._host)
-        self._wishes, self._draws = wishes.numpy(), draws.numpy()  # a store takes a tenth so
+        # int32 [MAX_ROWS, 3 + max_pages]: token id, position, visible length, page table
+        wishes, draws, lines = (table.numpy() for table in _tables(self._host))
+        self._wishes, self._draws, self._lines = wishes, draws, lines  # a store takes a tenth so
+        self._pages: list[list[int] | None] = [None] * MAX_ROWS  # as they lie in the lines
         self._device_wishes, self._device_draws, self._device_lines = _tables(self._device)
         self._ids = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         self._positions = torch.zeros_like(self._ids)
         self._lengths = torch.zeros_like(self._ids)
+
+    def set_row(self, row: int, token: int, position: int, pages: list[int]) -> None:
+        """A row reads a token at a position of a sequence. A list of pages never changes: a
+        sequence that has other pages has another list.
+        """
+        line = self._lines[row]
+        line[:3] = token, position, position + 1
+        if self._pages[row] is not pages:
+            line[3 : 3 + len(pages)] = pages
+            self._pages[row] = pages
 
     def set_draw(self, row: int, draw: Draw) -> None:
         """How the device chooses a row's token."""

@@ -309,12 +309,9 @@ class StepModel:
         gemv(b.normed[t], self._head, b.logits[t])
 
     def _fill(self, rows: Sequence[StepRow], draws: Sequence[Draw]) -> None:
-        lines = self._inputs.lines
         for i, row in enumerate(rows):
             position = row.sequence.length + row.ahead
-            pages = row.sequence.pages
-            lines[i, 0], lines[i, 1], lines[i, 2] = row.token, position, position + 1
-            lines[i, 3 : 3 + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            self._inputs.set_row(i, row.token, position, row.sequence.pages)
         for i, draw in enumerate(draws):
             self._inputs.set_draw(i, draw)
 
