@@ -1,7 +1,7 @@
 """The gated delta rule on a device, a token at a time, and what stands before and behind it.
 
-Twins: `reference.causal_conv`, `delta_unit`, `delta_decay` and `delta_step`. Many tokens at once are
-in `delta_chunk`. Launchers allocate nothing. Called on the engine thread.
+Twins: `reference.causal_conv`, `delta_unit`, `delta_decay` and `delta_step`. Many tokens at once
+are in `delta_chunk`. Launchers allocate nothing. Called on the engine thread.
 
 A sequence has one matrix per head, behind `length - pending` tokens, and a ring of what its last
 tokens added: how much stays, the key, and the change. A launch first applies the pending ones of
@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moet_desk.kernels.kv_sizes import DELTA_RING
+from moet_desk.kernels.triton.gates import sigmoid, silu
 from moet_desk.kernels.triton.numbers import loop_bound
 from moet_desk.kernels.triton.portable import PTX, product
 
-RING = 16
-"""Tokens in the rings: the rows of a step, as many pending ones, or the convolution's inputs."""
+RING = DELTA_RING
 
 MOST_PENDING = 8
 """Parts that may be pending: the rows of a step."""
@@ -103,16 +103,6 @@ class DeltaWeights:
     conv: Tensor
     rate: Tensor
     dt_bias: Tensor
-
-
-@triton.jit
-def sigmoid(x):
-    return tl.div_rn(1.0, 1.0 + tl.exp(-x))
-
-
-@triton.jit
-def silu(x):
-    return tl.div_rn(x, 1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -254,9 +244,7 @@ def _delta_step_kernel(
             v = tl.load(row + 2 * M * DK + n * DV + j, mask=j < DV, other=0.0)
             gates = beta_decay + (t + r).to(tl.int64) * bd_stride + n
             beta = sigmoid(tl.load(gates))
-            stays = tl.exp(
-                log_decay(tl.load(gates + N), tl.load(rate + n), tl.load(dt_bias + n))
-            )
+            stays = tl.exp(log_decay(tl.load(gates + N), tl.load(rate + n), tl.load(dt_bias + n)))
             decayed = product(state, tl.broadcast_to(stays, state.shape), PTX)
             d = product(v - _over_keys(k, decayed, PTX), tl.broadcast_to(beta, v.shape), PTX)
             state = _applied(state, stays, k, d, PTX)
@@ -328,7 +316,12 @@ def keep_inputs(joined: Tensor, rows: DeltaRows, slot: int) -> None:
 
 
 def delta_step(
-    mixed: Tensor, gates: Tensor, weights: DeltaWeights, rows: DeltaRows, out: Tensor, shape: DeltaShape
+    mixed: Tensor,
+    gates: Tensor,
+    weights: DeltaWeights,
+    rows: DeltaRows,
+    out: Tensor,
+    shape: DeltaShape,
 ) -> None:
     """The delta rule for up to 8 rows, or, for a run of none, what is pending alone.
 
@@ -360,8 +353,3 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
         x, gate, gate.stride(0), weight, eps, N=n, D=d, BLOCK=triton.next_power_of_2(d),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def no_runs(device: torch.device, rows: int = 1) -> Tensor:
-    """A table of runs, all zeros."""
-    return torch.zeros((rows, RUN_COLUMNS), dtype=torch.int32, device=device)

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moet_desk.kernels.triton.delta import DeltaShape, DeltaWeights, log_decay, sigmoid
+from moet_desk.kernels.triton.delta import DeltaShape, DeltaWeights, log_decay
+from moet_desk.kernels.triton.gates import sigmoid
 from moet_desk.kernels.triton.numbers import loop_bound
 from moet_desk.kernels.triton.portable import INTERPRETED
 

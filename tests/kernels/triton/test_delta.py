@@ -1,4 +1,4 @@
-"""The gated delta rule's kernels, interpreted, against their twins and, between runs, bit for bit."""
+"""The gated delta rule's kernels, interpreted, against their twins; between runs bit for bit."""
 
 from __future__ import annotations
 
