@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moet_desk.engine.handle import EngineOptions, Quality
-from moet_desk.engine.model_shape import device_kv_format, loads_head, wishes_of
+from moet_desk.engine.model_shape import (
+    check_kernels,
+    device_kv_format,
+    loads_head,
+    wishes_of,
+    without_kernels,
+)
 from moet_desk.engine.planned_model import PlannedModel
 from moet_desk.errors import MoetError, fail
 from moet_desk.forecast import (
@@ -198,6 +204,10 @@ def _contexts(model: PlannedModel, options: EngineOptions) -> Iterator[int]:
 def _fitting(machine: MachineFacts, model: PlannedModel, options: EngineOptions) -> ModelPlan:
     if options.device == "cpu":
         return _on_cpu(machine, model, options, "that is what was asked for")
+    if options.device == "cuda":
+        check_kernels(model.spec)
+    elif part := without_kernels(model.spec):
+        return _on_cpu(machine, model, options, f"for {part} a card has no kernels yet")
     choice = choose_gpu(machine.gpus)
     if choice is None:
         why = machine.gpu_problem or "no card is new enough"

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moet_desk import hardware
+from moet_desk.engine import serving
 from moet_desk.engine.blocks.ffn import MoeBlock
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.families import plan_for, spec_for
@@ -17,6 +19,7 @@ from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.residency import Residency
 from moet_desk.engine.spec import DenseFfn, Mla
 from moet_desk.errors import MoetError
+from moet_desk.hardware import Accelerator
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
@@ -181,6 +184,22 @@ def test_graphics_card__two_attentions_per_layer__refused(
     with pytest.raises(MoetError) as caught:
         load_cuda(case[0], EngineOptions(save_heat=False), device=torch.device("cpu"))
     assert caught.value.code == "MD-GPU-10"
+
+
+def test_graphics_card__nobody_insists_on_it__left_to_the_cpu(
+    case: tuple[Path, list[int], Tensor],
+    demo_pack: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    card = Accelerator("NVIDIA X", (9, 0), has_triton=True, can_compile=True)
+    monkeypatch.setattr(hardware, "probe_accelerator", lambda: card)
+    monkeypatch.setattr(hardware, "take_card", lambda: None)
+    caplog.set_level("INFO", "moet_desk.engine")
+    assert serving._device("auto", case[0]) == "cpu"
+    assert "longcat_flash have two attentions" in caplog.text
+    assert serving._device("cuda", case[0]) == "cuda"
+    assert serving._device("auto", demo_pack) == "cuda"
 
 
 def test_kv_bytes__a_token__counted_for_both_attentions() -> None:

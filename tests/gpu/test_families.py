@@ -1,4 +1,4 @@
-"""Tiny random models with grouped-query attention on a GPU: near the CPU engine, the same bits."""
+"""Tiny random models of families on a GPU: near the CPU engine, the same bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
 from tests.engine.test_mtp_parity import packed_with_head
-from tests.engine.tiny_models import GQA_CONFIGS, random_model, save_source
+from tests.engine.tiny_models import DELTA_CONFIGS, GQA_CONFIGS, random_model, save_source
 from tests.gpu.test_engine import forced, read_anew
 from tests.kernels.triton.test_head import answered
 
@@ -27,6 +27,7 @@ pytestmark = [
 ]
 
 IDS = torch.randint(3, 256, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+CONFIGS = {**GQA_CONFIGS, **DELTA_CONFIGS}
 NEAR = 2e-3
 """Of the FP4 experts' logits, over their spread; a wrong part of attention gives 0.1 or more."""
 
@@ -44,7 +45,10 @@ def on_gpu(pack: Path, **given: object) -> CudaCore:
 
 @pytest.fixture(
     scope="module",
-    params=[(name, form) for name in GQA_CONFIGS for form in ("f32", "bf16", "fp8", "nvfp4")],
+    params=[
+        *((name, form) for name in GQA_CONFIGS for form in ("f32", "bf16", "fp8", "nvfp4")),
+        *((name, form) for name in DELTA_CONFIGS for form in ("f32", "bf16")),
+    ],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def case(
@@ -52,7 +56,7 @@ def case(
 ) -> Iterator[Case]:
     name, form = request.param
     folder = tmp_path_factory.mktemp("family")
-    save_source(random_model(GQA_CONFIGS[name], 0.25), folder / "source")
+    save_source(random_model(CONFIGS[name], 0.25), folder / "source")
     pack = pack_source(folder / "source", folder / "pack")
     with loaded(pack, kv_format=form) as cpu:
         want = logits_of(cpu, IDS, plane=Plane.FINE, sizes=[1] * len(IDS))

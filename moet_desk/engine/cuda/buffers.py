@@ -7,22 +7,28 @@ have. Host inputs travel in one packed copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moet_desk.engine.cuda.chunk_sizes import projected_width
+from moet_desk.engine.cuda.delta import DeltaBuffers
 from moet_desk.engine.cuda.indexer import IndexBuffers
 from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import Attention, DenseFfn, Mla, Spec, indexer_of
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.delta import RUN_COLUMNS
 from moet_desk.kernels.triton.quant import planar_shape
 from moet_desk.kernels.triton.sampling import SampleScratch, wish
 
 MAX_ROWS = 8
 """Most rows of one step: 1 + drafts of one answer, or several answers side by side."""
+
+RUN_AT, PAGES_AT = 3, 3 + RUN_COLUMNS
+"""Where in a row's line its run and its page table begin."""
 
 _WISH_BYTES, _DRAW_BYTES = 4 * 8, 2 * 8  # of a row: four float64, two int64
 
@@ -31,12 +37,13 @@ class StepInputs:
     """What the host says before a step, a line per row in each of three tables."""
 
     def __init__(self, max_pages: int, device: torch.device) -> None:
-        width = 3 + max_pages
+        width = PAGES_AT + max_pages
         n_bytes = MAX_ROWS * (_WISH_BYTES + _DRAW_BYTES + 4 * width)
         pinned = device.type == "cuda"
         self._host = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
-        # int32 [MAX_ROWS, 3 + max_pages]: token id, position, visible length, page table
+        # int32 [MAX_ROWS, PAGES_AT + max_pages]: token id, position, visible length, the run's
+        # numbers as `kernels.triton.delta` has them, page table
         wishes, draws, lines = (table.numpy() for table in _tables(self._host))
         self._wishes, self._draws, self._lines = wishes, draws, lines  # a store takes a tenth so
         self._pages: list[list[int] | None] = [None] * MAX_ROWS  # as they lie in the lines
@@ -52,8 +59,12 @@ class StepInputs:
         line = self._lines[row]
         line[:3] = token, position, position + 1
         if self._pages[row] is not pages:
-            line[3 : 3 + len(pages)] = pages
+            line[PAGES_AT : PAGES_AT + len(pages)] = pages
             self._pages[row] = pages
+
+    def set_runs(self, runs: Sequence[Sequence[int]]) -> None:
+        """Each row's numbers of its run, for mixers that have states."""
+        self._lines[: len(runs), RUN_AT:PAGES_AT] = runs
 
     def set_draw(self, row: int, draw: Draw) -> None:
         """How the device chooses a row's token."""
@@ -74,7 +85,11 @@ class StepInputs:
         ids.copy_(lines[:, 0])
         positions.copy_(lines[:, 1])
         lengths.copy_(lines[:, 2])
-        return ids, positions, lengths, lines[:, 3:]
+        return ids, positions, lengths, lines[:, PAGES_AT:]
+
+    def runs(self, rows: int) -> Tensor:
+        """The table of runs [T, RUN_COLUMNS] int32 (a view)."""
+        return self._device_lines[:rows, RUN_AT:PAGES_AT]
 
     def draws(self, rows: int) -> tuple[Tensor, Tensor]:
         """Wishes [T, 4] float64 and draws [T, 2] int64, views, as `sample` takes them."""
@@ -150,9 +165,11 @@ class StepBuffers:
     part: Tensor
     shared_mid: Tensor
     shared_out: Tensor
+    shared_gate: Tensor
     logits: Tensor
     attention: DecodeScratch
     index: IndexBuffers | None  # of sparse attention
+    delta: DeltaBuffers | None  # of layers with a state
 
     @classmethod
     def make(cls, spec: Spec, device: torch.device, *, context: int) -> StepBuffers:
@@ -195,11 +212,13 @@ class StepBuffers:
             part=f32(pairs, spec.hidden),
             shared_mid=f32(rows, max([moe.shared_inter, *dense, 1])),
             shared_out=f32(rows, spec.hidden),
+            shared_gate=f32(rows, 1),
             logits=f32(rows, spec.vocab),
             attention=DecodeScratch.make(rows, n, width.mixed, device=device),
             index=None
             if indexer is None
             else IndexBuffers.make(indexer, rows, block=rows, entries=context, device=device),
+            delta=DeltaBuffers.make(spec.recurrent[0], rows, device) if spec.recurrent else None,
         )
 
 
@@ -219,8 +238,7 @@ class _Widths:
     def of(cls, mixer: Attention) -> _Widths:
         if not isinstance(mixer, Mla):
             queries, d = mixer.n_heads * mixer.head_dim, mixer.head_dim
-            joined = queries + 2 * mixer.n_keys * d
-            return cls(joined, 1, queries, q_rope=1, latent=1, value=d, mixed=d)
+            return cls(projected_width(mixer), 1, queries, q_rope=1, latent=1, value=d, mixed=d)
         r, dr = mixer.kv_rank, mixer.rope_dim
         queries = mixer.n_heads * (mixer.nope_dim + dr)
         return cls(

@@ -26,21 +26,31 @@ class DenseSource(Protocol):
 
     def vector(self, name: str) -> Tensor: ...
 
+    def norm(self, name: str) -> Tensor: ...
+
     def matrix(self, *names: str) -> DenseWeight: ...
 
     def table(self, name: str) -> Tensor: ...
 
 
 class DenseLoader:
-    """Reads a pack's dense tensors onto `device`."""
+    """Reads a pack's dense tensors onto `device`; `norm_offset` as `Spec` has it."""
 
-    def __init__(self, reader: PackReader, device: torch.device) -> None:
+    def __init__(
+        self, reader: PackReader, device: torch.device, *, norm_offset: float = 0.0
+    ) -> None:
         self._reader = reader
         self._device = device
+        self._norm_offset = norm_offset
 
     def vector(self, name: str) -> Tensor:
         """A norm, a bias or a small table as float32."""
         return self._reader.dense_tensor(name).to(self._device)
+
+    def norm(self, name: str) -> Tensor:
+        """The factor of a norm as float32: its weight, and the offset if the model has one."""
+        weight = self.vector(name)
+        return weight + self._norm_offset if self._norm_offset else weight
 
     def matrix(self, *names: str) -> DenseWeight:
         """One matrix, or several below each other, in the stored format.
@@ -69,6 +79,29 @@ class DenseLoader:
 
     def _put(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous().to(self._device)
+
+
+def reordered(weight: DenseWeight, order: Tensor) -> DenseWeight:
+    """The same rows in another order: row i is the old row `order[i]`. Where blocks of scales would
+    be torn apart, the weight is decoded to float32 instead.
+
+    Shapes:
+        order [N] int64
+    """
+    order = order.to(weight.values.device)
+    if weight.scales is None:
+        return DenseWeight(weight.values[order])
+    codes = weight.raw[order].view(torch.float8_e4m3fn)
+    if weight.scale_rows == 1:
+        return DenseWeight(codes, weight.scales[order])
+    firsts = order[::SCALE_BLOCK]
+    whole = firsts.repeat_interleave(SCALE_BLOCK)[: len(order)]
+    inner = torch.arange(len(order), device=order.device) % SCALE_BLOCK
+    if bool((firsts % SCALE_BLOCK == 0).all()) and torch.equal(order, whole + inner):
+        return DenseWeight(codes, weight.scales[firsts // SCALE_BLOCK])
+    by_row = weight.scales.repeat_interleave(SCALE_BLOCK, 0)[: weight.n]
+    scales = by_row.repeat_interleave(SCALE_BLOCK, 1)[:, : weight.k]
+    return DenseWeight((weight.values.float() * scales)[order])
 
 
 def _blocks_meet(infos: list[TensorInfo]) -> bool:
