@@ -79,20 +79,22 @@ def _packs(invocation: Invocation) -> tuple[PackFact, ...]:
             name=pack.name,
             state=pack.state.value,
             has_gate=read_gate(pack.path) is not None,
-            **_dense(pack.path),
+            dense_bytes=sizes[0],
+            dense_rounded_bytes=sizes[1],
         )
         for pack in invocation.library.packs()
+        for sizes in [_dense(pack.path)]
     )
 
 
-def _dense(pack: Path) -> dict[str, int]:
-    """Bytes of the dense weights, as stored and rounded; nothing if the file cannot be read."""
+def _dense(pack: Path) -> tuple[int, int] | tuple[None, None]:
+    """Bytes of the dense weights, as stored and rounded; None if the file cannot be read."""
     from moet_desk.engine.planned_model import dense_saving
     from moet_desk.errors import MoetError
     from moet_desk.store.pack_format import DENSE_FILE
 
     try:
         stored = (pack / DENSE_FILE).stat().st_size
-        return {"dense_bytes": stored, "dense_rounded_bytes": stored - dense_saving(pack)}
+        return stored, stored - dense_saving(pack)
     except (OSError, MoetError):
-        return {}
+        return None, None

@@ -151,6 +151,13 @@ def indexer_of(spec: Spec) -> Indexer | None:
     return attention.indexer if isinstance(attention, Mla) else None
 
 
+def dense_widths(spec: Spec) -> list[int]:
+    """Inner widths of the dense parts, the MTP head's too."""
+    layers = spec.layers if spec.mtp is None else (*spec.layers, spec.mtp)
+    parts = [part for layer in layers for part in (layer.ffn, layer.around)]
+    return [part.inter for part in parts if isinstance(part, DenseFfn)]
+
+
 @dataclass(frozen=True, slots=True)
 class Router:
     """How the experts of a token are chosen. The selection bias never enters the weights, a bias on

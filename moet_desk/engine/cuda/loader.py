@@ -152,7 +152,7 @@ def _load(
     report.begin("Dense layers")
     pools = {plane: _pool(plane, arena, opened, device) for plane in Plane}
     kv = KvCache(
-        spec.attention, n_layers=len(spec.layers) + opened.with_head, n_pages=plan.kv_pages,
+        spec.attention, n_layers=spec.n_kv_layers + opened.with_head, n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
         index_layers=index_layers(spec, with_head=opened.with_head),
     )  # fmt: skip
@@ -168,6 +168,7 @@ def _load(
         with_head=opened.with_head,
     )  # fmt: skip
     report.end()
+    widths = tuple(sorted({min(width, model.most_rows) for width in widths}))
     _fill_slots(pools[Plane.BASE], arena, opened.order[: plan.base_slots])
     if device.type == "cuda":
         _capture(model, kv, widths, report)
@@ -228,12 +229,9 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     config, path = reader.config(), str(pack / "config.json")
     has_mtp = packed_head(config, reader.meta.moe_layers, path=path)
     spec = spec_for(config, path=path, has_mtp=has_mtp)
-    part = "gated DeltaNet" if spec.recurrent else ""
-    if any(layer.around is not None for layer in spec.layers):
-        part = "two attentions"
-    if part:
+    if spec.recurrent:
         reader.close()
-        raise fail("MD-GPU-10", model=spec.model_type, part=part)
+        raise fail("MD-GPU-10", model=spec.model_type, part="gated DeltaNet")
     form = device_kv_format(options.kv_format)
     check_head(spec, options)
     with_head = loads_head(spec, options, on_card=True)

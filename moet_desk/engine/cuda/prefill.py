@@ -14,10 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moet_desk.engine.cuda.blocks import LayerLaunches
 from moet_desk.engine.cuda.chunk_blocks import ChunkLayer, ChunkRows, RoutedExperts
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
+from moet_desk.engine.cuda.shortcut import ChunkShortcut, ShortcutLaunches
 from moet_desk.engine.cuda.step import StepModel
 from moet_desk.engine.draft import state_of
 from moet_desk.engine.handle import PromptReading
@@ -63,13 +65,18 @@ class ChunkModel:
     ) -> None:
         self._model, self._kv, self._b, self._experts = model, kv, buffers, experts
         layers = [*model.layers, *([] if model.head is None else [model.head.layer])]
-        self._layers = [
+        self._layers = [self._of(layer) for layer in layers]
+
+    def _of(self, layer: LayerLaunches | ShortcutLaunches) -> ChunkLayer | ChunkShortcut:
+        model, b = self._model, self._b
+        made = [
             ChunkLayer(
-                layer, buffers, step=model.buffers, cos=model.cos, sin=model.sin,
+                half, b, step=model.buffers, cos=model.cos, sin=model.sin,
                 interleaved=model.interleaved, eps=model.spec.norm_eps,
             )
-            for layer in layers
+            for half in (layer.halves if isinstance(layer, ShortcutLaunches) else [layer])
         ]  # fmt: skip
+        return ChunkShortcut(layer, b, made) if isinstance(layer, ShortcutLaunches) else made[0]
 
     @property
     def n_layers(self) -> int:
@@ -121,9 +128,8 @@ class ChunkModel:
             embed(ids[here], self._model.embedding, normed)
             rms_norm(normed, head.token_norm, eps, out=normed)
             gemm(self._split(normed), head.w_token, x, residual=x)
-        place = len(self._model.layers)
         experts = partial(_read_as, self._experts, reading)
-        self._launch(place, rows, experts)
+        self._launch(len(self._model.layers), rows, experts)
         sequence.length += rows.n
 
     def _split(self, x: Tensor) -> Tensor:
@@ -138,10 +144,12 @@ class ChunkModel:
         self._launch(i, chunk.rows, experts)
         chunk.next_layer = i + 1
 
-    def _launch(self, place: int, rows: ChunkRows, experts: RoutedExperts) -> None:
-        kv = self._kv
-        index = kv.index_pages(place)
-        self._layers[place].launch(rows, kv.pages(place), kv.form, experts, index)
+    def _launch(self, i: int, rows: ChunkRows, experts: RoutedExperts) -> None:
+        kv, layer, place = self._kv, self._layers[i], self._model.places[i]
+        if isinstance(layer, ChunkShortcut):
+            layer.launch(rows, [kv.pages(place), kv.pages(place + 1)], kv.form, experts)
+        else:
+            layer.launch(rows, kv.pages(place), kv.form, experts, kv.index_pages(place))
 
     def logits(self, chunk: Chunk) -> Tensor:
         """Scores behind the chunk's last row, float32 [V] on the host; waits for the device."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,11 +21,13 @@ from moet_desk.engine.cuda.buffers import MAX_ROWS, Choices, StepBuffers, StepIn
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.head import HeadLaunches
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
+from moet_desk.engine.cuda.shortcut import ShortcutLaunches
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import RopeTable
 from moet_desk.engine.sampling import GREEDY, Draw
 from moet_desk.engine.spec import MoeFfn, Spec
 from moet_desk.errors import MoetError, fail
+from moet_desk.kernels.triton.cache import MOST_PAIRS
 from moet_desk.kernels.triton.dense import DenseWeight, embed, gemv
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
@@ -63,6 +66,11 @@ class StepModel:
         error: int32 [1], the word in which a step's kernels report.
         server: reads rows that are not in RAM, if there can be such.
         with_head: load the model's MTP head too, for `guess`.
+
+    Attributes:
+        layers: the launches of each layer.
+        places: of each layer, where its attention lies in the KV cache, and at the end the head's.
+        most_rows: of a step.
     """
 
     def __init__(
@@ -79,6 +87,7 @@ class StepModel:
         with_head: bool = False,
     ) -> None:
         self.spec = spec
+        self.most_rows = most_rows(spec.moe_ffn.router.top_k)
         self._kv, self._experts, self._device = kv, experts, device
         self.embedding = load.table("model.embed_tokens")
         if spec.tied_head:
@@ -89,11 +98,13 @@ class StepModel:
         rope = RopeTable(spec.attention.rope, context)
         self.cos, self.sin = rope.cos.to(device), rope.sin.to(device)
         self.interleaved = spec.attention.rope.interleaved
-        self.layers: list[LayerLaunches] = []
+        self.layers: list[LayerLaunches | ShortcutLaunches] = []
         n_moe, branch = 0, Branch(device)
         for layer in spec.layers:
-            self.layers.append(LayerLaunches(layer, load, moe_layer=n_moe, branch=branch))
+            kind = LayerLaunches if layer.around is None else ShortcutLaunches
+            self.layers.append(kind(layer, load, moe_layer=n_moe, branch=branch))
             n_moe += isinstance(layer.ffn, MoeFfn)
+        self.places = [0, *accumulate(layer.n_mixers for layer in spec.layers)]
         self.head: HeadLaunches | None = None
         if with_head and spec.mtp is not None:
             self.head = HeadLaunches(spec, spec.mtp, load, branch=branch)
@@ -254,11 +265,17 @@ class StepModel:
         ids, positions, lengths, table = self._inputs.unpack(rows)
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
-        for i, layer in enumerate(self.layers):
-            kv = KvPages(self._kv.pages(i), table, self._kv.form, self._kv.index_pages(i))
+        for layer, place in zip(self.layers, self.places, strict=False):
+            if isinstance(layer, ShortcutLaunches):
+                layer.launch(
+                    b, rows, eps=eps, rotation=rotation, lengths=lengths,
+                    kv=[self._pages(place, table), self._pages(place + 1, table)],
+                    experts=self._experts[plane],
+                )  # fmt: skip
+                continue
             layer.launch(
-                b, rows, eps=eps, rotation=rotation, kv=kv, lengths=lengths,
-                experts=self._experts[plane],
+                b, rows, eps=eps, rotation=rotation, kv=self._pages(place, table),
+                lengths=lengths, experts=self._experts[plane],
             )  # fmt: skip
         self._logits(b.x[t], rows)
 
@@ -269,14 +286,17 @@ class StepModel:
         ids, positions, lengths, table = self._inputs.unpack(rows)
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
-        place = len(self.layers)
-        index = self._kv.index_pages(place)
-        kv = KvPages(self._kv.pages(place), table, self._kv.form, index)
+        kv = self._pages(self.places[-1], table)
         head.launch(
             b, rows, eps=self.spec.norm_eps, rotation=rotation, kv=kv, lengths=lengths,
             experts=self._experts[plane],
         )  # fmt: skip
         self._logits(b.x[t], rows, norm=head.final_norm)
+
+    def _pages(self, place: int, table: Tensor) -> KvPages:
+        """The pages of an attention, by its place in the KV cache."""
+        kv = self._kv
+        return KvPages(kv.pages(place), table, kv.form, kv.index_pages(place))
 
     def _launch_choice(self, rows: int, drawn: bool) -> None:
         """The launches from the logits to the tokens. Greedy rows alone take two, any draw twelve
@@ -337,6 +357,11 @@ class StepModel:
         for experts in self._experts.values():
             experts.recover()
         self._broken = False
+
+
+def most_rows(top_k: int) -> int:
+    """Rows that a step can have: a look-up takes so many pairs of a token and an expert."""
+    return min(MAX_ROWS, MOST_PAIRS // top_k)
 
 
 def _recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
