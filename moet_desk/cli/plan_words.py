@@ -28,7 +28,7 @@ def as_text(model: PlannedModel, answer: ModelPlan | Refusal, facts: MachineFact
     if plan is not answer:
         lines += [_refusal(answer), f"The nearest plan that fits: {_changes(model, answer)}"]
     lines += ["", *table(tier_rows(model, plan)), *_disk_line(model, facts), ""]
-    lines += forecast_lines(plan.forecast)
+    lines += [*forecast_lines(plan.forecast), *_identity_lines(model)]
     for title in obstacles(plan, facts):
         lines.append(f"Before the card can be used: {title}. See: moet-desk doctor")
     if model.stands_in:
@@ -151,6 +151,16 @@ def forecast_lines(forecast: Forecast) -> list[str]:
         f"Forecast, not a measurement: {show_range(forecast)} tokens/s, one answer at a time.",
         f"Limited by {forecast.limit}. Assumed: {low} to {high} of look-ups find their expert in a",
         f"slot, {near} to {far} in a slot or in RAM. Rates: {basis}.",
+    ]
+
+
+def _identity_lines(model: PlannedModel) -> list[str]:
+    router = model.spec.moe_ffn.router
+    if not router.n_identity:
+        return []
+    chosen, used = router.top_k, f"{router.mean_used:.0f}"
+    return [
+        f"Of the {chosen} experts that a token chooses in a layer, {used} on average have weights."
     ]
 
 

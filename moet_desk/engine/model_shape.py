@@ -133,6 +133,7 @@ def device_shape(
     return ModelShape(
         n_rows=_n_rows(spec, with_head=with_head),
         top_k=spec.moe_ffn.router.top_k,
+        mean_used=spec.moe_ffn.router.mean_used,
         base_stride=sizes.base_stride,
         fine_stride=sizes.fine_stride,
         slot_bytes=0,
@@ -151,6 +152,7 @@ def cpu_shape(
     return ModelShape(
         n_rows=_n_rows(spec, with_head=with_head),
         top_k=spec.moe_ffn.router.top_k,
+        mean_used=spec.moe_ffn.router.mean_used,
         base_stride=sizes.base_stride,
         fine_stride=sizes.fine_stride,
         slot_bytes=sizes.layout.slot_floats * 4,

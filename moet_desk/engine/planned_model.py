@@ -172,18 +172,22 @@ def from_catalogue(entry: CatalogueEntry) -> PlannedModel:
 def spec_of(entry: CatalogueEntry) -> Spec:
     """A spec with the sizes of an entry: right in every width, not meant to be computed with."""
     facts = entry.mla or entry.gqa
-    router = Router(entry.experts, entry.top_k, Score.SIGMOID, True, 1, 1, True, 1.0)
+    n_identity = 0 if entry.mla is None else entry.mla.identity_experts
+    router = Router(
+        entry.experts, entry.top_k, Score.SIGMOID, True, 1, 1, True, 1.0, n_identity=n_identity
+    )
     has_bias = entry.gqa is not None and entry.gqa.expert_bias
     shared = facts.shared_inter if facts else entry.inter
     moe = MoeFfn(router, entry.inter, shared, expert_bias=has_bias)
     dense = DenseFfn(facts.dense_inter if facts else entry.inter)
+    around = dense if entry.mla is not None and entry.mla.per_layer > 1 else None
     n_dense = entry.layers - entry.moe_layers
     mixers = _mixers_of(entry)
     return Spec(
         model_type=entry.family, vocab=facts.vocab if facts else 1, hidden=entry.hidden,
         context=entry.context, norm_eps=1e-6, tied_head=False, mtp=None,
         layers=tuple(
-            Layer(i, mixers[i], dense if i < n_dense else moe) for i in range(entry.layers)
+            Layer(i, mixers[i], dense if i < n_dense else moe, around) for i in range(entry.layers)
         ),
     )  # fmt: skip
 

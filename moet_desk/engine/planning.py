@@ -285,6 +285,6 @@ def _work(
 ) -> TokenWork:
     spec = model.spec
     return token_work(
-        shape, tiers, layers=len(spec.layers), moe_layers=len(spec.main_moe_layers), exact=exact,
-        on_device=on_device,
+        shape, tiers, layers=sum(layer.n_mixers for layer in spec.layers),
+        moe_layers=len(spec.main_moe_layers), exact=exact, on_device=on_device,
     )  # fmt: skip

@@ -183,6 +183,11 @@ class Router:
         """Scores of a token: of experts with weights and of identity experts."""
         return self.n_experts + self.n_identity
 
+    @property
+    def mean_used(self) -> float:
+        """Experts with weights that a token uses on average, if all choices are as likely."""
+        return self.top_k * self.n_experts / self.n_choices
+
 
 @dataclass(frozen=True, slots=True)
 class DenseFfn:
