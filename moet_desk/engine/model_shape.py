@@ -120,7 +120,7 @@ def kv_places(spec: Spec) -> tuple[int, ...]:
 
 def without_kernels(spec: Spec) -> str:
     """What in a model's layers only a CPU computes so far; empty if a card runs it."""
-    return "two attentions" if any(layer.around is not None for layer in spec.layers) else ""
+    return ""
 
 
 def check_kernels(spec: Spec) -> None:
@@ -162,6 +162,7 @@ def device_shape(
     return ModelShape(
         n_rows=_n_rows(spec, with_head=with_head),
         top_k=spec.moe_ffn.router.top_k,
+        mean_used=spec.moe_ffn.router.mean_used,
         base_stride=sizes.base_stride,
         fine_stride=sizes.fine_stride,
         slot_bytes=0,
@@ -180,6 +181,7 @@ def cpu_shape(
     return ModelShape(
         n_rows=_n_rows(spec, with_head=with_head),
         top_k=spec.moe_ffn.router.top_k,
+        mean_used=spec.moe_ffn.router.mean_used,
         base_stride=sizes.base_stride,
         fine_stride=sizes.fine_stride,
         slot_bytes=sizes.layout.slot_floats * 4,

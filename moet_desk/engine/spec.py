@@ -162,6 +162,13 @@ def indexer_of(spec: Spec) -> Indexer | None:
     return attention.indexer if isinstance(attention, Mla) else None
 
 
+def dense_widths(spec: Spec) -> list[int]:
+    """Inner widths of the dense parts, the MTP head's too."""
+    layers = spec.layers if spec.mtp is None else (*spec.layers, spec.mtp)
+    parts = [part for layer in layers for part in (layer.ffn, layer.around)]
+    return [part.inter for part in parts if isinstance(part, DenseFfn)]
+
+
 @dataclass(frozen=True, slots=True)
 class Router:
     """How the experts of a token are chosen. The selection bias never enters the weights, a bias on
@@ -186,6 +193,11 @@ class Router:
     def n_choices(self) -> int:
         """Scores of a token: of experts with weights and of identity experts."""
         return self.n_experts + self.n_identity
+
+    @property
+    def mean_used(self) -> float:
+        """Experts with weights that a token uses on average, if all choices are as likely."""
+        return self.top_k * self.n_experts / self.n_choices
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from moet_desk.engine.cuda.chunk_sizes import projected_width
 from moet_desk.engine.cuda.delta import DeltaBuffers
 from moet_desk.engine.cuda.indexer import IndexBuffers
 from moet_desk.engine.sampling import Draw
-from moet_desk.engine.spec import Attention, DenseFfn, Mla, Spec, indexer_of
+from moet_desk.engine.spec import Attention, Mla, Spec, dense_widths, indexer_of
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.delta import RUN_COLUMNS
@@ -155,8 +155,9 @@ class StepBuffers:
     mixed: Tensor
     heads: Tensor
     router: Tensor
-    ids: Tensor  # int32
+    ids: Tensor  # int32; below 0 for an identity expert
     weights: Tensor
+    share: Tensor  # weights of identity experts, added up
     codes: Mapping[Activations, Tensor]  # int32; a step uses one kind
     scales: Tensor
     hidden: Tensor
@@ -180,7 +181,7 @@ class StepBuffers:
         width, moe, rows = _Widths.of(spec.attention), spec.moe_ffn, MAX_ROWS
         n = spec.attention.n_heads
         top_k, pairs = moe.router.top_k, rows * moe.router.top_k
-        dense = [layer.ffn.inter for layer in spec.layers if isinstance(layer.ffn, DenseFfn)]
+        dense = dense_widths(spec)
 
         def f32(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
@@ -201,9 +202,10 @@ class StepBuffers:
             q_latent=f32(rows, n, width.latent),
             mixed=f32(rows, n, width.latent),
             heads=f32(rows, n * width.value),
-            router=f32(rows, moe.router.n_experts),
+            router=f32(rows, moe.router.n_choices),
             ids=i32(rows, top_k),
             weights=f32(rows, top_k),
+            share=f32(rows),
             codes=codes(rows, spec.hidden),
             scales=f32(rows, spec.hidden // 32),
             hidden=f32(pairs, moe.inter),
