@@ -104,13 +104,14 @@ def _mixer(keys: Keys, ratio: int) -> PooledAttention:
     if rotary % 2 or rotary > min(head_dim, keys.count("index_head_dim")):
         raise keys.wrong(f"qk_rope_head_dim {rotary} of {head_dim} numbers cannot be")
     turns = rope(keys, rotary, interleaved=True)
-    if turns.yarn is None:
+    yarn = turns.yarn
+    if yarn is None:
         raise keys.wrong("its rope is not of the type yarn")
     if ratio == _WINDOW_ONLY:
         turns = replace(turns, yarn=None)
     else:  # the released rotation has no magnitude, whatever the factor
         base = keys.number("compress_rope_theta")
-        turns = replace(turns, base=base, yarn=replace(turns.yarn, attention_factor=1.0))
+        turns = replace(turns, base=base, yarn=replace(yarn, attention_factor=1.0))
     return PooledAttention(
         n_heads=n_heads,
         head_dim=head_dim,
