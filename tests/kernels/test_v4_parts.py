@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moet_desk.kernels.reference.indexer import best_entries, index_scores
 from moet_desk.kernels.reference.pooling import OpenWindow
+from moet_desk.kernels.reference.shared_attention import grouped_output, shared_attention
 from moet_desk.kernels.reference.streams import StreamWeights, collapse, connections
 
 
@@ -144,3 +145,30 @@ def test_collapse__one_token__formula() -> None:
     read = (f * scale + base).sigmoid() + 1e-3
     got = collapse(streams, project, base, scale, eps=1e-3, norm_eps=1e-6)
     torch.testing.assert_close(got[1], read @ streams[1])
+
+
+# -- attention ---------------------------------------------------------------------------------
+
+
+def test_shared_attention__sinks_and_unseen_entries__formula() -> None:
+    queries, entries, sinks = _random(3, 2, 4, seed=22), _random(5, 4, seed=23), _random(2, seed=24)
+    seen = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 1], [0, 0, 0, 0, 0]]).bool()
+    got = shared_attention(queries, entries, seen, sinks, scale=0.7)
+    for t in range(3):
+        for h in range(2):
+            shares = [
+                math.exp(0.7 * float(queries[t, h] @ entries[s])) if seen[t, s] else 0.0
+                for s in range(5)
+            ]
+            whole = sum(shares) + math.exp(float(sinks[h]))
+            wanted = torch.tensor(shares) @ entries / whole
+            torch.testing.assert_close(got[t, h], wanted)
+
+
+def test_grouped_output__two_groups__each_by_its_own_rows() -> None:
+    mixed, outer = _random(3, 4, 5, seed=25), _random(7, 6, seed=26)
+    inner = _random(6, 10, seed=27)
+    got = grouped_output(mixed, inner, outer, groups=2)
+    first = inner[:3] @ mixed[2, :2].flatten()
+    second = inner[3:] @ mixed[2, 2:].flatten()
+    torch.testing.assert_close(got[2], outer @ torch.cat([first, second]))

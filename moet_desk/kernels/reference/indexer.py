@@ -1,6 +1,6 @@
 """Which cached entries a token attends to: an indexer's scores and the best of them.
 
-Used by attention that picks a few entries of a long context (DeepSeek-V3.2, arXiv 2512.02556).
+Used by attention that picks a few entries of a long context (DeepSeek-V3.2 and V4, GLM-5).
 Called on the engine thread. Pure functions.
 """
 

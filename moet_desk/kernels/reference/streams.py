@@ -1,4 +1,4 @@
-"""Hyper-connections: several residual streams around each block instead of one (arXiv 2512.24880).
+"""Hyper-connections: several residual streams around each block where others have one.
 
 Called on the engine thread. Pure functions.
 """
