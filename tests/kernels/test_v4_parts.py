@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moet_desk.kernels.kinds import Score
 from moet_desk.kernels.reference.indexer import best_entries, index_scores
 from moet_desk.kernels.reference.pooling import OpenWindow
+from moet_desk.kernels.reference.routing import weights_of
 from moet_desk.kernels.reference.shared_attention import grouped_output, shared_attention
 from moet_desk.kernels.reference.streams import StreamWeights, collapse, connections
 
@@ -172,3 +174,15 @@ def test_grouped_output__two_groups__each_by_its_own_rows() -> None:
     first = inner[:3] @ mixed[2, :2].flatten()
     second = inner[3:] @ mixed[2, 2:].flatten()
     torch.testing.assert_close(got[2], outer @ torch.cat([first, second]))
+
+
+# -- routing by token id -----------------------------------------------------------------------
+
+
+def test_weights_of__ids_from_a_table__their_scores_to_the_scale() -> None:
+    logits, ids = _random(2, 5, seed=28), torch.tensor([[4, 0], [1, 3]])
+    got = weights_of(logits, ids, score=Score.SQRT_SOFTPLUS, renormalize=True, scale=1.5)
+    for t in range(2):
+        scores = [math.sqrt(math.log1p(math.exp(float(logits[t, e])))) for e in ids[t].tolist()]
+        wanted = [1.5 * score / sum(scores) for score in scores]
+        assert got[t].tolist() == pytest.approx(wanted, abs=1e-6)
