@@ -9,6 +9,8 @@ from moet_desk.kernels.kinds import KvFormat
 
 FP8_BLOCK = 128
 NVFP4_BLOCK = 16
+SHARED_BLOCK = 64
+"""Numbers that share a scale in an FP8 entry of shared attention."""
 
 
 def mla_entry_bytes(fmt: KvFormat, r: int, dr: int) -> int:
@@ -31,6 +33,25 @@ def gqa_entry_bytes(fmt: KvFormat, n_keys: int, d: int, dv: int) -> int:
         ValueError: NVFP4 and `d` or `dv` is not a multiple of 16.
     """
     return n_keys * (vector_bytes(fmt, d) + vector_bytes(fmt, dv))
+
+
+def shared_entry_bytes(fmt: KvFormat, dim: int, rotary: int) -> int:
+    """Bytes of one entry of shared attention, of which the last `rotary` numbers rotate (512 with
+    64 of them: 2048, 1024, 584, 316).
+
+    Raises:
+        ValueError: NVFP4 and what does not rotate is not a multiple of 16.
+    """
+    plain = dim - rotary
+    if fmt is KvFormat.FP8:
+        return plain + 2 * rotary + shared_scale_bytes(plain)
+    return mla_entry_bytes(fmt, plain, rotary)
+
+
+def shared_scale_bytes(plain: int) -> int:
+    """Bytes of the scales of an FP8 entry: whole words of 8."""
+    n_blocks = -(-plain // SHARED_BLOCK)
+    return -(-n_blocks // 8) * 8
 
 
 def index_form(fmt: KvFormat) -> KvFormat:

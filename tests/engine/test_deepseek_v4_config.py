@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from moet_desk.engine.families import plan_for
 from moet_desk.engine.families.deepseek_v4 import spec
-from moet_desk.engine.spec_v4 import Indexer
+from moet_desk.engine.model_shape import kv_token_bytes, state_bytes
+from moet_desk.engine.spec import PooledAttention, PoolIndexer, Spec
 from moet_desk.errors import MoetError
-from moet_desk.kernels.kinds import Glu, Score
+from moet_desk.kernels.kinds import Glu, KvFormat, Score
 
 FLASH: dict[str, Any] = {
     "model_type": "deepseek_v4", "vocab_size": 129280, "hidden_size": 4096,
@@ -30,18 +33,24 @@ FLASH: dict[str, Any] = {
 }  # fmt: skip
 
 
+def mixers(made: Spec) -> list[PooledAttention]:
+    found = [layer.mixer for layer in made.layers]
+    assert all(isinstance(mixer, PooledAttention) for mixer in found)
+    return found  # type: ignore[return-value]
+
+
 def test_spec__flash__as_published() -> None:
     flash = spec(FLASH, path="config.json", has_mtp=True)
-    pools = [layer.mixer.pool for layer in flash.layers]
+    pools = [mixer.pool for mixer in mixers(flash)]
     assert [0 if pool is None else pool.ratio for pool in pools] == [0, 0, *[4, 128] * 20, 4]
-    assert [layer.index for layer in flash.layers if layer.hashed] == [0, 1, 2]
+    assert [layer.index for layer in flash.layers if layer.ffn.hashed] == [0, 1, 2]
     assert pools[2] is not None
     assert pools[3] is not None
-    assert (pools[2].overlap, pools[2].indexer) == (True, Indexer(64, 128, 512))
-    assert (pools[3].overlap, pools[3].indexer) == (False, None)
+    assert (pools[2].indexer, pools[3].indexer) == (PoolIndexer(64, 128, 512), None)
+    assert flash.streams is not None
     assert (flash.streams.n, flash.streams.sinkhorn_steps, flash.streams.eps) == (4, 20, 1e-6)
     assert flash.mtp is not None
-    assert (flash.mtp.index, flash.mtp.mixer.pool, flash.mtp.hashed) == (43, None, False)
+    assert (flash.mtp.index, flash.mtp.mixer.pool, flash.mtp.ffn.hashed) == (43, None, False)
 
 
 def test_spec__flash__two_ropes() -> None:
@@ -75,6 +84,8 @@ def test_spec__draft_model_in_the_file__same_spec() -> None:
         ("engram_layers", [1], "engram_layers"),
         ("compress_ratios", [0, 4], "compress_ratios"),
         ("compress_ratios", [2] * 43, "compress_ratios"),
+        ("compress_ratios", [96] * 43, "compress_ratios"),
+        ("index_head_dim", 96, "index_head_dim"),
         ("compress_ratios", None, "compress_ratios"),
         ("num_key_value_heads", 2, "num_key_value_heads"),
         ("norm_topk_prob", False, "norm_topk_prob"),
@@ -93,3 +104,36 @@ def test_spec__unsupported__refused_by_name(key: str, value: object, named: str)
         spec({**FLASH, key: value}, path="config.json", has_mtp=False)
     assert caught.value.code == "MD-SRC-07"
     assert named in str(caught.value)
+
+
+def test_kv__flash__bytes_of_a_token_and_of_a_request() -> None:
+    flash = spec(FLASH, path="config.json", has_mtp=True)
+    fp8 = kv_token_bytes(flash, KvFormat.FP8)
+    # 21 layers with an entry and a key for 4 tokens, 20 with an entry for a page of 64
+    assert fp8 == math.ceil(21 * (584 + 132) / 4 + 20 * 584 / 64)
+    assert kv_token_bytes(flash, KvFormat.BF16) == 6720 + 320
+    near = 127 * 584 * 43
+    sums = 4 * (21 * 9 * (512 + 128) + 20 * 3 * 512)
+    assert state_bytes(flash, KvFormat.FP8) == 3 * (near + sums)
+    assert state_bytes(flash, KvFormat.FP8, with_head=True) == 3 * (near + sums + 127 * 584)
+
+
+def test_plan__flash__released_names_and_rows() -> None:
+    plan = plan_for(FLASH, path="config.json", names=["mtp.0.e_proj", "embed"])
+    assert plan.n_rows == 44 * 256
+    assert plan.gate.format(layer=3, expert=7) == "model.layers.3.ffn.experts.7.w1"
+    assert plan.dense["model.layers.0.ffn.gate.tid2eid"] == (129280, 6)
+    assert "model.layers.3.ffn.gate.tid2eid" not in plan.dense
+    assert plan.dense["model.layers.2.attn.compressor.ape"] == (4, 1024)
+    assert plan.dense["model.layers.43.hc_head_fn"] == (4, 4 * 4096)
+    n_weights = sum(
+        math.prod(shape) for shape in plan_for(FLASH, path="c", names=[]).dense.values()
+    )
+    assert n_weights - 3 * 6 * 129280 == pytest.approx(7.31e9, rel=2e-3)
+
+
+def test_plan__draft_stages__left_out() -> None:
+    later = {**FLASH, "dspark_block_size": 4}
+    plan = plan_for(later, path="c", names=["mtp.0.e_proj", "mtp.1.e_proj"])
+    assert plan.n_rows == 43 * 256
+    assert "mtp." in plan.ignored

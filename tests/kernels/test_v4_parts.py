@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet_desk.kernels.kinds import Score
+from moet_desk.kernels.kinds import KvFormat, Score
+from moet_desk.kernels.kv_sizes import shared_entry_bytes
+from moet_desk.kernels.reference.pooled_entries import index_rounded, shared_read, shared_write
 from moet_desk.kernels.reference.pooling import OpenWindow
 from moet_desk.kernels.reference.routing import weights_of
 from moet_desk.kernels.reference.shared_attention import grouped_output, shared_attention
@@ -26,41 +28,112 @@ def _pooled(values: Tensor, logits: Tensor) -> Tensor:
     return (values * logits.softmax(0)).sum(0)
 
 
-def _entries(window: OpenWindow, values: Tensor, logits: Tensor) -> tuple[OpenWindow, list[Tensor]]:
-    found = []
-    for value, logit in zip(values, logits, strict=True):
-        window, entry = window.add(value, logit)
-        found += [] if entry is None else [entry]
-    return window, found
+def _entries(
+    window: OpenWindow, values: Tensor, logits: Tensor, sizes: list[int]
+) -> tuple[OpenWindow, Tensor]:
+    found, at = [], 0
+    for size in sizes:
+        window, entries = window.read(values[at : at + size], logits[at : at + size])
+        found.append(entries)
+        at += size
+    assert at == len(values)
+    return window, torch.cat(found)
 
 
-def test_open_window__no_overlap__softmax_over_each_window() -> None:
+SIZES = {"whole": [19], "one by one": [1] * 19, "odd": [3, 8, 2, 1, 5], "to the edge": [8, 8, 3]}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
+def test_open_window__no_overlap__softmax_over_each_window(sizes: list[int]) -> None:
     values, logits = _random(19, 3, seed=4), 30 * _random(19, 3, seed=5)
-    _, entries = _entries(OpenWindow.start(8, 3, overlap=False), values, logits)
+    window, entries = _entries(OpenWindow.start(8, 3, overlap=False), values, logits, sizes)
     wanted = [_pooled(values[i : i + 8], logits[i : i + 8]) for i in (0, 8)]
-    torch.testing.assert_close(torch.stack(entries), torch.stack(wanted))
+    torch.testing.assert_close(entries, torch.stack(wanted))
+    assert window.n_tokens == 3
 
 
-def test_open_window__overlap__first_half_of_the_window_before() -> None:
-    values, logits = _random(14, 6, seed=6), 3 * _random(14, 6, seed=7)
-    _, entries = _entries(OpenWindow.start(4, 3, overlap=True), values, logits)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
+def test_open_window__overlap__first_half_of_the_window_before(sizes: list[int]) -> None:
+    values, logits = _random(19, 6, seed=6), 3 * _random(19, 6, seed=7)
+    _, entries = _entries(OpenWindow.start(4, 3, overlap=True), values, logits, sizes)
     wanted = [_pooled(values[:4, 3:], logits[:4, 3:])]
-    for i in (4, 8):
+    for i in (4, 8, 12):
         before, here = slice(i - 4, i), slice(i, i + 4)
         both = [torch.cat([x[before, :3], x[here, 3:]]) for x in (values, logits)]
         wanted.append(_pooled(*both))
-    torch.testing.assert_close(torch.stack(entries), torch.stack(wanted))
+    torch.testing.assert_close(entries, torch.stack(wanted))
 
 
-@pytest.mark.parametrize("marked", [0, 3, 4, 7, 9])
+@pytest.mark.parametrize("marked", [1, 3, 4, 7, 9])
 def test_open_window__rewound_over_a_closed_window__same_bits(marked: int) -> None:
     values, logits = _random(16, 6, seed=8), _random(16, 6, seed=9)
     start = OpenWindow.start(4, 3, overlap=True)
-    _, straight = _entries(start, values, logits)
-    mark, before = _entries(start, values[:marked], logits[:marked])
-    _entries(mark, _random(7, 6, seed=10), _random(7, 6, seed=11))  # drafts that are thrown away
-    _, behind = _entries(mark, values[marked:], logits[marked:])
-    assert torch.equal(torch.stack(before + behind), torch.stack(straight))
+    sizes = [marked, 16 - marked]
+    _, straight = _entries(start, values, logits, sizes)
+    mark, before = _entries(start, values[:marked], logits[:marked], sizes[:1])
+    mark.read(_random(7, 6, seed=10), _random(7, 6, seed=11))  # drafts that are thrown away
+    _, behind = _entries(mark, values[marked:], logits[marked:], sizes[1:])
+    assert torch.equal(torch.cat([before, behind]), straight)
+
+
+# -- entries -----------------------------------------------------------------------------------
+
+
+def _power(amax: float, most: float) -> float:
+    return 2.0 ** math.ceil(math.log2(max(amax, 1e-4) / most))
+
+
+def test_shared_write__fp8__as_released() -> None:
+    entries = _random(3, 512, seed=30) * torch.tensor([[1.0], [1e-6], [300.0]])
+    entries[0, 64:128] *= 448.0 / entries[0, 64:128].abs().max()  # exactly at a power of two
+    buf = shared_write(entries, KvFormat.FP8, 64)
+    assert buf.shape == (3, 584)
+    got = shared_read(buf, KvFormat.FP8, 512, 64)
+    assert torch.equal(got[:, 448:], entries[:, 448:].bfloat16().float())
+    for t in range(3):
+        for i in range(0, 448, 64):
+            block = entries[t, i : i + 64]
+            scale = _power(float(block.abs().max()), 448.0)
+            wanted = (block / scale).to(torch.float8_e4m3fn).float() * scale
+            assert torch.equal(got[t, i : i + 64], wanted)
+
+
+@pytest.mark.parametrize(
+    ("form", "n_bytes", "off"),
+    [(KvFormat.F32, 2048, 0.0), (KvFormat.BF16, 1024, 0.004), (KvFormat.NVFP4, 316, 0.2)],
+)
+def test_shared_write__other_formats__sizes_and_errors(
+    form: KvFormat, n_bytes: int, off: float
+) -> None:
+    entries = _random(4, 512, seed=31)
+    buf = shared_write(entries, form, 64)
+    assert buf.shape == (4, n_bytes)
+    assert shared_entry_bytes(form, 512, 64) == n_bytes
+    found = shared_read(buf, form, 512, 64)
+    assert off / 2 <= float((found - entries).norm() / entries.norm()) * 2 <= 2 * off
+
+
+def test_shared_write__short_last_block__size() -> None:
+    entries = _random(2, 32, seed=32)
+    buf = shared_write(entries, KvFormat.FP8, 8)
+    assert buf.shape[1] == shared_entry_bytes(KvFormat.FP8, 32, 8) == 24 + 16 + 8
+    assert (shared_read(buf, KvFormat.FP8, 32, 8) - entries).abs().max() < 0.15
+
+
+def test_index_rounded__two_blocks__formula() -> None:
+    x = _random(2, 3, 64, seed=33)
+    matrix = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(64)] for i in range(64)])
+    turned = x @ matrix / 8
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    got = index_rounded(x)
+    for t in range(2):
+        for n in range(3):
+            for i in (0, 32):
+                block = turned[t, n, i : i + 32]
+                scale = 2.0 ** math.ceil(math.log2(float(block.abs().max()) / 6.0))
+                nearest = (block[:, None].abs() / scale - values).abs().argmin(-1)
+                wanted = values[nearest] * block.sign() * scale
+                torch.testing.assert_close(got[t, n, i : i + 32], wanted)
 
 
 # -- streams -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.indexer import IndexBuffers
 from moet_desk.engine.sampling import Draw
-from moet_desk.engine.spec import Attention, DenseFfn, Mla, Spec, indexer_of
+from moet_desk.engine.spec import Attention, DenseFfn, Mla, PooledAttention, Spec, indexer_of
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.quant import planar_shape
@@ -208,7 +208,9 @@ class _Widths:
     mixed: int  # what scores weigh and add up
 
     @classmethod
-    def of(cls, mixer: Attention) -> _Widths:
+    def of(cls, mixer: Attention | PooledAttention) -> _Widths:
+        if isinstance(mixer, PooledAttention):
+            raise TypeError("there are no launches for pooled attention")
         if not isinstance(mixer, Mla):
             queries, d = mixer.n_heads * mixer.head_dim, mixer.head_dim
             joined = queries + 2 * mixer.n_keys * d

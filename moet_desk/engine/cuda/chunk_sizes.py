@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from moet_desk.engine.spec import DenseFfn, Gqa, Mla, Spec, indexer_of
+from moet_desk.engine.spec import DenseFfn, Gqa, Mla, PooledAttention, Spec, indexer_of
 from moet_desk.kernels.row_sizes import GROUP, ExpertLayout
 from moet_desk.plan import ChunkSize
 from moet_desk.store.pack_format import Plane
@@ -72,6 +72,8 @@ class ChunkShape:
         """For chunks of `rows` tokens of sequences of up to `context`."""
         mixer, moe, block = spec.attention, spec.moe_ffn, min(rows, BLOCK_ROWS)
         entries = -(-context // 64) * 64
+        if isinstance(mixer, PooledAttention):
+            raise TypeError("there are no launches for pooled attention")
         own = _of_mla(mixer, entries) if isinstance(mixer, Mla) else _of_gqa(mixer)
         dense = [layer.ffn.inter for layer in spec.layers if isinstance(layer.ffn, DenseFfn)]
         inter = max([moe.shared_inter, *dense])

@@ -49,6 +49,7 @@ from moet_desk.engine.model_shape import (
     loads_head,
     running_layers,
     wishes_of,
+    without_kernels,
 )
 from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import Spec
@@ -225,9 +226,7 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     config, path = reader.config(), str(pack / "config.json")
     has_mtp = packed_head(config, reader.meta.moe_layers, path=path)
     spec = spec_for(config, path=path, has_mtp=has_mtp)
-    part = "gated DeltaNet" if spec.recurrent else ""
-    if any(layer.around is not None for layer in spec.layers):
-        part = "two attentions"
+    part = without_kernels(spec)
     if part:
         reader.close()
         raise fail("MD-GPU-10", model=spec.model_type, part=part)

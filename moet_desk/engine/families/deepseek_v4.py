@@ -1,8 +1,8 @@
-"""DeepSeek-V4-Flash: config keys.
+"""DeepSeek-V4-Flash: config keys and tensor names.
 
 One key-value head for all query heads, a short window and pooled entries behind it; four residual
-streams; the first layers' experts come from a table of token ids. The family is not in
-`MODULE_OF_TYPE` yet, because the engine has no blocks for it.
+streams; the first layers' experts come from a table of token ids. The MTP head is a layer with a
+window alone.
 """
 
 from __future__ import annotations
@@ -12,10 +12,20 @@ from dataclasses import replace
 from typing import Any
 
 from moet_desk.engine.families.config_keys import Keys
-from moet_desk.engine.families.parts import COMMON_KEYS, rope
-from moet_desk.engine.spec import MoeFfn, Router
-from moet_desk.engine.spec_v4 import Indexer, Pool, PooledAttention, Streams, V4Layer, V4Spec
+from moet_desk.engine.families.parts import COMMON_KEYS, rope, spec_of
+from moet_desk.engine.families.tensors import plan_of
+from moet_desk.engine.spec import (
+    Layer,
+    MoeFfn,
+    Pool,
+    PooledAttention,
+    PoolIndexer,
+    Router,
+    Spec,
+    Streams,
+)
 from moet_desk.kernels.kinds import Glu, Score
+from moet_desk.store.pack_format import PackPlan
 
 MATHS_KEYS = COMMON_KEYS | frozenset(
     "qk_rope_head_dim q_lora_rank o_groups o_lora_rank moe_intermediate_size n_shared_experts"
@@ -31,20 +41,20 @@ _DRAFT_KEYS = "dspark_"
 it.
 """
 
-_WINDOW_ONLY, _SPARSE, _HEAVY = 0, 4, 128
+_WINDOW_ONLY, _SPARSE = 0, 4
+_HEAD, _DRAFTS = "mtp.0.", "mtp."
 
 
-def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> V4Spec:
-    """The spec of a model with the released spelling of keys.
-
-    Args:
-        config: the parsed config.json.
-        path: where it came from, for messages.
-        has_mtp: whether the MTP head's tensors are there.
-
-    Raises:
-        MoetError: MD-SRC-07 a key that is missing, wrong or unknown.
+def mtp_prefix(config: Mapping[str, Any]) -> str | None:
+    """Under which names an MTP head lies. Files with a draft model have its stages there instead,
+    which are not run.
     """
+    has_drafts = any(key.startswith(_DRAFT_KEYS) for key in config)
+    return None if has_drafts else _HEAD
+
+
+def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
+    """See `families.spec_for`."""
     mine = {key: value for key, value in config.items() if not key.startswith(_DRAFT_KEYS)}
     keys = Keys(mine, path=path)
     keys.refuse_unknown(MATHS_KEYS)
@@ -63,37 +73,54 @@ def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> V4Spec:
     mixers = {ratio: _mixer(keys, ratio) for ratio in {*ratios, _WINDOW_ONLY}}
     hashed, routed = _ffn(keys, hashed=True), _ffn(keys, hashed=False)
     layers = [
-        V4Layer(i, mixers[ratio], hashed if i < n_hashed else routed, hashed=i < n_hashed)
+        Layer(i, mixers[ratio], hashed if i < n_hashed else routed)
         for i, ratio in enumerate(ratios)
     ]
-    head = V4Layer(len(ratios), mixers[_WINDOW_ONLY], routed, hashed=False)
-    return V4Spec(
-        vocab=keys.count("vocab_size"),
-        hidden=keys.multiple("hidden_size", of=32),
-        context=keys.count("max_position_embeddings"),
-        norm_eps=keys.number("rms_norm_eps", default=1e-6),
-        streams=Streams(
-            n=keys.count("hc_mult"),
-            sinkhorn_steps=keys.count("hc_sinkhorn_iters"),
-            eps=keys.number("hc_eps"),
-        ),
-        layers=tuple(layers),
-        mtp=head if has_mtp else None,
+    head = Layer(len(ratios), mixers[_WINDOW_ONLY], routed) if has_mtp else None
+    streams = Streams(
+        n=keys.count("hc_mult"),
+        sinkhorn_steps=keys.count("hc_sinkhorn_iters"),
+        eps=keys.number("hc_eps"),
     )
+    made = spec_of(keys, layers, model_type="deepseek_v4", mtp=head)
+    return replace(made, streams=streams)
+
+
+def plan(spec: Spec) -> PackPlan:
+    """See `families.plan_for`."""
+    last = len(spec.layers)
+    renames = [
+        ("embed", "model.embed_tokens"),
+        ("head", "lm_head"),
+        ("norm", "model.norm"),
+        ("hc_head_", "model.hc_head_"),
+        ("layers.", "model.layers."),
+    ]
+    if spec.mtp is not None:
+        renames.insert(0, (_HEAD, f"model.layers.{last}."))
+    ignored = () if spec.mtp is not None else (_DRAFTS,)
+    return replace(plan_of(spec, ignored=ignored), renames=tuple(renames))
 
 
 def _ratios(keys: Keys) -> list[int]:
-    """Tokens per pooled entry of each layer. The list also has the draft layers', behind."""
+    """Tokens per pooled entry of each layer; the list has the draft layers' behind. Where it is 4,
+    an indexer chooses. Pages need powers of two.
+    """
     n_layers, ratios = keys.count("num_hidden_layers"), keys.get("compress_ratios")
     known = isinstance(ratios, list) and all(
-        type(ratio) is int and ratio in (_WINDOW_ONLY, _SPARSE, _HEAVY) for ratio in ratios
+        type(ratio) is int and (ratio in (_WINDOW_ONLY, _SPARSE) or _is_heavy(ratio))
+        for ratio in ratios
     )
     if not known or len(ratios) < n_layers:
         raise keys.wrong(
-            f"compress_ratios is {ratios!r}, one of {_WINDOW_ONLY}, {_SPARSE} and {_HEAVY}"
+            f"compress_ratios is {ratios!r}, {_WINDOW_ONLY}, {_SPARSE} or a higher power of two"
             f" for each of {n_layers} layers was expected"
         )
     return list(ratios[:n_layers])
+
+
+def _is_heavy(ratio: int) -> bool:
+    return ratio > _SPARSE and ratio & (ratio - 1) == 0
 
 
 def _mixer(keys: Keys, ratio: int) -> PooledAttention:
@@ -129,14 +156,13 @@ def _mixer(keys: Keys, ratio: int) -> PooledAttention:
 def _pool(keys: Keys, ratio: int) -> Pool | None:
     if ratio == _WINDOW_ONLY:
         return None
-    if ratio == _HEAVY:
-        return Pool(ratio, overlap=False, indexer=None)
-    indexer = Indexer(
-        n_heads=keys.count("index_n_heads"),
-        head_dim=keys.count("index_head_dim"),
-        top_k=keys.count("index_topk"),
-    )
-    return Pool(ratio, overlap=True, indexer=indexer)
+    if ratio != _SPARSE:
+        return Pool(ratio, indexer=None)
+    dim = keys.count("index_head_dim")
+    if dim & (dim - 1):  # for the Hadamard matrix it is turned by
+        raise keys.wrong(f"index_head_dim is {dim}, a power of two was expected")
+    heads = keys.count("index_n_heads")
+    return Pool(ratio, PoolIndexer(n_heads=heads, head_dim=dim, top_k=keys.count("index_topk")))
 
 
 def _ffn(keys: Keys, *, hashed: bool) -> MoeFfn:
@@ -157,4 +183,13 @@ def _ffn(keys: Keys, *, hashed: bool) -> MoeFfn:
     inter, limit = keys.multiple("moe_intermediate_size", of=32), keys.number("swiglu_limit")
     if limit <= 0:
         raise keys.wrong(f"swiglu_limit is {limit}, a positive number was expected")
-    return MoeFfn(router, inter, inter, name="ffn.", glu=Glu(limit=limit), bias_name="gate.bias")
+    return MoeFfn(
+        router,
+        inter,
+        inter,
+        name="ffn.",
+        glu=Glu(limit=limit),
+        bias_name="gate.bias",
+        projections=("w1", "w3", "w2"),
+        hashed=hashed,
+    )

@@ -15,10 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A softmax-weighted mean in the making: the greatest logit, and both sums relative to it.
+    """Softmax-weighted means in the making: the greatest logits, and both sums relative to them.
 
     Shapes:
-        peak, total, weighted [D] float32
+        peak, total, weighted [..., D] float32
     """
 
     peak: Tensor
@@ -29,9 +29,12 @@ class Running:
     def empty(dim: int) -> Running:
         return Running(torch.full((dim,), -torch.inf), torch.zeros(dim), torch.zeros(dim))
 
-    def add(self, values: Tensor, logits: Tensor) -> Running:
-        """With one more token: values, logits [D] float32, logits finite."""
-        return self.join(Running(logits, torch.ones_like(logits), values))
+    @staticmethod
+    def of(values: Tensor, logits: Tensor) -> Running:
+        """Of the tokens of each window: values, logits [..., T, D] float32, logits finite."""
+        peak = logits.amax(-2)
+        shares = (logits - peak[..., None, :]).exp()
+        return Running(peak, shares.sum(-2), (shares * values).sum(-2))
 
     def join(self, other: Running) -> Running:
         """Of the tokens of both, of which one at least has any."""
@@ -43,8 +46,13 @@ class Running:
             self.weighted * mine + other.weighted * theirs,
         )
 
+    def part(self, start: int, end: int) -> Running:
+        """Some of the numbers: [..., D] -> [..., end - start]."""
+        chosen = (x[..., start:end] for x in (self.peak, self.total, self.weighted))
+        return Running(*chosen)
+
     def mean(self) -> Tensor:
-        """The entry, [D] float32; NaN if there was no token."""
+        """The entries, [..., D] float32; NaN if there was no token."""
         return self.weighted / self.total
 
 
@@ -52,37 +60,67 @@ class Running:
 class OpenWindow:
     """The state of one layer's pool between tokens.
 
-    With overlap a token gives two parts: one for the entry of its own window, one for the next
-    window's.
+    With overlap a token gives two parts of `dim` numbers: the first one for the next window's
+    entry, the second one for that of its own window.
+
+    Attributes:
+        sums: of the window that is open, over all parts.
+        before: with overlap, of the part that the window before it left for this one.
     """
 
     ratio: int
+    dim: int
     n_tokens: int
-    own: Running
-    for_next: Running | None
-    from_last: Running | None
+    sums: Running
+    before: Running | None
 
     @staticmethod
     def start(ratio: int, dim: int, *, overlap: bool) -> OpenWindow:
         """At the start of a sequence; entries have `dim` numbers."""
-        other = Running.empty(dim) if overlap else None
-        return OpenWindow(ratio, 0, Running.empty(dim), other, other)
+        sums = Running.empty(2 * dim if overlap else dim)
+        return OpenWindow(ratio, dim, 0, sums, Running.empty(dim) if overlap else None)
 
-    def add(self, values: Tensor, logits: Tensor) -> tuple[OpenWindow, Tensor | None]:
-        """The state behind one more token, and the entry if that token closes its window.
+    def read(self, values: Tensor, logits: Tensor) -> tuple[OpenWindow, Tensor]:
+        """The state behind T tokens, and the entries of the windows that they close.
 
         Shapes:
-            values, logits [D] float32, with overlap [2 D], the part for the next window first;
-            the entry is [D] float32, before its norm and rotation
+            values, logits [T, D] float32, with overlap [T, 2 D]; T at least 1
+            returns entries [n, D] float32, before their norm and rotation
         """
-        for_next, dim = self.for_next, self.own.peak.shape[0]
-        if for_next is not None:
-            for_next = for_next.add(values[:dim], logits[:dim])
-        own = self.own.add(values[-dim:], logits[-dim:])
-        if self.n_tokens + 1 < self.ratio:
-            filled = OpenWindow(self.ratio, self.n_tokens + 1, own, for_next, self.from_last)
-            return filled, None
-        whole = own if self.from_last is None else self.from_last.join(own)
-        fresh = OpenWindow.start(self.ratio, dim, overlap=for_next is not None)
-        after = OpenWindow(self.ratio, 0, fresh.own, fresh.for_next, for_next)
-        return after, whole.mean()
+        first = min(len(values), self.ratio - self.n_tokens)
+        open_one = self.sums.join(Running.of(values[:first], logits[:first]))
+        if self.n_tokens + first < self.ratio:
+            after = OpenWindow(self.ratio, self.dim, self.n_tokens + first, open_one, self.before)
+            return after, values.new_empty((0, self.dim))
+        n_whole, n_left = divmod(len(values) - first, self.ratio)
+        shape = (n_whole, self.ratio, values.shape[1])
+        whole = (x[first : len(x) - n_left].reshape(shape) for x in (values, logits))
+        closed = _behind(open_one, Running.of(*whole))
+        entries, before = self._entries(closed)
+        sums = Running.empty(values.shape[1])
+        if n_left:
+            sums = Running.of(values[-n_left:], logits[-n_left:])
+        return OpenWindow(self.ratio, self.dim, n_left, sums, before), entries
+
+    def _entries(self, closed: Running) -> tuple[Tensor, Running | None]:
+        """Entries of closed windows, and what the last one leaves for the next."""
+        if self.before is None:
+            return closed.mean(), None
+        left = closed.part(0, self.dim)
+        before = _behind(self.before, _rows(left, slice(0, -1)))
+        last = _rows(left, slice(-1, None))
+        entries = before.join(closed.part(self.dim, 2 * self.dim)).mean()
+        return entries, Running(last.peak[0], last.total[0], last.weighted[0])
+
+
+def _rows(sums: Running, rows: slice) -> Running:
+    return Running(sums.peak[rows], sums.total[rows], sums.weighted[rows])
+
+
+def _behind(first: Running, others: Running) -> Running:
+    """One window's sums [D] before those of others [n, D]: [n + 1, D]."""
+    return Running(
+        torch.cat([first.peak[None], others.peak]),
+        torch.cat([first.total[None], others.total]),
+        torch.cat([first.weighted[None], others.weighted]),
+    )
