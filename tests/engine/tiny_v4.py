@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moet_desk.kernels.reference import expand_fine
@@ -72,26 +73,35 @@ def random_v4(config: dict[str, Any], init: float) -> Any:
     return model
 
 
-def released_state(model: Any, folder: Path) -> dict[str, Tensor]:
-    """The model's tensors under released names."""
-    from safetensors.torch import load_file
+def released_name(saved: str) -> str:
+    """What a tensor that transformers saved is called in released files."""
+    if saved == "lm_head.weight":
+        return "head.weight"
+    short = saved.removeprefix("model.").replace("embed_tokens.", "embed.")
+    return short.replace("hc_head.hc_", "hc_head_").replace("attn.norm.", "attn.kv_norm.")
 
+
+def save_v4(
+    model: Any, config: dict[str, Any], folder: Path, more: dict[str, Tensor] | None = None
+) -> None:
+    """Write the model, and `more` tensors, as a released source in float32."""
     model.save_pretrained(folder)
-    state = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, value in load_file(file).items():
-            short = name.removeprefix("model.").replace("embed_tokens.", "embed.")
-            short = short.replace("hc_head.hc_", "hc_head_").replace("attn.norm.", "attn.kv_norm.")
-            state["head.weight" if name == "lm_head.weight" else short] = value
-        file.unlink()
-    return state
-
-
-def save_v4(model: Any, config: dict[str, Any], folder: Path) -> None:
-    """Write the model as a released source in float32."""
-    state = released_state(model, folder)
-    save_file(state, folder / "model.safetensors")
+    (file,) = folder.glob("*.safetensors")
+    state = {released_name(name): value for name, value in load_file(file).items()}
+    save_file(state | (more or {}), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def with_values(config: dict[str, Any], values: Callable[[str], Tensor], folder: Path) -> Any:
+    """transformers' model of a released config with tensors by their released names."""
+    model = random_v4(config, 0.02)
+    model.save_pretrained(folder)
+    (file,) = folder.glob("*.safetensors")
+    state = load_file(file)
+    made = {name: values(released_name(name)).to(value.dtype) for name, value in state.items()}
+    assert all(made[name].shape == value.shape for name, value in state.items())
+    save_file(made, file, metadata={"format": "pt"})
+    return type(model).from_pretrained(folder).eval().float()
 
 
 def use_packed_v4(model: Any, pack: Path) -> None:
