@@ -23,7 +23,7 @@ from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.recurrent import States
 from moet_desk.engine.spec import Attention, Mla, PooledAttention, Stateful
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.kv_sizes import index_key_bytes
+from moet_desk.kernels.kv_sizes import index_key_bytes, pooled_key_bytes
 from moet_desk.kernels.reference import (
     gqa_read,
     gqa_write,
@@ -31,6 +31,8 @@ from moet_desk.kernels.reference import (
     index_write,
     mla_read,
     mla_write,
+    pooled_key_read,
+    pooled_key_write,
     shared_read,
     shared_write,
 )
@@ -280,7 +282,7 @@ class KvCache:
         encoded = shared_write(entries, self.form, pool.mixer.rope.dim)
         pool.entries.store(sequence.pages, first, encoded)
         if pool.keys is not None and keys is not None:
-            pool.keys.store(sequence.pages, first, index_write(keys, self.form))
+            pool.keys.store(sequence.pages, first, pooled_key_write(keys, self.form))
 
     def read_pooled(
         self, layer: int, sequence: KvSequence, count: int, places: Tensor | None = None
@@ -306,7 +308,7 @@ class KvCache:
         if pool.keys is None or indexer is None:
             raise ValueError(f"layer {layer} has no indexer")
         found = pool.keys.first(sequence.pages, count, in_a_row=sequence.in_a_row)
-        return index_read(found, self.form, indexer.head_dim)
+        return pooled_key_read(found, self.form, indexer.head_dim)
 
     def _decoded(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         mixer = self._mixer
@@ -339,6 +341,6 @@ def _pool_of(
     entries = PageRows.make(n_pages, page_tokens, pool.ratio, n_bytes, device)
     keys = None
     if pool.indexer is not None:
-        n_bytes = index_key_bytes(form, pool.indexer.head_dim)
+        n_bytes = pooled_key_bytes(form, pool.indexer.head_dim)
         keys = PageRows.make(n_pages, page_tokens, pool.ratio, n_bytes, device)
     return _Pool(mixer, pool.ratio, entries, keys)

@@ -14,8 +14,8 @@ from fractions import Fraction
 from moet_desk.kernels.kinds import SWIGLU, Glu, KvFormat, RopeScaling, Score
 from moet_desk.kernels.kv_sizes import (
     gqa_entry_bytes,
-    index_key_bytes,
     mla_entry_bytes,
+    pooled_key_bytes,
     shared_entry_bytes,
 )
 
@@ -196,7 +196,7 @@ class PooledAttention:
             return Fraction(0)
         n_bytes = self.entry_bytes(form)
         if self.pool.indexer is not None:
-            n_bytes += index_key_bytes(form, self.pool.indexer.head_dim)
+            n_bytes += pooled_key_bytes(form, self.pool.indexer.head_dim)
         return Fraction(n_bytes, min(self.pool.ratio, page_tokens))
 
     @property

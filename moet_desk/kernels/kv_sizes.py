@@ -11,6 +11,7 @@ FP8_BLOCK = 128
 NVFP4_BLOCK = 16
 SHARED_BLOCK = 64
 """Numbers that share a scale in an FP8 entry of shared attention."""
+POOLED_KEY_BLOCK = 32
 
 
 def mla_entry_bytes(fmt: KvFormat, r: int, dr: int) -> int:
@@ -46,6 +47,15 @@ def shared_entry_bytes(fmt: KvFormat, dim: int, rotary: int) -> int:
     if fmt is KvFormat.FP8:
         return plain + 2 * rotary + shared_scale_bytes(plain)
     return mla_entry_bytes(fmt, plain, rotary)
+
+
+def pooled_key_bytes(fmt: KvFormat, d: int) -> int:
+    """Bytes of a pooled key of an indexer beside entries of a format: e2m1 with a byte of scale for
+    32 numbers, where entries are rounded (128: 512, 256, 68, 68).
+    """
+    if fmt in (KvFormat.F32, KvFormat.BF16):
+        return vector_bytes(fmt, d)
+    return d // 2 + -(-d // POOLED_KEY_BLOCK)
 
 
 def shared_scale_bytes(plain: int) -> int:

@@ -78,6 +78,8 @@ OPS: Mapping[str, Op] = MappingProxyType(
         "grouped_output": Op(ref.grouped_output, tolerance=1e-5),
         "shared_write": _exact(ref.shared_write),
         "shared_read": _exact(ref.shared_read),
+        "pooled_key_write": Op(ref.pooled_key_write, tolerance=1e-5),
+        "pooled_key_read": _exact(ref.pooled_key_read),
         "index_rounded": Op(ref.index_rounded, tolerance=1e-5),
         "connections": Op(ref.connections, tolerance=1e-5),
         "collapse": Op(ref.collapse, tolerance=1e-5),

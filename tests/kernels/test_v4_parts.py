@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from moet_desk.kernels.kinds import KvFormat, Score
-from moet_desk.kernels.kv_sizes import shared_entry_bytes
-from moet_desk.kernels.reference.pooled_entries import index_rounded, shared_read, shared_write
+from moet_desk.kernels.kv_sizes import pooled_key_bytes, shared_entry_bytes
+from moet_desk.kernels.reference.pooled_entries import (
+    index_rounded,
+    pooled_key_read,
+    pooled_key_write,
+    shared_read,
+    shared_write,
+)
 from moet_desk.kernels.reference.pooling import OpenWindow
 from moet_desk.kernels.reference.routing import weights_of
 from moet_desk.kernels.reference.shared_attention import grouped_output, shared_attention
@@ -134,6 +140,20 @@ def test_index_rounded__two_blocks__formula() -> None:
                 nearest = (block[:, None].abs() / scale - values).abs().argmin(-1)
                 wanted = values[nearest] * block.sign() * scale
                 torch.testing.assert_close(got[t, n, i : i + 32], wanted)
+    for form in (KvFormat.FP8, KvFormat.NVFP4):
+        buf = pooled_key_write(x[:, 0], form)
+        assert buf.shape == (2, pooled_key_bytes(form, 64)) == (2, 34)
+        assert torch.equal(pooled_key_read(buf, form, 64), got[:, 0])
+
+
+@pytest.mark.parametrize(("form", "n_bytes"), [(KvFormat.F32, 512), (KvFormat.BF16, 256)])
+def test_pooled_keys__wider_formats__neither_turned_nor_rounded(
+    form: KvFormat, n_bytes: int
+) -> None:
+    keys = _random(3, 128, seed=34).bfloat16().float()
+    buf = pooled_key_write(keys, form)
+    assert buf.shape == (3, n_bytes)
+    assert torch.equal(pooled_key_read(buf, form, 128), keys)
 
 
 # -- streams -----------------------------------------------------------------------------------

@@ -217,8 +217,6 @@ class PooledBlock:
         after, entries = self._compressor.read(pooling[0], start, pooled)
         if self._indexer is not None and index is not None:
             index, keys = self._indexer.compressor.read(pooling[1], start, index)
-            if _rounds(kv.form) and len(keys):
-                keys = index_rounded(keys)
         if len(entries):
             kv.write_pooled(self._layer, sequence, start // pooled.ratio, entries, keys)
         return after, index

@@ -45,7 +45,13 @@ from moet_desk.kernels.reference.norms import (
     rotate,
     yarn_mscale,
 )
-from moet_desk.kernels.reference.pooled_entries import index_rounded, shared_read, shared_write
+from moet_desk.kernels.reference.pooled_entries import (
+    index_rounded,
+    pooled_key_read,
+    pooled_key_write,
+    shared_read,
+    shared_write,
+)
 from moet_desk.kernels.reference.pooling import OpenWindow, Running
 from moet_desk.kernels.reference.quant import (
     balance_zeros,
@@ -112,6 +118,8 @@ __all__ = [
     "mla_plain",
     "mla_read",
     "mla_write",
+    "pooled_key_read",
+    "pooled_key_write",
     "quantize_activations",
     "quantize_fp4",
     "release",

@@ -16,12 +16,18 @@ import torch
 from torch import Tensor
 
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.kv_sizes import SHARED_BLOCK, shared_scale_bytes
-from moet_desk.kernels.reference.kv_formats import E4M3_MAX, e2m1_nibbles, mla_read, mla_write
+from moet_desk.kernels.kv_sizes import POOLED_KEY_BLOCK, SHARED_BLOCK, shared_scale_bytes
+from moet_desk.kernels.reference.kv_formats import (
+    E4M3_MAX,
+    e2m1_nibbles,
+    index_read,
+    index_write,
+    mla_read,
+    mla_write,
+)
 from moet_desk.kernels.reference.quant import nibble_values
 
 _LEAST = 1e-4  # a block's largest number counts as this at least
-_INDEX_BLOCK = 32
 _E2M1_MAX = 6.0
 _LEAST_INDEX = _E2M1_MAX * 2.0**-126
 
@@ -63,17 +69,50 @@ def shared_read(buf: Tensor, fmt: KvFormat, dim: int, rotary: int) -> Tensor:
     return torch.cat([values * scales[:, :plain], turning], -1)
 
 
+def pooled_key_write(keys: Tensor, fmt: KvFormat) -> Tensor:
+    """Encode an indexer's pooled keys, rounded as released where entries are.
+
+    Shapes:
+        keys [T, D] float32, D a power of two; returns [T, pooled_key_bytes] uint8
+    """
+    if fmt in (KvFormat.F32, KvFormat.BF16):
+        return index_write(keys, fmt)
+    nibbles, scales = _e2m1(keys)
+    flat = nibbles.flatten(1)[:, : keys.shape[1]]
+    return torch.cat([flat[:, 0::2] | (flat[:, 1::2] << 4), scales], -1)
+
+
+def pooled_key_read(buf: Tensor, fmt: KvFormat, d: int) -> Tensor:
+    """Decode them; for F32 the result shares memory with `buf`.
+
+    Shapes:
+        buf [S, pooled_key_bytes] uint8; returns [S, d] float32
+    """
+    if fmt in (KvFormat.F32, KvFormat.BF16):
+        return index_read(buf, fmt, d)
+    pairs = buf[:, : d // 2]
+    nibbles = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
+    scales = _powers(buf[:, d // 2 :]).repeat_interleave(POOLED_KEY_BLOCK, -1)[:, :d]
+    return torch.from_numpy(nibble_values()[nibbles.numpy()]) * scales
+
+
 def index_rounded(x: Tensor) -> Tensor:
-    """An indexer's queries or keys as the released forward compares them.
+    """An indexer's queries as the released forward compares them with its keys.
 
     Shapes:
         x [..., D] float32, D a power of two; returns the same shape
     """
+    nibbles, scales = _e2m1(x)
+    values = torch.from_numpy(nibble_values()[nibbles.numpy()]) * _powers(scales)[..., None]
+    return values.flatten(-2)[..., : x.shape[-1]]
+
+
+def _e2m1(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Nibbles [..., n, 32] and scales [..., n] of vectors [..., D], turned by a Hadamard matrix."""
     dim = x.shape[-1]
-    blocks = _blocks((x @ _hadamard(dim)) * dim**-0.5, _INDEX_BLOCK)
-    scale = _powers(_scales(blocks, _E2M1_MAX, _LEAST_INDEX))[..., None]
-    values = torch.from_numpy(nibble_values()[e2m1_nibbles(blocks / scale).numpy()])
-    return (values * scale).flatten(-2)[..., :dim]
+    blocks = _blocks((x @ _hadamard(dim)) * dim**-0.5, POOLED_KEY_BLOCK)
+    scales = _scales(blocks, _E2M1_MAX, _LEAST_INDEX)
+    return e2m1_nibbles(blocks / _powers(scales)[..., None]), scales
 
 
 def _scales(blocks: Tensor, most: float, least: float) -> Tensor:
