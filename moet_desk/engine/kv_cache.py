@@ -248,7 +248,7 @@ class KvCache:
 
     def _store(self, pages: Tensor, sequence: KvSequence, entries: Tensor) -> None:
         """Entries [T, bytes] uint8 into a layer's pages [n_pages, page_tokens, bytes]."""
-        PageRows(pages).store(sequence.pages, sequence.length, entries)
+        PageRows.of(pages).store(sequence.pages, sequence.length, entries)
 
     def read(self, layer: int, sequence: KvSequence, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` entries, float32: what `write` got, with S tokens for T."""
@@ -266,7 +266,7 @@ class KvCache:
 
     def _first(self, pages: Tensor, sequence: KvSequence, length: int) -> Tensor:
         """The sequence's first entries [length, bytes] of a layer's pages."""
-        return PageRows(pages).first(sequence.pages, length, in_a_row=sequence.in_a_row)
+        return PageRows.of(pages).first(sequence.pages, length, in_a_row=sequence.in_a_row)
 
     # -- pooled attention; `layer` counts those with a state ---------------------------------------
 

@@ -16,7 +16,7 @@ from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_key_bytes
 from moet_desk.kernels.row_sizes import ExpertLayout
-from moet_desk.plan import KV_PAGE_TOKENS, ModelShape, Wishes, choose_kv_format, kv_tokens
+from moet_desk.plan import ModelShape, Wishes, choose_kv_format, kv_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def kv_token_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> in
     if isinstance(mixer, PooledAttention):
         layers = (m for m in spec.recurrent if isinstance(m, PooledAttention))
         # windows alone grow by nothing; sizes are divided by this
-        return max(1, ceil(sum(m.token_bytes(form, KV_PAGE_TOKENS) for m in layers)))
+        return max(1, ceil(sum(m.token_bytes(form) for m in layers)))
     n_bytes = (spec.n_kv_layers + with_head) * mixer.entry_bytes(form)
     if isinstance(mixer, Mla) and mixer.indexer is not None:
         keys = len(index_layers(spec, with_head=with_head))

@@ -14,15 +14,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PageRows:
-    """One layer's rows of one kind.
+    """One layer's rows of one kind. A row for more tokens than a page has lies in parts on as many
+    pages.
 
     Attributes:
-        memory: uint8 [n_pages, rows of a page, bytes of a row].
-        step: pages that a row is for: only every `step`-th page of a sequence has rows.
+        memory: uint8 [n_pages, rows or parts of a page, bytes of each].
+        row_bytes: of a whole row.
+        n_parts: of a row.
     """
 
     memory: Tensor
-    step: int = 1
+    row_bytes: int
+    n_parts: int = 1
 
     @classmethod
     def make(
@@ -35,26 +38,30 @@ class PageRows:
         """
         if ratio % page_tokens and page_tokens % ratio:
             raise ValueError(f"pages of {page_tokens} tokens, a row for {ratio} of them")
-        shape = (n_pages, max(1, page_tokens // ratio), n_bytes)
-        return cls(
-            torch.zeros(shape, dtype=torch.uint8, device=device), max(1, ratio // page_tokens)
-        )
+        n_parts = max(1, ratio // page_tokens)
+        shape = (n_pages, max(1, page_tokens // ratio), -(-n_bytes // n_parts))
+        return cls(torch.zeros(shape, dtype=torch.uint8, device=device), n_bytes, n_parts)
 
-    @property
-    def row_bytes(self) -> int:
-        return int(self.memory.shape[2])
+    @classmethod
+    def of(cls, memory: Tensor) -> PageRows:
+        """Whole rows in memory that is there."""
+        return cls(memory, int(memory.shape[2]))
 
     def store(self, pages: Sequence[int], at: int, rows: Tensor) -> None:
         """Rows [T, bytes] from row `at` of a sequence on."""
-        size, own = self.memory.shape[1], pages[:: self.step]
+        size, width = self.memory.shape[1:]
+        if self.n_parts > 1:
+            spare = self.n_parts * width - rows.shape[1]
+            rows = torch.nn.functional.pad(rows, (0, spare)).view(-1, width)
+            at *= self.n_parts
         if rows.shape[0] == 1:
-            self.memory[own[at // size], at % size] = rows[0]
+            self.memory[pages[at // size], at % size] = rows[0]
             return
         done = 0
         while done < rows.shape[0]:
             page, offset = divmod(at + done, size)
             count = min(size - offset, rows.shape[0] - done)
-            target = self.memory[own[page], offset : offset + count]
+            target = self.memory[pages[page], offset : offset + count]
             target.copy_(rows[done : done + count])
             done += count
 
@@ -62,17 +69,25 @@ class PageRows:
         """The first `count` rows of a sequence, [count, bytes]; a view where its pages follow each
         other.
         """
-        n_pages = -(-count // self.memory.shape[1])
+        size, width = self.memory.shape[1:]
+        n_pages = -(-count * self.n_parts // size)
         if in_a_row and pages:
-            start = pages[0]
-            own = self.memory[start : start + n_pages * self.step : self.step]
+            own = self.memory[pages[0] : pages[0] + n_pages]
         else:
-            own = self.memory[list(pages[: n_pages * self.step : self.step])]
-        return own.reshape(-1, self.row_bytes)[:count]
+            own = self.memory[list(pages[:n_pages])]
+        return self._whole(own.reshape(-1, width)[: count * self.n_parts])
 
     def at(self, pages: Sequence[int], places: Tensor) -> Tensor:
         """The rows at places of a sequence, int64 [K]: [K, bytes]."""
-        size = self.memory.shape[1]
-        own = torch.tensor(pages[:: self.step])[places // size]
-        device = self.memory.device
-        return self.memory[own.to(device), (places % size).to(device)]
+        size, device = self.memory.shape[1], self.memory.device
+        if self.n_parts > 1:
+            places = (places[:, None] * self.n_parts + torch.arange(self.n_parts)).flatten()
+        own = torch.tensor(pages)[places // size]
+        return self._whole(self.memory[own.to(device), (places % size).to(device)])
+
+    def _whole(self, parts: Tensor) -> Tensor:
+        """Rows [n, bytes] of their parts [n * parts, bytes of a part]."""
+        if self.n_parts == 1:
+            return parts
+        joined = parts.reshape(-1, self.n_parts * parts.shape[1])
+        return joined[:, : self.row_bytes].contiguous()

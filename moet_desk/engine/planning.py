@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moet_desk.engine.handle import EngineOptions, Quality
-from moet_desk.engine.model_shape import device_kv_format, loads_head, wishes_of
+from moet_desk.engine.model_shape import (
+    cpu_kv_format,
+    device_kv_format,
+    loads_head,
+    wishes_of,
+    without_kernels,
+)
 from moet_desk.engine.planned_model import PlannedModel
 from moet_desk.errors import MoetError, fail
 from moet_desk.forecast import (
@@ -198,7 +204,11 @@ def _contexts(model: PlannedModel, options: EngineOptions) -> Iterator[int]:
 def _fitting(machine: MachineFacts, model: PlannedModel, options: EngineOptions) -> ModelPlan:
     if options.device == "cpu":
         return _on_cpu(machine, model, options, "that is what was asked for")
-    choice = choose_gpu(machine.gpus)
+    choice, part = choose_gpu(machine.gpus), without_kernels(model.spec)
+    if part and options.device == "cuda":
+        raise fail("MD-GPU-10", model=model.spec.model_type, part=part)
+    if part and choice is not None:
+        return _on_cpu(machine, model, options, f"a card has no kernels for {part} yet")
     if choice is None:
         why = machine.gpu_problem or "no card is new enough"
         if options.device == "cuda":
@@ -260,8 +270,8 @@ def _on_cpu(
 
 
 def _cpu_form(model: PlannedModel, options: EngineOptions, wishes: Wishes, ram: int) -> KvFormat:
-    if options.kv_format != "auto":
-        return KvFormat(options.kv_format)
+    if options.kv_format != "auto" or model.kv_stated is None:
+        return cpu_kv_format(options.kv_format, model.spec, wishes, ram)
     n_tokens = kv_tokens(wishes, model.spec.context)
     return choose_kv_format(model.kv_token_bytes(KvFormat.F32), n_tokens, ram)
 

@@ -190,14 +190,14 @@ class PooledAttention:
         """Bytes of an entry, of a token or pooled."""
         return shared_entry_bytes(form, self.head_dim, self.rope.dim)
 
-    def token_bytes(self, form: KvFormat, page_tokens: int) -> Fraction:
-        """Bytes that grow with each token in one layer; a page has one pooled entry at least."""
+    def token_bytes(self, form: KvFormat) -> Fraction:
+        """Bytes that grow with each token in one layer."""
         if self.pool is None:
             return Fraction(0)
         n_bytes = self.entry_bytes(form)
         if self.pool.indexer is not None:
             n_bytes += pooled_key_bytes(form, self.pool.indexer.head_dim)
-        return Fraction(n_bytes, min(self.pool.ratio, page_tokens))
+        return Fraction(n_bytes, self.pool.ratio)
 
     @property
     def open_numbers(self) -> int:

@@ -109,9 +109,9 @@ def test_spec__unsupported__refused_by_name(key: str, value: object, named: str)
 def test_kv__flash__bytes_of_a_token_and_of_a_request() -> None:
     flash = spec(FLASH, path="config.json", has_mtp=True)
     fp8 = kv_token_bytes(flash, KvFormat.FP8)
-    # 21 layers with an entry and a key for 4 tokens, 20 with an entry for a page of 64
-    assert fp8 == math.ceil(21 * (584 + 68) / 4 + 20 * 584 / 64)
-    assert kv_token_bytes(flash, KvFormat.BF16) == 6720 + 320
+    # 21 layers with an entry and a key for 4 tokens, 20 with an entry for 128
+    assert fp8 == math.ceil(21 * (584 + 68) / 4 + 20 * 584 / 128) == 3515
+    assert kv_token_bytes(flash, KvFormat.BF16) == 6720 + 160
     near = 127 * 584 * 43
     sums = 4 * (21 * 9 * (512 + 128) + 20 * 3 * 512)
     assert state_bytes(flash, KvFormat.FP8) == 3 * (near + sums)
