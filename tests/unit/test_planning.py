@@ -71,7 +71,7 @@ def check_sums(model: PlannedModel, plan: ModelPlan) -> None:
     """Add up what was handed out without the planner's own sums."""
     tiers, shape, sizes = plan.tiers, plan.shape, plan.bytes
     kv = tiers.kv_pages * KV_PAGE_TOKENS * model.kv_token_bytes(plan.kv_format)
-    assert sizes.kv == kv + plan.requests * model.state_bytes
+    assert sizes.kv == kv + plan.requests * shape.state_bytes
     rows = tiers.arena_base_rows * shape.base_stride + tiers.arena_fine_rows * shape.fine_stride
     assert sizes.arena == rows
     assert sizes.total == tiers.bytes_total
