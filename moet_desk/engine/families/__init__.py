@@ -17,6 +17,7 @@ from moet_desk.store.pack_format import PackPlan
 MODULE_OF_TYPE = {
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
+    "kimi_k25": "kimi_k25",
     "deepseek_v32": "deepseek_v32",
     "glm_moe_dsa": "glm_moe_dsa",
     "glm4_moe": "glm4_moe",
