@@ -189,7 +189,7 @@ MUTATIONS: dict[str, Mutation] = {
     "rope on halves": rope(interleaved=False),
     "no yarn": rope(yarn=None),
     "one base": rope(base=10000.0),
-    "rope on fewer numbers": rope(dim=6),
+    "rope on fewer numbers": rope(dim=14),
     "one more chosen": indexer(lambda old: replace(old, top_k=5)),
     "one fewer chosen": indexer(lambda old: replace(old, top_k=3)),
     "fewer Sinkhorn steps": lambda spec: replace(
@@ -336,6 +336,16 @@ def test_table__an_expert_that_is_none__refused(small: Case, tmp_path: Path) -> 
         pass
     assert caught.value.code == "MD-SRC-07"
     assert "model.layers.1.ffn.gate.tid2eid" in str(caught.value)
+
+
+def test_kv_formats__chunk_then_decode__the_wider_the_nearer(small: Case) -> None:
+    pack, ids, want = small
+    off = []
+    for form in ("bf16", "fp8", "nvfp4"):
+        with loaded(pack, activations="float", kv_format=form) as core:
+            got = logits_of(core, ids[:20], plane=Plane.FINE, sizes=[15] + [1] * 5)
+        off.append(float((got - want[:20]).abs().median() / want.std()))
+    assert 1e-4 < 2 * off[0] < off[1] < off[2] < 1.0
 
 
 # -- on a graphics card --------------------------------------------------------------------------
