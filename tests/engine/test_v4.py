@@ -122,7 +122,7 @@ def test_long_context__4000_tokens__equal_transformers(tmp_path: Path) -> None:
     """
     config = {
         **SMALL, "sliding_window": 128, "index_topk": 512, "compress_ratios": [0, 4, 128],
-        "hc_sinkhorn_iters": 4,
+        "hc_sinkhorn_iters": 4, "index_n_heads": 64,
     }  # fmt: skip
     pack, ids, want = packed(config, 0.25, tmp_path, 4000)
     with loaded(pack, **FLOAT) as core:
