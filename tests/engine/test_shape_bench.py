@@ -30,14 +30,17 @@ from moet_desk.engine.cuda.synthetic import (
     stored_bytes,
 )
 from moet_desk.engine.families import runs
+from moet_desk.engine.model_shape import kv_token_bytes
 from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mla, MoeFfn, QkNorm, Rope, Router, Spec
 from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.cache import MOST_PAIRS
+from moet_desk.kernels.triton.dense import WeightKind
 from moet_desk.store.arena import plain_memory
 from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB, MIB
+from tests.kernels.triton.makers import real_values
 
 CPU = torch.device("cpu")
 
@@ -47,7 +50,6 @@ PUBLISHED = {  # routed GiB at 2.25 bits, MiB of an expert, layers, experts chos
     "qwen3-next-80b": (20.2, 0.84, 48, 10),
     "gpt-oss-120b": (30.0, 6.67, 36, 4),
     "glm-4.5-air": (26.1, 4.64, 46, 8),
-    "glm-5.2": (189.8, 10.12, 78, 8),
 }
 
 
@@ -70,13 +72,8 @@ def counted(name: str) -> tuple[float, float, int, int]:
     return entry.base_gib, entry.layout.base_bytes / MIB, entry.layers, entry.top_k
 
 
-def test_known__every_model_of_the_catalogue_whose_family_runs_but_sparse_ones() -> None:
-    sparse = ("deepseek_v32", "glm_moe_dsa")  # an indexer is not in these measurements yet
-    runnable = {
-        e.name
-        for e in load_catalogue()
-        if runs(e.family) and not e.not_yet and e.family not in sparse
-    }
+def test_known__every_model_of_the_catalogue_whose_family_runs() -> None:
+    runnable = {e.name for e in load_catalogue() if runs(e.family) and not e.not_yet}
     assert runnable <= set(KNOWN)
 
 
@@ -110,7 +107,10 @@ def test_shape__bytes__are_those_of_the_model(name: str) -> None:
     assert (len(spec.layers), moe.router.top_k) == (n_layers, top_k)
     assert dense_bytes(shape) == pytest.approx(shape.dense_bytes, rel=0.012)
     assert shape.name == name
-    if name in KNOWN:
+    if shape.is_rounded:
+        assert "rounded to int8" in str(shape.note)
+        assert spec.attention.entry_bytes(KvFormat.NVFP4) == 352
+    elif name in KNOWN:
         assert shape.note is None
     else:
         assert "stands in for" in str(shape.note)
@@ -119,12 +119,12 @@ def test_shape__bytes__are_those_of_the_model(name: str) -> None:
 def test_shape__limits__are_those_of_the_kernels() -> None:
     for name, make in SHAPES.items():
         shape = make(64)
-        mixer, router = shape.spec.layers[0].mixer, shape.spec.moe_ffn.router
+        router = shape.spec.moe_ffn.router
         most = min(MAX_ROWS, MOST_PAIRS // router.top_k)
         assert shape.most_rows == most, name
-        own = len(shape.spec.layers) * mixer.entry_bytes(KvFormat.NVFP4)
+        own = kv_token_bytes(shape.spec, KvFormat.NVFP4)
         assert shape.seen(8192) * own == pytest.approx(8192 * shape.kv_token_bytes, rel=0.01)
-        if shape.note is not None:
+        if shape.stands_for is not None:
             assert f"{shape.seen(1000) / 1000:.2f} entries" in shape.note
         # FP8 scales of gate and up must not share a block
         for layer in shape.spec.layers:
@@ -146,6 +146,38 @@ def test_loader__every_tensor__takes_the_bytes_that_are_counted() -> None:
         assert sum(t.numel() * t.element_size() for t in made) == stored_bytes(name, shape), name
     shape = tiny(0).shape
     assert dense_bytes(shape) - dense_read_bytes(shape, 4) == 60 * 32 * 2
+
+
+def test_loader__rounded_products__integers_with_a_gain_of_one() -> None:
+    shape = replace(tiny(0).shape, is_fp8=False, is_rounded=True)
+    loader = SyntheticLoader(shape.spec, CPU, is_fp8=False, is_rounded=True)
+    weight = loader.matrix("model.layers.1.mlp.shared_experts.gate_proj")
+    assert weight.scales is not None
+    assert weight.kind is WeightKind.INT8
+    assert float(real_values(weight).square().sum(1).mean()) == pytest.approx(1.0, rel=0.05)
+    assert loader.matrix("lm_head").kind is WeightKind.BF16
+    name = "model.layers.1.mlp.shared_experts.gate_proj"
+    taken = weight.values.nbytes + weight.scales.nbytes
+    assert taken == stored_bytes(name, (128, 32), is_fp8=False, is_rounded=True)
+
+
+def test_loader__identity_experts__popular_too_but_without_rows() -> None:
+    spec = tiny_spec()
+    moe = spec.moe_ffn
+    wide = replace(moe, router=replace(moe.router, n_identity=4))
+    loader = SyntheticLoader(
+        replace(spec, layers=(spec.layers[0], Layer(1, spec.attention, wide))), CPU
+    )
+    assert loader.vector("model.layers.1.mlp.gate.e_score_correction_bias").shape == (12,)
+    assert sorted(loader.rows_by_popularity()) == list(range(8))
+
+
+def test_shape__glm__reads_the_chosen_entries_and_all_keys_of_its_indexers() -> None:
+    spec = SHAPES["glm-5.2"](32768).spec
+    own, reusing = spec.layers[0].mixer, spec.layers[-1].mixer
+    assert measuring._read_bytes(own, spec, 30000) == 2048 * 352 + 30000 * 132
+    assert measuring._read_bytes(reusing, spec, 30000) == 2048 * 352
+    assert measuring._read_bytes(own, spec, 1000) == 1000 * 352
 
 
 def test_loader__grouped_query_layer__has_all_that_its_launches_ask_for() -> None:
@@ -279,7 +311,8 @@ def test_figures__roofline__the_slower_bus_counts() -> None:
 
 def test_groups__every_kernel_of_the_step_s_modules__is_in_the_table() -> None:
     modules = (
-        "attention cache dense experts fetch kv_entries latent norms prepare quant route sampling"
+        "attention cache dense experts fetch indexer kv_entries latent norms prepare quant route"
+        " sampling"
     )
     for name in modules.split():
         module = importlib.import_module(f"moet_desk.kernels.triton.{name}")

@@ -36,10 +36,12 @@ from moet_desk.engine.cuda.synthetic import (
     make_arena,
 )
 from moet_desk.engine.kv_cache import KvCache, KvSequence
+from moet_desk.engine.model_shape import index_layers, kv_token_bytes
 from moet_desk.engine.sampling import GREEDY, Draw
-from moet_desk.engine.spec import Gdn, Gqa, Mixer
+from moet_desk.engine.spec import Gdn, Gqa, Mixer, Spec, indexer_of
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kv_sizes import index_key_bytes
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.store.arena import Allocate, plain_memory
 from moet_desk.store.pack_format import Plane
@@ -125,8 +127,7 @@ class Setup:
     def kv_token_bytes(self) -> int:
         """KV bytes per token of all layers."""
         spec = self.shape.spec
-        n_layers = len(spec.layers) + (spec.mtp is not None)
-        return n_layers * spec.attention.entry_bytes(KV_FORM)
+        return kv_token_bytes(spec, KV_FORM, with_head=spec.mtp is not None)
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -286,9 +287,10 @@ class ShapeBench:
         self.bandwidth = copy_bandwidth(rows.memory, device) if on_card else None
         progress("Making dense weights")
         self.kv = KvCache(
-            spec.attention, n_layers=len(spec.layers) + (spec.mtp is not None),
+            spec.attention, n_layers=spec.n_kv_layers + (spec.mtp is not None),
             n_pages=setup.kv_pages,
             page_tokens=_PAGE_TOKENS, form=KV_FORM, device=device,
+            index_layers=index_layers(spec, with_head=spec.mtp is not None),
         )  # fmt: skip
         self.pools = {
             plane: DevicePool.make(
@@ -298,7 +300,7 @@ class ShapeBench:
             for plane, n in zip(setup.planes, (n_slots, setup.n_fine_slots()), strict=False)
         }  # fmt: skip
         self.pool = self.pools[Plane.BASE]
-        self.loader = SyntheticLoader(spec, device, setup.shape.is_fp8)
+        self.loader = SyntheticLoader(spec, device, setup.shape.is_fp8, setup.shape.is_rounded)
         self._form = self.loader.form()
         experts = PoolExperts(
             self.pool, self.pools.get(Plane.FINE), setup.layout, n_layers=n_layers, mailbox=None,
@@ -453,9 +455,8 @@ class ShapeBench:
         if setup.plane is Plane.FINE:
             experts += steps.distinct * setup.layout.fine_bytes
         kv = sum(
-            layer.mixer.entry_bytes(KV_FORM) * _seen(layer.mixer, setup.entries)
+            layer.n_mixers * _read_bytes(layer.mixer, setup.shape.spec, setup.entries)
             for layer in setup.shape.spec.layers
-            if not isinstance(layer.mixer, Gdn)
         )
         return dense_read_bytes(setup.shape, setup.rows) + round(experts) + kv
 
@@ -501,10 +502,18 @@ class ShapeBench:
         return setup.prefill / median(times[1:])  # the first one compiles
 
 
-def _seen(mixer: Mixer, entries: int) -> int:
-    """Entries that a token reads."""
-    window = mixer.window if isinstance(mixer, Gqa) else None
-    return min(entries, window or entries)
+def _read_bytes(mixer: Mixer, spec: Spec, entries: int) -> int:
+    """KV bytes that a token reads of one attention: what it sees, and all keys of an indexer."""
+    if isinstance(mixer, Gdn):
+        return 0
+    seen, keys = entries, 0
+    if isinstance(mixer, Gqa):
+        seen = min(entries, mixer.window or entries)
+    elif (indexer := indexer_of(spec)) is not None:
+        seen = min(entries, indexer.top_k)
+        if mixer.indexer is not None and entries > indexer.top_k:
+            keys = entries * index_key_bytes(KV_FORM, indexer.head_dim)
+    return mixer.entry_bytes(KV_FORM) * seen + keys
 
 
 def read_prompt(model: ChunkModel, kv: KvCache, prompt: Sequence[int], reading: Reading) -> float:
