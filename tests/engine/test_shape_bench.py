@@ -6,6 +6,7 @@ import importlib
 import math
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from moet_desk.engine.cuda.blocks import Branch, GqaLaunches, LayerLaunches
 from moet_desk.engine.cuda.buffers import MAX_ROWS
 from moet_desk.engine.cuda.chunk_sizes import chunk_bytes, stage_bytes
 from moet_desk.engine.cuda.kernel_groups import GROUP_OF_KERNEL, Group, group_of, split
-from moet_desk.engine.cuda.measure import RESERVE_BYTES, Figures, Setup, Steps
+from moet_desk.engine.cuda.measured import RESERVE_BYTES, Figures, Setup, Steps
 from moet_desk.engine.cuda.popularity import TOLERANCE, find_popularity
 from moet_desk.engine.cuda.shapes import KNOWN, SHAPES, Shape
 from moet_desk.engine.cuda.synthetic import (
@@ -29,6 +30,7 @@ from moet_desk.engine.cuda.synthetic import (
     make_arena,
     stored_bytes,
 )
+from moet_desk.engine.cuda.synthetic_drive import SyntheticDrive
 from moet_desk.engine.families import runs
 from moet_desk.engine.model_shape import kv_token_bytes
 from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mla, MoeFfn, QkNorm, Rope, Router, Spec
@@ -416,3 +418,55 @@ def test_measure__exact_steps__every_fp4_row_from_ram() -> None:
     experts = 2 * (setup.layout.base_bytes + setup.layout.fine_bytes)
     kv = setup.context * setup.kv_token_bytes
     assert found.vram_bytes == dense_read_bytes(setup.shape, 1) + experts + kv
+
+
+# -- rows on a drive -------------------------------------------------------------------------------
+
+
+def test_setup__ram_limit__the_least_of_both_planes_then_base_rows() -> None:
+    shape = SHAPES["glm-5.2"](8192)
+    fast = Setup(shape, CPU, 32 * GIB, context=8192, ram_bytes=64 * GIB)
+    assert fast.in_ram() == {Plane.BASE: 64 * GIB // fast.layout.base_stride}
+    assert fast.uses_drive
+    assert not replace(fast, ram_bytes=200 * GIB).uses_drive
+    exact = replace(fast, plane=Plane.FINE)
+    assert exact.in_ram()[Plane.FINE] == 2 * 8
+    assert sum(exact.in_ram().values()) * exact.layout.base_stride < 64 * GIB
+    with pytest.raises(MoetError) as caught:
+        replace(fast, ram_bytes=100 * MIB).in_ram()
+    assert caught.value.code == "MD-RAM-05"
+
+
+def test_drive__rows__read_checked_and_gone_at_the_end(tmp_path: Path) -> None:
+    layout, folder = ExpertLayout(64, 32), tmp_path / "models"
+    drive = SyntheticDrive(folder, layout, 10, (Plane.BASE,), file_bytes=3 * layout.base_stride)
+    place = memoryview(plain_memory(4 * layout.base_stride, 4096))
+    rows = [place[i * layout.base_stride : (i + 1) * layout.base_stride] for i in range(4)]
+    for row, out in zip((0, 1, 3, 9), rows, strict=True):
+        drive.read_row(Plane.BASE, row, out)
+    assert rows[0] == rows[2] == rows[3] != rows[1]
+    assert drive.bytes_per_s() > 0
+    (file,) = folder.rglob("base")
+    with file.open("r+b") as spoiled:
+        spoiled.write(b"\0" * 4096)
+    if not drive.direct:
+        with pytest.raises(MoetError) as caught:
+            drive.read_row(Plane.BASE, 0, rows[0])
+        assert caught.value.code == "MD-NVME-04"
+    drive.close()
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_measure__less_ram_than_rows__steps_wait_for_the_drive(tmp_path: Path) -> None:
+    setup = replace(tiny(0), prefill=0, warm=0, steps=3, attempts=1, ram_bytes=4 * 4096)
+    fixed = dense_bytes(setup.shape) + setup.kv_pages * 64 * setup.kv_token_bytes + RESERVE_BYTES
+    setup = replace(setup, folder=tmp_path, vram_bytes=fixed + 2 * 4096)
+    assert (setup.n_slots(), setup.in_ram()) == (2, {Plane.BASE: 4})
+    with ExitStack() as undo:
+        bench = measuring.ShapeBench(setup, plain_memory, lambda _: None, undo=undo)
+        found = bench.run(0.5)
+    assert found.drive is not None
+    assert 0 < found.steps.drive_rows <= found.steps.misses
+    assert found.steps.drive_bytes == found.steps.drive_rows * 4096
+    assert list(tmp_path.iterdir()) == []

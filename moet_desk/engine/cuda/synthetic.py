@@ -186,16 +186,21 @@ def make_arena(
     stride = layout.base_stride if plane is Plane.BASE else layout.fine_stride
     places = max(1, min(n_rows, most_bytes // stride))
     memory = torch.frombuffer(allocate(places * stride, stride), dtype=torch.uint8)
-    row = torch.zeros(stride, dtype=torch.uint8)  # of the fine plane: digits
-    if plane is Plane.BASE:
-        row = torch.randint(0, 256, (stride,), dtype=torch.uint8)
-        at = layout.gate_up.base_bytes
-        for begin, matrix in ((0, layout.gate_up), (at, layout.down)):
-            scales = begin + 8 * matrix.n * matrix.groups
-            row[scales : begin + matrix.base_bytes] = _ROW_SCALE
     rows = memory.view(places, stride)
-    rows[:] = row
+    rows[:] = torch.from_numpy(made_row(layout, plane, np.random.default_rng(0)))
     return SyntheticRows(rows, (np.arange(n_rows) % places).astype(np.int32))
+
+
+def made_row(layout: ExpertLayout, plane: Plane, source: np.random.Generator) -> NDArray[np.uint8]:
+    """A row with sane scales, [stride]."""
+    if plane is Plane.FINE:  # digits
+        return np.zeros(layout.fine_stride, np.uint8)
+    row = source.integers(0, 256, layout.base_stride, dtype=np.uint8)
+    at = layout.gate_up.base_bytes
+    for begin, matrix in ((0, layout.gate_up), (at, layout.down)):
+        scales = begin + 8 * matrix.n * matrix.groups
+        row[scales : begin + matrix.base_bytes] = _ROW_SCALE
+    return row
 
 
 @dataclass(frozen=True, slots=True)
