@@ -188,10 +188,9 @@ _ROWS: tuple[ErrorSpec, ...] = (
     ),
     ErrorSpec(
         "MD-RAM-05",
-        "These made-up rows do not fit the RAM limit",
-        "The experts of {shape} take {need} and --ram-limit is {have}. Rows over the limit would be"
-        " read from a drive, but made-up rows are in no file, so that would measure nothing.",
-        "Raise --ram-limit, or measure a real model: moet-desk bench MODEL --arena-rows N",
+        "The RAM limit is too small for a step",
+        "A step of {shape} can need {need} of rows at once and --ram-limit is {have}.",
+        "Raise --ram-limit; rows beyond it are read from the drive of the models.",
         exit=ExitCode.NO_ROOM,
         http=503,
     ),

@@ -22,12 +22,11 @@ from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
-from moet_desk.engine.cuda.chunk_sizes import most_places
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.delta import DeviceStates
 from moet_desk.engine.cuda.dense_weights import DenseLoader
 from moet_desk.engine.cuda.draft import DeviceHead
-from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
+from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading, bounce_memory
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
 from moet_desk.engine.cuda.pinned import PinnedMemory
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
@@ -323,15 +322,7 @@ def _bounce(opened: _Opened, allocate: Allocate) -> Mapping[Plane, torch.Tensor]
     """Pinned places for a prompt's rows that are not in RAM; none if all rows are."""
     if opened.all_in_ram:
         return {}
-    meta, layout = opened.reader.meta, opened.reader.layout
-    places = most_places(layout, meta.n_experts)
-    memory = {
-        plane: allocate(n * meta.stride(plane), meta.stride(plane)) for plane, n in places.items()
-    }
-    return {
-        plane: torch.frombuffer(memory[plane], dtype=torch.uint8).view(n, -1)
-        for plane, n in places.items()
-    }
+    return bounce_memory(opened.reader.layout, opened.reader.meta.n_experts, allocate)
 
 
 def _name(device: torch.device) -> str:
