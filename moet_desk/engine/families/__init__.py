@@ -31,6 +31,7 @@ MODULE_OF_TYPE = {
     "minimax_m2": "minimax_m2",
     "gpt_oss": "gpt_oss",
     "longcat_flash": "longcat_flash",
+    "deepseek_v4": "deepseek_v4",
 }
 """model_type -> module. Kimi-K2's text model is DeepSeek-V3's with other sizes."""
 
