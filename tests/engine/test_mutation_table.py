@@ -15,10 +15,11 @@ from moet_desk.engine.families import MODULE_OF_TYPE, spec_for
 from moet_desk.engine.spec import Gdn, Gqa, MoeFfn, QkNorm, Spec
 from moet_desk.kernels.kinds import Score
 from tests.engine.family_mutations import MUTATIONS, Mutation, attention, router
-from tests.engine.test_family_maths import EPSILON_NAMES, MODELS
+from tests.engine.test_family_maths import EPSILON_NAMES
 from tests.engine.test_v4 import EPSILONS as V4_EPSILONS
 from tests.engine.test_v4 import MUTATIONS as V4_MUTATIONS
 from tests.engine.test_v4 import SMALL
+from tests.engine.tiny_models import MODELS
 
 SAME_MATHS = {"kimi_k25": "deepseek_v3"}  # tests/engine/test_kimi.py: the same spec
 """Families whose spec is another's in all but the name."""
