@@ -128,6 +128,11 @@ class Arena:
     def holds(self, plane: Plane, row: int) -> bool:
         return row in self._regions[plane].place_of_row
 
+    def expect(self, plane: Plane, row: int) -> None:
+        """A row will be asked for soon: begin to read it from the file, unless it is here."""
+        if not self.holds(plane, row):
+            self._reader.expect(plane, row)
+
     def present(self, plane: Plane) -> NDArray[np.bool_]:
         """Which rows are in RAM now, bool [n_rows]."""
         in_ram: NDArray[np.bool_] = self._regions[plane].table != ABSENT

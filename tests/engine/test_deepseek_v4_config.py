@@ -93,6 +93,7 @@ def test_spec__draft_model_in_the_file__same_spec() -> None:
         ("expert_dtype", "int3", "expert_dtype"),
         ("o_groups", 7, "7 groups"),
         ("qk_rope_head_dim", 256, "qk_rope_head_dim"),
+        ("head_dim", 504, "do not rotate"),
         ("rope_scaling", None, "yarn"),
         ("swiglu_limit", 0, "swiglu_limit"),
         ("compress_rope_theta", None, "compress_rope_theta"),

@@ -42,6 +42,7 @@ it.
 """
 
 _WINDOW_ONLY, _SPARSE = 0, 4
+_STILL_BLOCK = 16  # numbers that share a scale in the smallest KV format
 _HEAD, _DRAFTS = "mtp.0.", "mtp."
 
 
@@ -130,6 +131,11 @@ def _mixer(keys: Keys, ratio: int) -> PooledAttention:
         raise keys.wrong(f"{n_heads} heads cannot be in {groups} groups")
     if rotary % 2 or rotary > min(head_dim, keys.count("index_head_dim")):
         raise keys.wrong(f"qk_rope_head_dim {rotary} of {head_dim} numbers cannot be")
+    if (head_dim - rotary) % _STILL_BLOCK:
+        raise keys.wrong(
+            f"of a head {head_dim - rotary} numbers do not rotate, a multiple of {_STILL_BLOCK} is"
+            " needed"
+        )
     turns = rope(keys, rotary, interleaved=True)
     yarn = turns.yarn
     if yarn is None:
