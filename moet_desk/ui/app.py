@@ -36,13 +36,16 @@ from moet_desk.ui.bridge import (
     Phase,
     system_clock,
 )
-from moet_desk.ui.conversation import ChatStoreLike, Conversation, Wishes
+from moet_desk.ui.chat_records import ChatStoreLike, Wishes
+from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.desk import Desk, JobView, PlanWishes
 from moet_desk.ui.palette import COMMANDS, GO, show_key
 from moet_desk.ui.quality_words import precision_line
+from moet_desk.ui.screens.attach import AttachDialog
 from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen
 from moet_desk.ui.screens.chat_list import ChatList
+from moet_desk.ui.screens.chat_options import ChatOptions, Choice
 from moet_desk.ui.screens.doctor import DoctorScreen
 from moet_desk.ui.screens.endpoint import EndpointScreen
 from moet_desk.ui.screens.help import HelpPanel
@@ -54,6 +57,7 @@ from moet_desk.ui.screens.setup import SetupScreen
 from moet_desk.ui.setup_steps import Setup, Step
 from moet_desk.ui.theme import ASCII, MOET_DARK, THEMES, Glyphs, choose_glyphs
 from moet_desk.ui.widgets.filter_line import FilterLine
+from moet_desk.ui.widgets.find_line import FindLine
 from moet_desk.ui.widgets.frame import MIN_COLUMNS, MIN_ROWS, TabLine
 from moet_desk.ui.widgets.gauges import History
 from moet_desk.ui.widgets.heatmap import Heatmap
@@ -61,6 +65,7 @@ from moet_desk.ui.widgets.offer_list import Offers
 from moet_desk.ui.widgets.problem import ConfirmDialog
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.sign_in import SignInDialog
+from moet_desk.ui.widgets.transcript import Transcript
 
 QUIT_AGAIN_S = 1.0
 
@@ -481,7 +486,8 @@ def _same(screen: Screen[None]) -> Screen[None]:
 def binding_ids() -> tuple[str, ...]:
     """All action ids that `[keys]` may name, in the order of the help; a public contract."""
     owners = (
-        Prompt, ChatScreen, CacheScreen, Heatmap, ModelsScreen, ModelList, EndpointScreen,
+        Prompt, ChatScreen, Transcript, FindLine, AttachDialog, ChatOptions, Choice,
+        CacheScreen, Heatmap, ModelsScreen, ModelList, EndpointScreen,
         SettingsScreen, DoctorScreen, LogScreen,
         PackPlan, SetupScreen, Offers, FilterLine, SignInDialog, ChatList, ConfirmDialog,
         HelpPanel, MoetDeskApp,
