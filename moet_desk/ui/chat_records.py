@@ -109,7 +109,7 @@ class ChatStoreLike(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One message of the open chat, equal only to itself. `parent` is the id of the one it follows."""
+    """One message of the open chat, equal to no other. `parent` is the id of the one it follows."""
 
     id: int
     role: str

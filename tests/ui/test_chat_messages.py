@@ -14,9 +14,10 @@ from moet_desk.engine.parsers.answers import THINK, AnswerFormat
 from moet_desk.engine.scripted import Script
 from moet_desk.ui.chat_records import Status
 from moet_desk.ui.screens.chat_options import ChatOptions
+from moet_desk.ui.widgets import transcript as transcript_of_the_screen
 from moet_desk.ui.widgets.blocks import Block
 from moet_desk.ui.widgets.prompt import Prompt
-from moet_desk.ui.widgets.transcript import MOST_TURNS, Transcript
+from moet_desk.ui.widgets.transcript import Transcript
 from tests.ui.support import FakeChats, Stage, dump
 
 pytestmark = pytest.mark.asyncio
@@ -287,7 +288,10 @@ def long_chat(n: int) -> FakeChats:
 
 
 @pytest.mark.slow
-async def test_long_chat__window_moves_with_the_reader_and_stays_small() -> None:
+async def test_long_chat__window_moves_with_the_reader_and_stays_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transcript_of_the_screen, "MOST_TURNS", 30)
     script = Script(answers=("The newest.",), context=10**5, prompt_tok_per_s=1e5)
     stage = Stage(script, chats=long_chat(160))
     async with stage.open() as pilot:
@@ -302,7 +306,7 @@ async def test_long_chat__window_moves_with_the_reader_and_stays_small() -> None
             await stage.settle(pilot)
             now = numbers(dump(stage.app))
             assert not now or max(now) >= min(before or [0]) - 1  # nothing was jumped over
-            assert len(stage.app.chat.query(Block)) <= MOST_TURNS
+            assert len(stage.app.chat.query(Block)) <= 30
             seen |= now
         assert set(range(min(seen), 156)) <= seen
         assert min(seen) < 120
