@@ -25,12 +25,12 @@ from moet_desk.ui.chat_records import Status, Turn
 from moet_desk.ui.widgets.blocks import AnswerBlock, Block
 from moet_desk.ui.widgets.segments import Segment
 
-OPENED_TURNS = 20
-"""Messages drawn when a chat is opened."""
 MOST_TURNS = 60
 """Messages drawn at most; the ones farthest from the view go."""
-STEP_TURNS = 8
-"""Messages drawn when the view comes near an end of the window."""
+_OPENED_SCREENS = 3  # drawn when a chat is opened
+_STEP_SCREENS = 1  # drawn when the view comes near an end of the window
+_OTHER_ROWS = 4  # of a message: head, closing line, blanks
+_LONGEST_ROWS = 12  # of the user's messages, which are folded
 _FOLLOW_ROWS = 2
 _LAYOUTS = 8  # Markdown takes some until its height is known
 
@@ -103,8 +103,9 @@ class Transcript(VerticalScroll, can_focus=True):
         same = next(
             (i for i, (a, b) in enumerate(pairs) if a is not b), min(len(before), len(turns))
         )
-        if same < self._first or self._last < len(before) or len(turns) - same > OPENED_TURNS:
-            await self._draw_window(len(turns) - OPENED_TURNS, len(turns))
+        is_far = self._reach(len(turns), -1, _OPENED_SCREENS) > same
+        if same < self._first or self._last < len(before) or is_far:
+            await self._draw_end()
         else:
             gone = [block for block in self.blocks if block.turn in before[same:]]
             await self.remove_children(gone)
@@ -118,7 +119,8 @@ class Transcript(VerticalScroll, can_focus=True):
         if self.block_of(turn) is None:
             at = self._turns.index(turn)
             async with self._placing:
-                await self._draw_window(at - OPENED_TURNS // 2, at + OPENED_TURNS // 2)
+                first, last = self._reach(at, -1, _STEP_SCREENS), self._reach(at, 1, _STEP_SCREENS)
+                await self._draw_window(first, last)
         self.set_cursor(turn)
         block = self.block_of(turn)
         if block is not None:
@@ -137,16 +139,30 @@ class Transcript(VerticalScroll, can_focus=True):
         self._stays = True
         self.anchor(False)
 
+    def _reach(self, at: int, by: int, screens: int) -> int:
+        """The end of a window that begins at a message and goes on for some screens of text."""
+        width, rows = max(20, self.size.width - 4), screens * max(10, self.size.height)
+        while rows > 0 and 0 <= at + min(0, by) < len(self._turns):
+            turn = self._turns[at + min(0, by)]
+            lines = turn.text.count("\n") + len(turn.text) // width
+            rows -= _OTHER_ROWS + (min(lines, _LONGEST_ROWS) if turn.role == "user" else lines)
+            at += by
+        return at
+
+    async def _draw_end(self) -> None:
+        n = len(self._turns)
+        await self._draw_window(self._reach(n, -1, _OPENED_SCREENS), n)
+
     async def _draw_window(self, first: int, last: int) -> None:
         self._first, self._last = max(0, first), min(len(self._turns), last)
         self._stay()
         others = [child for child in self.children if child is not self._edge]
-        await self.remove_children(others)
         blocks = [self._made(turn) for turn in self._turns[self._first : self._last]]
-        await self.mount_all(blocks)
-        for block in blocks:
-            await fill(block)
-        self._draw_edge()
+        with self.app.batch_update():
+            await self.remove_children(others)
+            await self.mount_all(blocks)
+            await fill(blocks)
+            self._draw_edge()
 
     def _made(self, turn: Turn) -> Block:
         block = self._make(turn)
@@ -157,7 +173,7 @@ class Transcript(VerticalScroll, can_focus=True):
         block = self._made(turn)
         self._last += 1
         await self.add(block)
-        await fill(block)
+        await fill([block])
 
     async def add(self, block: Block) -> None:
         """Put a block at the end."""
@@ -189,13 +205,12 @@ class Transcript(VerticalScroll, can_focus=True):
                 await self._extend_down()
 
     async def _extend_up(self) -> None:
-        blocks, first = self.blocks, max(0, self._first - STEP_TURNS)
+        blocks, first = self.blocks, self._reach(self._first, -1, _STEP_SCREENS)
         added = [self._made(turn) for turn in self._turns[first : self._first]]
         kept = blocks[0]
         with self._holding(kept, added[0]):
             await self.mount_all(added, before=kept)
-            for block in added:
-                await fill(block)
+            await fill(added)
             surplus = len(blocks) + len(added) - MOST_TURNS
             if surplus > 0:
                 await self.remove_children(blocks[-surplus:])
@@ -204,12 +219,11 @@ class Transcript(VerticalScroll, can_focus=True):
             self._draw_edge()
 
     async def _extend_down(self) -> None:
-        blocks, last = self.blocks, min(len(self._turns), self._last + STEP_TURNS)
+        blocks, last = self.blocks, self._reach(self._last, 1, _STEP_SCREENS)
         added = [self._made(turn) for turn in self._turns[self._last : last]]
         with self._holding(blocks[-1], added[0]):
             await self.mount_all(added)
-            for block in added:
-                await fill(block)
+            await fill(added)
             self._last = last
             await self._trim_top()
 
@@ -302,7 +316,7 @@ class Transcript(VerticalScroll, can_focus=True):
         """Draw the end of the chat and follow it."""
         if self.n_below:
             async with self._placing:
-                await self._draw_window(len(self._turns) - OPENED_TURNS, len(self._turns))
+                await self._draw_end()
         self.call_after_refresh(self.follow)
 
     def follow(self) -> None:
@@ -374,8 +388,12 @@ class Transcript(VerticalScroll, can_focus=True):
         self.scroll_relative(y=pages * max(1, self.size.height - 2), animate=False)
 
 
-async def fill(block: Block) -> None:
-    """Draw the text of a block that is on the screen now."""
+async def fill(blocks: Sequence[Block]) -> None:
+    """Draw the text of blocks that are on the screen now, at once: each alone is a layout."""
+    await asyncio.gather(*(_fill(block) for block in blocks))
+
+
+async def _fill(block: Block) -> None:
     if isinstance(block, AnswerBlock) and block.turn is not None:
         if block.turn.status is Status.WRITING:
             await block.grow(block.turn)
