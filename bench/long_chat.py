@@ -25,7 +25,7 @@ from moet_desk.store.chats import ChatStore
 from moet_desk.ui.widgets.transcript import Transcript
 from tests.ui.support import Stage
 
-PAGES, KEYS = 40, 40
+REPEATS = 40
 
 
 def fill(store: ChatStore, n_messages: int) -> int:
@@ -52,7 +52,7 @@ def fill(store: ChatStore, n_messages: int) -> int:
     return chat_id
 
 
-async def measure(n_messages: int) -> dict[str, Any]:
+async def measure(n_messages: int, *, repeats: int = REPEATS) -> dict[str, Any]:
     """Open such a chat, read up in it, jump to its ends, write in it, look for something."""
     with tempfile.TemporaryDirectory() as folder:
         store = ChatStore.open(Path(folder) / "chats.sqlite3")
@@ -60,12 +60,12 @@ async def measure(n_messages: int) -> dict[str, Any]:
         stage = Stage(Script(context=10**7), chats=store)  # type: ignore[arg-type]
         async with stage.open(80, 24) as pilot:
             await stage.ready(pilot)
-            costs = await _costs(stage, pilot, chat_id)
+            costs = await _costs(stage, pilot, chat_id, repeats)
             n_widgets = len(stage.app.chat.query("*"))
     return {"messages": n_messages, "widgets": n_widgets, **costs}
 
 
-async def _costs(stage: Stage, pilot: Pilot[int], chat_id: int) -> dict[str, Any]:
+async def _costs(stage: Stage, pilot: Pilot[int], chat_id: int, n: int) -> dict[str, Any]:
     chat = stage.app.chat
 
     async def key(*keys: str) -> None:
@@ -76,12 +76,12 @@ async def _costs(stage: Stage, pilot: Pilot[int], chat_id: int) -> dict[str, Any
     stage.app.conversation.open(chat_id)
     read_s = time.process_time() - started_s
     opened_s = await _cost(chat._show_other_chat, stage, pilot)
-    pages = [await _cost(lambda: key("pageup"), stage, pilot) for _ in range(PAGES)]
+    pages = [await _cost(lambda: key("pageup"), stage, pilot) for _ in range(n)]
     first_s = await _cost(lambda: key("ctrl+home"), stage, pilot)
     end_s = await _cost(lambda: key("ctrl+end"), stage, pilot)
     assert chat.query_one(Transcript).following
     chat.prompt.focus()
-    keys = [await _cost(lambda: key("a"), stage, pilot) for _ in range(KEYS)]
+    keys = [await _cost(lambda: key("a"), stage, pilot) for _ in range(n)]
     await key("ctrl+f", "9")
     found_s = await _cost(lambda: key("9"), stage, pilot)
     await key("escape")

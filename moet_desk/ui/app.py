@@ -172,6 +172,7 @@ class MoetDeskApp(App[int]):
         self.bridge = Bridge(open_engine, pack_job=pack_job, clock=clock, log_dir=log_dir)
         self.conversation = Conversation(self.bridge, chats, wishes=wishes or Wishes())
         self._desk = desk
+        self._config_file = config_file
         self.model = model  # name of the pack that is loaded, or being loaded
         self._starts_in = "chat" if setup is None else "setup"
         self._jobs: tuple[JobView, ...] = ()
@@ -208,7 +209,7 @@ class MoetDeskApp(App[int]):
 
     def on_mount(self) -> None:
         if self._look.motion != "full":
-            self.animation_level = "none"
+            self._set_motion()
         self.set_class(self.glyphs is ASCII, "-ascii")
         known = binding_ids()
         self.set_keymap({name: key for name, key in self._look.keys.items() if name in known})
@@ -323,6 +324,23 @@ class MoetDeskApp(App[int]):
             self.setup.keep(open_next_time=False)
         await self.switch_mode(mode)
         self.pull_gauges()
+
+    async def on_settings_screen_saved(self, _event: SettingsScreen.Saved) -> None:
+        """Put into effect what does not wait for a reload or a restart."""
+        settings = config.load(self._config_file).settings
+        look = look_of(settings, config.read_terminal())
+        before, self._look = self._look, look
+        if look.theme != before.theme:
+            self.theme = look.theme
+        self._set_motion()
+        if look.marks_reruns != before.marks_reruns:
+            await self.chat.show_reruns(look.marks_reruns)
+        self.conversation.wish_for_new(wishes_of(settings))
+
+    def _set_motion(self) -> None:
+        moves = self._look.motion == "full"
+        self.animation_level = "full" if moves else "none"
+        self.chat.set_blink(moves)
 
     async def on_tab_line_clicked(self, event: TabLine.Clicked) -> None:
         await self.action_go(event.mode)

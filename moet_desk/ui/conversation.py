@@ -149,6 +149,12 @@ class Conversation:
                 )
             )
 
+    def wish_for_new(self, wishes: Wishes) -> None:
+        """Change how answers are asked for in new chats, and in this one if nothing was sent."""
+        if self.wishes == self._wishes_of_new and self.chat_id is None:
+            self.wishes = wishes
+        self._wishes_of_new = wishes
+
     # -- branches ------------------------------------------------------------------------------
 
     @property

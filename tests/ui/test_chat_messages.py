@@ -291,7 +291,7 @@ def long_chat(n: int) -> FakeChats:
 async def test_long_chat__window_moves_with_the_reader_and_stays_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transcript_of_the_screen, "MOST_TURNS", 30)
+    monkeypatch.setattr(transcript_of_the_screen, "MOST_TURNS", 20)
     script = Script(answers=("The newest.",), context=10**5, prompt_tok_per_s=1e5)
     stage = Stage(script, chats=long_chat(160))
     async with stage.open() as pilot:
@@ -306,7 +306,7 @@ async def test_long_chat__window_moves_with_the_reader_and_stays_small(
             await stage.settle(pilot)
             now = numbers(dump(stage.app))
             assert not now or max(now) >= min(before or [0]) - 1  # nothing was jumped over
-            assert len(stage.app.chat.query(Block)) <= 30
+            assert len(stage.app.chat.query(Block)) <= 20
             seen |= now
         assert set(range(min(seen), 156)) <= seen
         assert min(seen) < 120

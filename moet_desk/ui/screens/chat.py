@@ -412,11 +412,15 @@ class ChatScreen(ChatView):
 
     async def action_mark_reruns(self) -> None:
         """Underline what balanced answers made again, or stop doing so."""
-        self._marks_reruns = not self._marks_reruns
-        for block in self.query(AnswerBlock):
-            await block.show_marks(self._marks_reruns)
+        await self.show_reruns(not self._marks_reruns)
         said = "are underlined" if self._marks_reruns else "are not underlined any more"
         self.notify(f"Words of balanced answers that were made again {said}.")
+
+    async def show_reruns(self, shown: bool) -> None:
+        """Underline them, or do not."""
+        self._marks_reruns = shown
+        for block in self.query(AnswerBlock):
+            await block.show_marks(shown)
 
     async def action_follow(self) -> None:
         """Go to the end and follow the text again."""

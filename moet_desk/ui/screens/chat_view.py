@@ -109,6 +109,12 @@ class ChatView(Screen[None]):
         await self._draw_chat()
         self.show(self._bridge.snapshot(), notes=())
 
+    def set_blink(self, blink: bool) -> None:
+        """Whether the caret pulses."""
+        self._blink = blink
+        if self._drawn_once:
+            self.prompt.cursor_blink = blink
+
     @property
     def prompt(self) -> Prompt:
         """Where messages are written."""

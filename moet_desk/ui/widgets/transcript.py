@@ -25,8 +25,9 @@ from moet_desk.ui.chat_records import Status, Turn
 from moet_desk.ui.widgets.blocks import AnswerBlock, Block
 from moet_desk.ui.widgets.segments import Segment
 
-MOST_TURNS = 60
-"""Messages drawn at most; the ones farthest from the view go."""
+LEAST_TURNS, MOST_TURNS = 16, 60
+"""Messages that stay drawn in any case, and at most; the ones farthest from the view go."""
+_MOST_SCREENS = 5  # of messages like those that come into the window
 _OPENED_SCREENS = 3  # drawn when a chat is opened
 _STEP_SCREENS = 1  # drawn when the view comes near an end of the window
 _OTHER_ROWS = 4  # of a message: head, closing line, blanks
@@ -112,7 +113,7 @@ class Transcript(VerticalScroll, can_focus=True):
             self._last = min(self._last, same)
             for turn in turns[same:]:
                 await self._append(turn)
-            await self._trim_top()
+            await self._trim_top(MOST_TURNS)
 
     async def show_at(self, turn: Turn) -> None:
         """Bring a message into the window, put the cursor there and scroll to it."""
@@ -179,8 +180,8 @@ class Transcript(VerticalScroll, can_focus=True):
         """Put a block at the end."""
         await self.mount(block)
 
-    async def _trim_top(self) -> None:
-        surplus = len(self.blocks) - MOST_TURNS
+    async def _trim_top(self, most: int) -> None:
+        surplus = len(self.blocks) - most
         if surplus > 0:
             await self.remove_children(self.blocks[:surplus])
             self._first += surplus
@@ -211,7 +212,7 @@ class Transcript(VerticalScroll, can_focus=True):
         with self._holding(kept, added[0]):
             await self.mount_all(added, before=kept)
             await fill(added)
-            surplus = len(blocks) + len(added) - MOST_TURNS
+            surplus = len(blocks) + len(added) - _most(added)
             if surplus > 0:
                 await self.remove_children(blocks[-surplus:])
                 self._last -= surplus
@@ -225,7 +226,7 @@ class Transcript(VerticalScroll, can_focus=True):
             await self.mount_all(added)
             await fill(added)
             self._last = last
-            await self._trim_top()
+            await self._trim_top(_most(added))
 
     @contextmanager
     def _holding(self, block: Block, added: Block) -> Iterator[None]:
@@ -386,6 +387,11 @@ class Transcript(VerticalScroll, can_focus=True):
         """Scroll by windows; upwards this ends following."""
         self.release_anchor()
         self.scroll_relative(y=pages * max(1, self.size.height - 2), animate=False)
+
+
+def _most(added: Sequence[Block]) -> int:
+    """How many blocks may be drawn when about a screen of them is added."""
+    return min(MOST_TURNS, max(LEAST_TURNS, _MOST_SCREENS * len(added)))
 
 
 async def fill(blocks: Sequence[Block]) -> None:
