@@ -11,6 +11,8 @@ from moet_desk.telemetry import Failed, Finished, PrefillProgress, TextDelta, Us
 from moet_desk.ui.text import Cleaner
 from moet_desk.ui.thinking import Splitter
 
+_LEAST_S = 0.15  # two events taken by one pull are microseconds apart
+
 
 class LiveAnswer:
     """The reading side of one answer: collects what has arrived, cleans it, counts."""
@@ -66,8 +68,8 @@ class LiveAnswer:
 
     @property
     def tok_per_s(self) -> float | None:
-        """Mean rate since the first text, None before the second."""
-        if self._first_s is None or self._last_s is None or self._last_s <= self._first_s:
+        """Mean rate since the first text, None until it means something."""
+        if self._first_s is None or self._last_s is None or self._last_s < self._first_s + _LEAST_S:
             return None
         return (self.n_tokens - self._first_tokens) / (self._last_s - self._first_s)
 

@@ -53,6 +53,8 @@ RETRY, RESTART, FORGET, NEW = "retry", "restart", "forget", "new"
 class ChatView(Screen[None]):
     """See the module's paragraph."""
 
+    AUTO_FOCUS = "Prompt"
+
     def __init__(
         self,
         conversation: Conversation,
