@@ -882,6 +882,20 @@ _ROWS: tuple[ErrorSpec, ...] = (
         http=404,
     ),
     ErrorSpec(
+        "MD-CHAT-04",
+        "This file cannot be attached",
+        "{path}: {reason}.",
+        "Attach a text file: notes, code, a table as CSV. Save other documents as text first.",
+        exit=ExitCode.USAGE,
+    ),
+    ErrorSpec(
+        "MD-CHAT-05",
+        "This text is too large to attach",
+        "{name} has {size}; at most {limit} can be attached.",
+        "Attach the part that matters.",
+        exit=ExitCode.USAGE,
+    ),
+    ErrorSpec(
         "MD-GRAM-01",
         "The form of this answer cannot be enforced",
         "{parameter}: {reason}.",

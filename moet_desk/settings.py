@@ -215,7 +215,7 @@ class Ui:
         _About("Colours of the app.", _N),
     ] = "moet-dark"
     glyphs: Annotated[
-        Literal["auto", "unicode", "ascii"], _About("Characters used for bars and maps.", _N)
+        Literal["auto", "unicode", "ascii"], _About("Characters used for bars and maps.", _S)
     ] = "auto"
     color: Annotated[
         Literal["auto", "always", "never"], _About("Whether colours are used.", _S)

@@ -36,13 +36,16 @@ from moet_desk.ui.bridge import (
     Phase,
     system_clock,
 )
-from moet_desk.ui.conversation import ChatStoreLike, Conversation, Wishes
+from moet_desk.ui.chat_records import ChatStoreLike, Wishes
+from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.desk import Desk, JobView, PlanWishes
 from moet_desk.ui.palette import COMMANDS, GO, show_key
 from moet_desk.ui.quality_words import precision_line
+from moet_desk.ui.screens.attach import AttachDialog
 from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen
 from moet_desk.ui.screens.chat_list import ChatList
+from moet_desk.ui.screens.chat_options import ChatOptions, Choice
 from moet_desk.ui.screens.doctor import DoctorScreen
 from moet_desk.ui.screens.endpoint import EndpointScreen
 from moet_desk.ui.screens.help import HelpPanel
@@ -54,6 +57,7 @@ from moet_desk.ui.screens.setup import SetupScreen
 from moet_desk.ui.setup_steps import Setup, Step
 from moet_desk.ui.theme import ASCII, MOET_DARK, THEMES, Glyphs, choose_glyphs
 from moet_desk.ui.widgets.filter_line import FilterLine
+from moet_desk.ui.widgets.find_line import FindLine
 from moet_desk.ui.widgets.frame import MIN_COLUMNS, MIN_ROWS, TabLine
 from moet_desk.ui.widgets.gauges import History
 from moet_desk.ui.widgets.heatmap import Heatmap
@@ -61,6 +65,7 @@ from moet_desk.ui.widgets.offer_list import Offers
 from moet_desk.ui.widgets.problem import ConfirmDialog
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.sign_in import SignInDialog
+from moet_desk.ui.widgets.transcript import Transcript
 
 QUIT_AGAIN_S = 1.0
 
@@ -167,6 +172,7 @@ class MoetDeskApp(App[int]):
         self.bridge = Bridge(open_engine, pack_job=pack_job, clock=clock, log_dir=log_dir)
         self.conversation = Conversation(self.bridge, chats, wishes=wishes or Wishes())
         self._desk = desk
+        self._config_file = config_file
         self.model = model  # name of the pack that is loaded, or being loaded
         self._starts_in = "chat" if setup is None else "setup"
         self._jobs: tuple[JobView, ...] = ()
@@ -203,7 +209,7 @@ class MoetDeskApp(App[int]):
 
     def on_mount(self) -> None:
         if self._look.motion != "full":
-            self.animation_level = "none"
+            self._set_motion()
         self.set_class(self.glyphs is ASCII, "-ascii")
         known = binding_ids()
         self.set_keymap({name: key for name, key in self._look.keys.items() if name in known})
@@ -318,6 +324,23 @@ class MoetDeskApp(App[int]):
             self.setup.keep(open_next_time=False)
         await self.switch_mode(mode)
         self.pull_gauges()
+
+    async def on_settings_screen_saved(self, _event: SettingsScreen.Saved) -> None:
+        """Put into effect what does not wait for a reload or a restart."""
+        settings = config.load(self._config_file).settings
+        look = look_of(settings, config.read_terminal())
+        before, self._look = self._look, look
+        if look.theme != before.theme:
+            self.theme = look.theme
+        self._set_motion()
+        if look.marks_reruns != before.marks_reruns:
+            await self.chat.show_reruns(look.marks_reruns)
+        self.conversation.wish_for_new(wishes_of(settings))
+
+    def _set_motion(self) -> None:
+        moves = self._look.motion == "full"
+        self.animation_level = "full" if moves else "none"
+        self.chat.set_blink(moves)
 
     async def on_tab_line_clicked(self, event: TabLine.Clicked) -> None:
         await self.action_go(event.mode)
@@ -481,7 +504,8 @@ def _same(screen: Screen[None]) -> Screen[None]:
 def binding_ids() -> tuple[str, ...]:
     """All action ids that `[keys]` may name, in the order of the help; a public contract."""
     owners = (
-        Prompt, ChatScreen, CacheScreen, Heatmap, ModelsScreen, ModelList, EndpointScreen,
+        Prompt, ChatScreen, Transcript, FindLine, AttachDialog, ChatOptions, Choice,
+        CacheScreen, Heatmap, ModelsScreen, ModelList, EndpointScreen,
         SettingsScreen, DoctorScreen, LogScreen,
         PackPlan, SetupScreen, Offers, FilterLine, SignInDialog, ChatList, ConfirmDialog,
         HelpPanel, MoetDeskApp,

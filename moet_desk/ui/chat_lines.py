@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.content import Content
 
 from moet_desk import __version__
-from moet_desk.ui.conversation import Status, Turn
+from moet_desk.ui.chat_records import Status, Turn
 from moet_desk.ui.quality_words import again_words
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.gauges import show_percent

@@ -7,7 +7,7 @@ import pytest
 from moet_desk.engine.handle import GateInfo, GateSource, PromptReading, Quality
 from moet_desk.engine.scripted import Script
 from moet_desk.telemetry import DraftChoice, LoadStep
-from moet_desk.ui.conversation import Wishes
+from moet_desk.ui.chat_records import Wishes
 from moet_desk.ui.widgets.heatmap import Heatmap, Measure
 from tests.ui.support import Stage, dump
 
