@@ -97,6 +97,7 @@ _AREAS: Mapping[str, str] = {
     "EVAL": "Measuring quality",
     "CHAT": "Chats and templates",
     "GRAM": "Answers of a given form",
+    "TRACE": "Recordings",
     "BUG": "Our mistakes",
 }
 

@@ -205,7 +205,7 @@ class Figures:
         drafts: of steps with guesses.
         vram_bytes, pcie_bytes: per step, read in VRAM and brought over PCIe.
         by_group: milliseconds of a step by kernel group.
-        attempts: popularities tried.
+        attempts: popularities tried; `popularity` is the one measured at.
     """
 
     steps: Steps
@@ -219,6 +219,7 @@ class Figures:
     prefill_tok_per_s: float | None
     peak_vram_bytes: int | None
     drafts: DraftFigures | None = None
+    popularity: float = 0.0
 
     @property
     def roofline_ratio(self) -> float | None:
@@ -361,6 +362,7 @@ class ShapeBench:
             prefill_tok_per_s=prefill_tok_per_s,
             peak_vram_bytes=self._peak_vram(),
             drafts=drafts,
+            popularity=popularity,
         )
 
     def _warm_up(self, popularity: float) -> None:
@@ -391,6 +393,20 @@ class ShapeBench:
         n_layers = len(self._setup.shape.spec.main_moe_layers)
         per_step = int(distinct) * n_layers / count
         return Steps(tuple(times), hits / asked, misses / count, per_step, fine / count)
+
+    def play(self, go_on: Callable[[float], bool]) -> None:
+        """Run steps one after another for as long as `go_on`, told the seconds of each, says so.
+
+        Raises:
+            MoetError: MD-ENG-04, as `steps`.
+        """
+        rows = self._setup.rows
+        sequence, going = self._sequence(rows), True
+        while going:
+            began = time.perf_counter()
+            self._step(sequence, rows)
+            going = go_on(time.perf_counter() - began)
+        self.kv.release(sequence)
 
     def _drafts(self) -> DraftFigures | None:
         """Steps that check guesses, and the head by itself: a row behind the sequence's end."""
