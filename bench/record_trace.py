@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import platform
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -177,7 +178,8 @@ def header_of(setup: Setup, how: str) -> Header:
         machine={
             "gpu": device_name(setup.device) if setup.device.type == "cuda" else None,
             "driver": driver() if setup.device.type == "cuda" else None,
-            **{name: facts[name] for name in ("cpu", "cores", "ram_gib", "os")},
+            "os": platform.system(),
+            **{name: facts[name] for name in ("cpu", "cores", "ram_gib")},
         },
         model=ModelInfo(
             name=shape.name, family=spec.model_type, context=setup.context,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from moet_desk.engine.handle import ModelInfo
 from moet_desk.errors import fail
-from moet_desk.telemetry import CacheView, EngineSnapshot, Usage
+from moet_desk.telemetry import CacheView, EngineSnapshot, FinishReason, Usage
 
 FORMAT, VERSION = "moet-desk-trace", 1
 SUFFIX = ".mdtrace"
@@ -112,7 +112,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """That answer ended."""
 
     t_s: float
-    reason: str
+    reason: FinishReason
     usage: Usage
 
 

@@ -22,6 +22,7 @@ from textual.timer import Timer
 
 from moet_desk import config
 from moet_desk.engine.handle import EngineHandle, Quality
+from moet_desk.engine.playback import Playback
 from moet_desk.errors import CATALOGUE, ExitCode, MoetError
 from moet_desk.locations import Locations, TerminalFacts
 from moet_desk.runtime import LOG_FILE
@@ -38,7 +39,8 @@ from moet_desk.ui.bridge import (
 )
 from moet_desk.ui.conversation import ChatStoreLike, Conversation, Wishes
 from moet_desk.ui.desk import Desk, JobView, PlanWishes
-from moet_desk.ui.palette import COMMANDS, GO, show_key
+from moet_desk.ui.palette import COMMANDS, GO, PLAYBACK, show_key
+from moet_desk.ui.playback import Player, Record, RecorderLike
 from moet_desk.ui.quality_words import precision_line
 from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen
@@ -123,6 +125,13 @@ class MoetDeskApp(App[int]):
         Binding("f6", "go('settings')", "Settings", id="go.settings", priority=True, show=False),
         Binding("f8", "go('log')", "Log", id="go.log", priority=True, show=False),
         Binding("f7", "go('doctor')", "Doctor", id="go.doctor", priority=True, show=False),
+        Binding("f9", "playback('toggle')", "Play or pause", id="playback.pause", priority=True),
+        Binding("comma", "playback('back')", "Back", id="playback.back", show=False),
+        Binding(
+            "full_stop", "playback('forward')", "Forward", id="playback.forward", show=False
+        ),
+        Binding("minus", "playback('slower')", "Slower", id="playback.slower", show=False),
+        Binding("plus", "playback('faster')", "Faster", id="playback.faster", show=False),
         Binding("ctrl+p", "command_palette", "Commands", id="app.palette", priority=True),
         Binding("f1", "help", "Help", id="app.help", priority=True),
         Binding("ctrl+q", "leave", "Quit", id="app.quit", priority=True, show=False),
@@ -156,6 +165,8 @@ class MoetDeskApp(App[int]):
         endpoint: EndpointSettings | None = None,
         config_file: Path = Path("config.toml"),
         timers: bool = True,
+        playback: Playback | None = None,
+        record: Record | None = None,
     ) -> None:
         self._look = look or Look()
         super().__init__()
@@ -168,7 +179,12 @@ class MoetDeskApp(App[int]):
         self.conversation = Conversation(self.bridge, chats, wishes=wishes or Wishes())
         self._desk = desk
         self.model = model  # name of the pack that is loaded, or being loaded
+        self.player = None if playback is None else Player(playback, self.conversation)
+        self._record = record
+        self._recorder: RecorderLike | None = None
         self._starts_in = "chat" if setup is None else "setup"
+        if playback is not None and not playback.recording.has_words:
+            self._starts_in = "cache"
         self._jobs: tuple[JobView, ...] = ()
         self._history = History()
         self._pulls: tuple[Timer, ...] = ()
@@ -252,8 +268,17 @@ class MoetDeskApp(App[int]):
 
     async def pull_text(self) -> None:
         """Draw and save what the model has written since the last call."""
-        if self.is_running:
-            await self.chat.pull_text()
+        if not self.is_running:
+            return
+        if self.player is not None and await self._play(self.player):
+            self._history.clear()
+        await self.chat.pull_text()
+
+    async def _play(self, player: Player) -> bool:
+        """Move a recording on. Returns whether its place went back."""
+        ready = self.bridge.phase is Phase.READY
+        chat = self.chat if self.chat.is_mounted else None
+        return ready and await player.turn(chat)
 
     def pull_gauges(self) -> None:
         """Draw the newest snapshot on the screen in front; move the start on."""
@@ -262,7 +287,8 @@ class MoetDeskApp(App[int]):
         self.bridge.poll()
         self._report_store()
         snapshot = self.bridge.snapshot()
-        self._history.add(snapshot, self._clock.monotonic())
+        self._history.add(snapshot, self._now_s())
+        self._draw_recording()
         self._jobs, notes = self._desk.jobs(), self._notes()
         used = max(self.conversation.context_used, snapshot.context_used)
         common: dict[str, Any] = {"context_used": used, "notes": notes, "jobs": self._jobs}
@@ -285,6 +311,17 @@ class MoetDeskApp(App[int]):
                 self.setup.poll(self._jobs)
             case _:
                 self.chat.show(snapshot, notes=notes, jobs=self._jobs)
+
+    def _now_s(self) -> float:
+        """The time that what is shown belongs to."""
+        if self.player is not None:
+            return self.player.playback.position_s
+        return self._clock.monotonic()
+
+    def _draw_recording(self) -> None:
+        line = None if self.player is None else self.player.header(self.size.width, self.glyphs)
+        for tabs in self.screen.query(TabLine):
+            tabs.say(line)
 
     def _report_store(self) -> None:
         problem = self.conversation.store_problem
@@ -327,6 +364,18 @@ class MoetDeskApp(App[int]):
         """Whether the screen in front waits for something that is looked for in a thread."""
         return bool(getattr(self.screen, "searching", False))
 
+    # -- recordings ----------------------------------------------------------------------------
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys of a recording work only while one is played."""
+        return self.player is not None if action == "playback" else True
+
+    def action_playback(self, what: str) -> None:
+        """Pause, place and speed of the recording that is played."""
+        if self.player is not None:
+            self.player.control(what)
+            self.pull_gauges()
+
     # -- models --------------------------------------------------------------------------------
 
     def load_model(self, name: str, wishes: PlanWishes | None = None) -> None:
@@ -349,6 +398,8 @@ class MoetDeskApp(App[int]):
 
     def _load_now(self, name: str, wishes: PlanWishes | None) -> None:
         self.conversation.stop()
+        self.player = None  # what is shown from now on is no recording
+        self._draw_recording()
         self.model = name
         if wishes is not None:
             self.conversation.wish(quality=Quality(wishes.quality))
@@ -418,7 +469,7 @@ class MoetDeskApp(App[int]):
         """Quit; asks first while an answer is written."""
         if isinstance(self.screen, ConfirmDialog):
             return
-        if not self.conversation.busy:
+        if not self.conversation.busy or self.player is not None:
             self._leave_now()
             return
 
@@ -462,6 +513,8 @@ class MoetDeskApp(App[int]):
             yield SystemCommand(title, text, partial(self.action_go, mode))
         adding = partial(self._add_model, None)
         yield SystemCommand("Add a model", "From the list, Hugging Face or a folder", adding)
+        for title, text, what in PLAYBACK if self.player is not None else ():
+            yield SystemCommand(title, text, partial(self.action_playback, what))
         yield SystemCommand("Help", "Keys, commands and glyphs (F1)", self.action_help)
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
         yield SystemCommand("Quit", "Close moet-desk (Ctrl+Q)", self.action_leave)
@@ -504,6 +557,8 @@ def run(
     desk: Desk,
     model: str,
     setup: Setup | None,
+    playback: Playback | None = None,
+    record: Record | None = None,
 ) -> int:
     """Open the app and return the exit code when it is closed.
 
@@ -516,12 +571,15 @@ def run(
         desk: what the models, doctor and set-up screens ask.
         model: name of the pack that `open_engine` opens.
         setup: where the wizard is to begin or to go on, None to begin with the chat.
+        playback: controls of the recording that `open_engine` gives, None for a real engine.
+        record: starts a recording of what the cache does; None: that cannot be done.
     """
     look = look_of(settings, config.read_terminal())
     app = MoetDeskApp(
         open_engine, chats, desk, model=model, setup=setup, look=look,
         wishes=wishes_of(settings), pack_job=pack_job, log_dir=str(locations.logs_dir),
-        endpoint=settings.endpoint, config_file=locations.config_file,
+        endpoint=settings.endpoint, config_file=locations.config_file, playback=playback,
+        record=record,
     )  # fmt: skip
     app.run()
     if app.bridge.phase is Phase.FAILED and app.bridge.error is not None:

@@ -387,6 +387,11 @@ class Bridge:
         """The loaded model, None before it is loaded."""
         return None if self._handle is None else self._handle.model()
 
+    @property
+    def engine(self) -> EngineHandle | None:
+        """The engine, None before it is open."""
+        return self._handle
+
     # -- answers -------------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> LiveAnswer:

@@ -26,6 +26,16 @@ COMMANDS = (
 )
 """Screen, title, explanation and action of each entry that acts on a screen."""
 
+PLAYBACK = (
+    ("Recording: play or pause", "All screens stand still (F9)", "toggle"),
+    ("Recording: forward", "Five seconds on", "forward"),
+    ("Recording: back", "Five seconds back", "back"),
+    ("Recording: from the beginning", "Show it again", "begin"),
+    ("Recording: faster", "Up to eight times the real speed", "faster"),
+    ("Recording: slower", "Down to a quarter", "slower"),
+)
+"""Title, explanation and what it does, of the entries that exist while a recording is played."""
+
 GO = (
     ("chat", "Chat", "Go to the chat (F2)"),
     ("cache", "Cache", "Go to the expert cache (F3)"),
@@ -44,6 +54,10 @@ _KEY_WORDS = {
     "slash": "/",
     "pageup": "PgUp",
     "pagedown": "PgDn",
+    "comma": ",",
+    "full_stop": ".",
+    "minus": "-",
+    "plus": "+",
 }
 
 

@@ -40,6 +40,7 @@ from moet_desk.telemetry import (
     CacheView,
     EngineSnapshot,
     EngineState,
+    FinishReason,
     Tier,
     TierCounters,
     Usage,
@@ -89,7 +90,7 @@ def write(path: Path, *, exact: bool = True) -> None:
     note(ledger, 15, 300)
     writer.add(1.0, snapshot(tiers, heat, ledger, 1.0))
     writer.say(Said(1.1, "So.", 2))
-    writer.say(Ended(1.2, "stop", Usage(3, 2)))
+    writer.say(Ended(1.2, FinishReason.STOP, Usage(3, 2)))
     writer.add(2.0, snapshot(tiers, heat, ledger, 2.0))
     writer.close()
 

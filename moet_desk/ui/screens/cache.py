@@ -176,7 +176,10 @@ class CacheScreen(Screen[None]):
         heatmap.set_measure(Measure.HEAT if heatmap.measure is Measure.TIER else Measure.TIER)
         self._draw_words()
 
-    def action_pause(self) -> None:
+    async def action_pause(self) -> None:
+        if self.app.check_action("playback", ()):  # of a recording, all stands still
+            await self.run_action("app.playback('toggle')")
+            return
         paused = self._paused_at is not None
         self._paused_at = None if paused else self._clock.wall()
         self._draw_words()

@@ -204,6 +204,12 @@ class History:
         self._moved: tuple[float, int] | None = None
         self._due_s = 0.0
 
+    def clear(self) -> None:
+        """Forget all: time went back."""
+        self.tok_per_s.clear()
+        self.wait_share.clear()
+        self.bytes_per_s, self._moved, self._due_s = None, None, 0.0
+
     def add(self, snapshot: EngineSnapshot, now_s: float) -> None:
         """Take a snapshot; called at 4 Hz, keeps one value a second."""
         if now_s < self._due_s:
