@@ -124,8 +124,6 @@ class Recorder:
             model=self.setup.shape.name,
             family=self.setup.shape.spec.model_type,
             device=device_name(self.setup.device),
-            context=self.setup.context,
-            context_used=self.setup.context,
             requests_running=1,
             decode_tok_per_s=self.meter.decode_rate(now_s),
             steps=self.meter.steps,

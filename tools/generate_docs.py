@@ -39,6 +39,7 @@ from moet_desk.ui.screens.models import ModelList, ModelsScreen
 from moet_desk.ui.screens.pack_plan import PackPlan
 from moet_desk.ui.screens.settings import SettingsScreen
 from moet_desk.ui.screens.setup import SetupScreen
+from moet_desk.ui.widgets.cache_lists import CacheLines
 from moet_desk.ui.widgets.filter_line import FilterLine
 from moet_desk.ui.widgets.heatmap import Heatmap
 from moet_desk.ui.widgets.offer_list import Offers
@@ -276,7 +277,7 @@ def _setting(setting: Setting) -> tuple[str, ...]:
 _SCREENS: Mapping[str, tuple[Any, ...]] = {
     "Everywhere": (MoetDeskApp,),
     "Chat (F2)": (ChatScreen, Prompt),
-    "Cache (F3)": (CacheScreen, Heatmap),
+    "Cache (F3)": (CacheScreen, Heatmap, CacheLines),
     "Models (F4)": (ModelsScreen, ModelList),
     "Plan of a model": (PackPlan,),
     "Endpoint (F5)": (EndpointScreen,),

@@ -29,6 +29,7 @@ from moet_desk.runtime import LOG_FILE
 from moet_desk.settings import Endpoint as EndpointSettings
 from moet_desk.settings import Settings
 from moet_desk.ui.bridge import (
+    CALM_PERIOD_S,
     GAUGE_PERIOD_S,
     TEXT_PERIOD_S,
     Bridge,
@@ -40,7 +41,7 @@ from moet_desk.ui.bridge import (
 from moet_desk.ui.conversation import ChatStoreLike, Conversation, Wishes
 from moet_desk.ui.desk import Desk, JobView, PlanWishes
 from moet_desk.ui.palette import COMMANDS, GO, PLAYBACK, show_key
-from moet_desk.ui.playback import Player, Record, RecorderLike
+from moet_desk.ui.playback import Player, Record, Tape
 from moet_desk.ui.quality_words import precision_line
 from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen
@@ -55,6 +56,7 @@ from moet_desk.ui.screens.settings import SettingsScreen
 from moet_desk.ui.screens.setup import SetupScreen
 from moet_desk.ui.setup_steps import Setup, Step
 from moet_desk.ui.theme import ASCII, MOET_DARK, THEMES, Glyphs, choose_glyphs
+from moet_desk.ui.widgets.cache_lists import CacheLines
 from moet_desk.ui.widgets.filter_line import FilterLine
 from moet_desk.ui.widgets.frame import MIN_COLUMNS, MIN_ROWS, TabLine
 from moet_desk.ui.widgets.gauges import History
@@ -125,7 +127,10 @@ class MoetDeskApp(App[int]):
         Binding("f6", "go('settings')", "Settings", id="go.settings", priority=True, show=False),
         Binding("f8", "go('log')", "Log", id="go.log", priority=True, show=False),
         Binding("f7", "go('doctor')", "Doctor", id="go.doctor", priority=True, show=False),
-        Binding("f9", "playback('toggle')", "Play or pause", id="playback.pause", priority=True),
+        Binding(
+            "f9", "playback('toggle')", "Play or pause", id="playback.pause", priority=True,
+            show=False,
+        ),
         Binding("comma", "playback('back')", "Back", id="playback.back", show=False),
         Binding(
             "full_stop", "playback('forward')", "Forward", id="playback.forward", show=False
@@ -180,8 +185,7 @@ class MoetDeskApp(App[int]):
         self._desk = desk
         self.model = model  # name of the pack that is loaded, or being loaded
         self.player = None if playback is None else Player(playback, self.conversation)
-        self._record = record
-        self._recorder: RecorderLike | None = None
+        self._tape = Tape(record, clock)
         self._starts_in = "chat" if setup is None else "setup"
         if playback is not None and not playback.recording.has_words:
             self._starts_in = "cache"
@@ -200,7 +204,10 @@ class MoetDeskApp(App[int]):
             plain=plain, blink=self._look.motion == "full",
             marks_reruns=self._look.marks_reruns,
         )  # fmt: skip
-        self.cache = CacheScreen(self.glyphs, self._history, clock=clock, plain=plain)
+        self.cache = CacheScreen(
+            self.glyphs, self._history, clock=clock, plain=plain,
+            per_second=round(1 / self._gauge_period_s()),
+        )  # fmt: skip
         self.models = ModelsScreen(desk, self.glyphs, clock=clock, plain=plain)
         self.doctor = DoctorScreen(desk, self.glyphs, clock=clock, plain=plain)
         self.endpoint = EndpointScreen(endpoint or EndpointSettings(), self.glyphs, plain=plain)
@@ -234,10 +241,14 @@ class MoetDeskApp(App[int]):
         if self._pulls_itself:
             self._pulls = (
                 self.set_interval(TEXT_PERIOD_S, self.pull_text),
-                self.set_interval(GAUGE_PERIOD_S, self.pull_gauges),
+                self.set_interval(self._gauge_period_s(), self.pull_gauges),
             )
             self.call_after_refresh(gc.freeze)
         self.pull_gauges()
+
+    def _gauge_period_s(self) -> float:
+        """Pictures that move are slower for people who want less motion."""
+        return GAUGE_PERIOD_S if self._look.motion == "full" else CALM_PERIOD_S
 
     def _screens(self) -> dict[str, Screen[None]]:
         return {
@@ -257,6 +268,7 @@ class MoetDeskApp(App[int]):
             timer.stop()
 
     def on_unmount(self) -> None:
+        self._say_of_tape(self._tape.end)
         self.conversation.close()
         self.bridge.close()
 
@@ -286,6 +298,8 @@ class MoetDeskApp(App[int]):
             return
         self.bridge.poll()
         self._report_store()
+        if self._tape.must_end:
+            self._say_of_tape(self._tape.end)
         snapshot = self.bridge.snapshot()
         self._history.add(snapshot, self._now_s())
         self._draw_recording()
@@ -296,6 +310,8 @@ class MoetDeskApp(App[int]):
             case "cache":
                 info, wishes = self.bridge.model(), self.conversation.wishes
                 line = precision_line(info, wishes.quality, wishes.gate, width=self.size.width)
+                if self.player is not None and self.player.playback.recording.note:
+                    line = self.player.playback.recording.note
                 self.cache.show(snapshot, **common, precision=line)
             case "models":
                 self.models.show(snapshot, **common, loaded=self.model)
@@ -335,8 +351,8 @@ class MoetDeskApp(App[int]):
             "display slow": self.chat.pace.slow,
         }
         notes = [note for note, holds in facts.items() if holds]
-        quality = self._quality_note()
-        return (*notes, quality) if quality else tuple(notes)
+        more = (self._tape.note, self._quality_note())
+        return (*notes, *(note for note in more if note))
 
     def _quality_note(self) -> str:
         """The quality, if it is not the usual one; while a balanced answer is written its reruns
@@ -376,6 +392,22 @@ class MoetDeskApp(App[int]):
             self.player.control(what)
             self.pull_gauges()
 
+    def action_record(self) -> None:
+        """Begin or end a recording of what the cache does."""
+        if self.player is not None:
+            self.notify("This is a recording already.")
+            return
+        self._say_of_tape(lambda: self._tape.toggle(self.bridge.engine, Path.cwd()))
+
+    def _say_of_tape(self, act: Callable[[], str]) -> None:
+        try:
+            words = act()
+        except MoetError as error:
+            self.chat.toast(error)
+            return
+        if words:
+            self.notify(words, markup=False, timeout=8)
+
     # -- models --------------------------------------------------------------------------------
 
     def load_model(self, name: str, wishes: PlanWishes | None = None) -> None:
@@ -399,6 +431,7 @@ class MoetDeskApp(App[int]):
     def _load_now(self, name: str, wishes: PlanWishes | None) -> None:
         self.conversation.stop()
         self.player = None  # what is shown from now on is no recording
+        self._say_of_tape(self._tape.end)
         self._draw_recording()
         self.model = name
         if wishes is not None:
@@ -534,8 +567,8 @@ def _same(screen: Screen[None]) -> Screen[None]:
 def binding_ids() -> tuple[str, ...]:
     """All action ids that `[keys]` may name, in the order of the help; a public contract."""
     owners = (
-        Prompt, ChatScreen, CacheScreen, Heatmap, ModelsScreen, ModelList, EndpointScreen,
-        SettingsScreen, DoctorScreen, LogScreen,
+        Prompt, ChatScreen, CacheScreen, Heatmap, CacheLines, ModelsScreen, ModelList,
+        EndpointScreen, SettingsScreen, DoctorScreen, LogScreen,
         PackPlan, SetupScreen, Offers, FilterLine, SignInDialog, ChatList, ConfirmDialog,
         HelpPanel, MoetDeskApp,
     )  # fmt: skip

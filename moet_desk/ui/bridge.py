@@ -39,6 +39,8 @@ from moet_desk.ui.text import Cleaner
 
 TEXT_PERIOD_S = 0.1
 GAUGE_PERIOD_S = 0.25
+CALM_PERIOD_S = 1.0
+"""Of the gauges, with less motion."""
 
 
 class PackJob(Protocol):

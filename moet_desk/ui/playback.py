@@ -14,7 +14,8 @@ from textual.content import Content
 
 from moet_desk.engine.handle import EngineHandle, Quality
 from moet_desk.engine.playback import Cue, Playback, Question
-from moet_desk.errors import MoetError
+from moet_desk.errors import MoetError, fail
+from moet_desk.ui.bridge import Clock
 from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.gauges import spread
@@ -116,6 +117,51 @@ class Player:
         if self.playback.ended:
             return "end"
         return "paused" if self.playback.paused else "plays"
+
+
+class Tape:
+    """The recording that is being made from the app, if any. Pictures alone, no words of chats."""
+
+    def __init__(self, record: Record | None, clock: Clock) -> None:
+        self._record = record
+        self._clock = clock
+        self._recorder: RecorderLike | None = None
+
+    @property
+    def note(self) -> str:
+        """For the status line: "recording 0:12", "" while none is made."""
+        return "" if self._recorder is None else f"recording {show_place(self._recorder.seconds)}"
+
+    @property
+    def must_end(self) -> bool:
+        """Whether the file is full or cannot be written any more."""
+        recorder = self._recorder
+        return recorder is not None and (recorder.full or recorder.problem is not None)
+
+    def toggle(self, engine: EngineHandle | None, folder: Path) -> str:
+        """Begin a recording in a folder, or end the one that is made; returns what to say.
+
+        Raises:
+            MoetError: MD-TRACE-05 it cannot be written, MD-ENG-07 no model is loaded.
+        """
+        if self._recorder is not None:
+            return self.end()
+        if self._record is None:
+            return "Nothing can be recorded here."
+        if engine is None:
+            raise fail("MD-ENG-07", why="")
+        path = folder / f"moet-desk-{self._clock.wall():%Y%m%d-%H%M%S}.mdtrace"
+        self._recorder = self._record(engine, path)
+        return "Recording; R ends it. No words of your chats are in it."
+
+    def end(self) -> str:
+        """End it, if one is made; returns what to say. Raises MD-TRACE-05."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return ""
+        why = " It is as long as one may be." if recorder.full else ""
+        recorder.close()
+        return f"Recorded: {recorder.path}{why}"
 
 
 def show_place(seconds: float) -> str:

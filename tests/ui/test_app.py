@@ -54,6 +54,8 @@ IDS = {
     "setup.stop", "setup.up", "sign_in.leave", "endpoint.copy", "endpoint.address", "endpoint.key",
     "endpoint.again", "endpoint.back", "settings.left", "settings.right", "settings.reset",
     "settings.back", "log.level", "log.pause", "log.copy", "log.back", "go.endpoint",
+    "cache.view", "cache.order", "cache.record", "cache.next", "cache.list_up", "cache.list_down",
+    "cache.list_page_up", "cache.list_page_down", "cache.list_first", "cache.list_last",
     "playback.pause", "playback.back", "playback.forward", "playback.slower", "playback.faster",
     "go.endpoint_digit", "go.settings", "go.settings_digit", "go.log", "go.log_digit",
 }  # fmt: skip
