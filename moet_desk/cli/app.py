@@ -39,13 +39,12 @@ def open_app(invocation: Invocation) -> int:
     Raises:
         MoetError: MD-TERM-03 no terminal, MD-ENG-01 another one runs, MD-CFG-.., MD-CHAT-02.
     """
-    for name, stream in (("stdin", sys.stdin), ("stdout", sys.stdout)):
-        if not stream.isatty():
-            raise fail("MD-TERM-03", stream=name)
+    need_terminal()
     settings = invocation.load_settings().settings
 
     from moet_desk import runtime
     from moet_desk.cli.desk import AppDesk
+    from moet_desk.cli.recording import start_recording
     from moet_desk.store.chats import ChatStore
     from moet_desk.ui import app
 
@@ -54,7 +53,7 @@ def open_app(invocation: Invocation) -> int:
     with runtime.instance_lock(places):
         runtime.start_logging(places, settings.log.level)
         chats = ChatStore.open(places.chats_file, on_delete=partial(_forget_prompts, places))
-        desk = AppDesk(invocation, settings, partial(_open_pack, invocation, settings))
+        desk = AppDesk(invocation, settings, partial(open_pack, invocation, settings))
         desk.forget_done()
         start = plan_start(desk, invocation.library, quality=settings.answers.quality)
         with runtime.terminal_guard(places):
@@ -67,7 +66,15 @@ def open_app(invocation: Invocation) -> int:
                 desk=desk,
                 model=start.model,
                 setup=start.setup,
+                record=start_recording,
             )
+
+
+def need_terminal() -> None:
+    """Raises MD-TERM-03 where nobody could see or use the app."""
+    for name, stream in (("stdin", sys.stdin), ("stdout", sys.stdout)):
+        if not stream.isatty():
+            raise fail("MD-TERM-03", stream=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +126,10 @@ def _pack_job(invocation: Invocation) -> Job:
     return start_pack(embedded_source(), DEMO, invocation.locations.data_dir)
 
 
-def _open_pack(
+def open_pack(
     invocation: Invocation, settings: Settings, name: str, wishes: PlanWishes | None
 ) -> EngineHandle:
+    """Start the engine on a pack, with an endpoint beside it."""
     from moet_desk.cli.serve import endpoint_options
     from moet_desk.engine.handle import start_engine
 

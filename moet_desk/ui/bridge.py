@@ -31,6 +31,8 @@ from moet_desk.ui.live_answer import LiveAnswer, as_moet_error
 
 TEXT_PERIOD_S = 0.1
 GAUGE_PERIOD_S = 0.25
+CALM_PERIOD_S = 1.0
+"""Of the gauges, with less motion."""
 
 
 class PackJob(Protocol):
@@ -280,6 +282,11 @@ class Bridge:
     def model(self) -> ModelInfo | None:
         """The loaded model, None before it is loaded."""
         return None if self._handle is None else self._handle.model()
+
+    @property
+    def engine(self) -> EngineHandle | None:
+        """The engine, None before it is open."""
+        return self._handle
 
     # -- answers -------------------------------------------------------------------------------
 

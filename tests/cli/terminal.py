@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pexpect
@@ -20,7 +20,14 @@ F2, F4, F7 = "\x1bOQ", "\x1bOS", "\x1b[18~"
 class Terminal:
     """See the module's paragraph."""
 
-    def __init__(self, data_dir: Path, port: int, more: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        port: int,
+        more: Mapping[str, str] | None = None,
+        *,
+        arguments: Sequence[str] = (),
+    ) -> None:
         variables = environment(data_dir) | {
             "LANG": "C.UTF-8",
             "MOET_DESK_ENDPOINT_PORT": str(port),
@@ -28,7 +35,7 @@ class Terminal:
         }
         self.child = pexpect.spawn(
             sys.executable,
-            ["-m", "moet_desk"],
+            ["-m", "moet_desk", *arguments],
             env=variables,  # type: ignore[arg-type]
             dimensions=(24, 80),
             encoding="utf-8",

@@ -59,6 +59,9 @@ IDS = {
     "chat.thinking", "chat.find", "chat.attach", "chat.options", "find.older", "find.newer",
     "find.close", "attach.close", "attach.down", "attach.up", "attach.complete", "options.close",
     "options.save", "options.down", "options.up", "options.next", "options.before",
+    "cache.view", "cache.order", "cache.record", "cache.next", "cache.list_up", "cache.list_down",
+    "cache.list_page_up", "cache.list_page_down", "cache.list_first", "cache.list_last",
+    "playback.pause", "playback.back", "playback.forward", "playback.slower", "playback.faster",
     "go.endpoint_digit", "go.settings", "go.settings_digit", "go.log", "go.log_digit",
 }  # fmt: skip
 

@@ -233,6 +233,7 @@ class ShapeBench:
             prefill_tok_per_s=prefill_tok_per_s,
             peak_vram_bytes=self._peak_vram(),
             drafts=drafts,
+            popularity=popularity,
         )
 
     def _warm_up(self, popularity: float) -> None:
@@ -272,6 +273,20 @@ class ShapeBench:
             return 0, 0
         counters = self._host.counters
         return counters.from_nvme, counters.bytes_read
+
+    def play(self, go_on: Callable[[float], bool]) -> None:
+        """Run steps one after another for as long as `go_on`, told the seconds of each, says so.
+
+        Raises:
+            MoetError: MD-ENG-04, as `steps`.
+        """
+        rows = self._setup.rows
+        sequence, going = self._sequence(rows), True
+        while going:
+            began = time.perf_counter()
+            self._step(sequence, rows)
+            going = go_on(time.perf_counter() - began)
+        self.kv.release(sequence)
 
     def _drafts(self) -> DraftFigures | None:
         """Steps that check guesses, and the head by itself: a row behind the sequence's end."""

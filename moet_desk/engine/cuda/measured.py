@@ -223,7 +223,7 @@ class Figures:
         drafts: of steps with guesses.
         vram_bytes, pcie_bytes: per step, read in VRAM and brought over PCIe.
         by_group: milliseconds of a step by kernel group.
-        attempts: popularities tried.
+        attempts: popularities tried; `popularity` is the one measured at.
         drive: what its reads reached; None if all rows are in RAM.
     """
 
@@ -238,6 +238,7 @@ class Figures:
     prefill_tok_per_s: float | None
     peak_vram_bytes: int | None
     drafts: DraftFigures | None = None
+    popularity: float = 0.0
     drive: DriveFigures | None = None
 
     @property

@@ -161,6 +161,14 @@ class SyntheticLoader:
         for bias, ranks in self._biases:
             bias.copy_(ranks.float() * -popularity)
 
+    def change_topic(self, share: float, popularity: float) -> None:
+        """Let a share of each layer's experts trade their popularity, as another topic would."""
+        for bias, ranks in self._biases:
+            order = torch.randperm(ranks.numel(), generator=self._random, device=self.device)
+            some = order[: round(share * ranks.numel())]
+            ranks[some] = ranks[some.roll(1)]
+            bias.copy_(ranks.float() * -popularity)
+
     def rows_by_popularity(self) -> list[int]:
         """Rows of all MoE layers, the most popular first; identity experts have no rows."""
         n_experts = self.spec.moe_ffn.router.n_experts
