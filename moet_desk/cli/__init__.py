@@ -23,6 +23,7 @@ from moet_desk.errors import ExitCode, MoetError, fail
 PROGRAM = "moet-desk"
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "chat": ("moet_desk.cli.chat:chat", "Open the app, also on a server elsewhere."),
     "run": ("moet_desk.cli.run:run", "Ask a model one question, or talk with it line by line."),
     "serve": ("moet_desk.cli.serve:serve", "Serve a model to OpenAI clients."),
     "launch": ("moet_desk.cli.launch:launch", "Point a coding agent at the model here."),

@@ -43,6 +43,13 @@ Experts that are in a slot answer at once. The others are fetched first:
 Where an expert is changes how fast an answer comes, never its words."""
 
 
+_ELSEWHERE = """\
+The answers come from {server}.
+Its experts are not on this computer, so there is nothing to show here.
+
+This screen needs a model of this computer:
+open moet-desk without --connect."""
+
 _OTHER_ROWS = 11  # title, header, cursor line, tier bars, precision, legend
 
 
@@ -118,6 +125,10 @@ class CacheScreen(Screen[None]):
         for selector in ("#header", "#cursor", "Heatmap"):
             self.query_one(selector).display = view is not None
         self.query_one("#explanation").display = view is None
+        words = _ELSEWHERE if snapshot.remote else _EXPLANATION
+        self._set("explanation", Content(words.replace("{server}", snapshot.remote)))
+        for name in ("TierBars", "#precision", "#legend"):
+            self.query_one(name).display = not snapshot.remote
         if view is not None:
             heatmap.show(view)
         self.query_one(TierBars).show(snapshot)
@@ -148,6 +159,8 @@ class CacheScreen(Screen[None]):
         else:
             state = "idle"
         right = Content.styled(f"{state}  [Space] ", "$dim")
+        if self._snapshot.remote:
+            return Content.styled(" No experts here", "bold")
         if view is None:
             return spread(Content.styled(" No model is loaded yet", "bold"), right, width)
         text = resident_words(view, self._snapshot.sizes)

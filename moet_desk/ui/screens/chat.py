@@ -49,6 +49,7 @@ from moet_desk.ui.widgets.transcript import AnswerBlock, MessageBlock, Transcrip
 DRAFT_DELAY_S = 0.3
 SHOWN_TURNS = 40  # older ones are kept, not drawn: each costs a few widgets
 
+_TOO_LONG = ("MD-API-03", "MD-CONN-05")
 _RETRY, _RESTART, _FORGET, _NEW = "retry", "restart", "forget", "new"
 
 
@@ -332,7 +333,7 @@ class ChatScreen(Screen[None]):
         self._keep_end()
 
     def _ways_out(self, problem: MoetError) -> dict[str, str]:
-        if problem.code == "MD-API-03":
+        if problem.code in _TOO_LONG:
             can_forget = len(self._conversation.turns) > 2
             forget = {_FORGET: "Forget the oldest turns"} if can_forget else {}
             return forget | {_NEW: "New chat"}
@@ -347,7 +348,11 @@ class ChatScreen(Screen[None]):
             "writing",
             *([] if rate is None else [show_number(rate, "tok/s")]),
             f"{live.n_tokens} tokens",
-            f"waiting {show_percent(snapshot.wait_share, 0)} of time",
+            *(
+                []
+                if snapshot.remote
+                else [f"waiting {show_percent(snapshot.wait_share, 0)} of time"]
+            ),
             *([] if live.quality is not Quality.BALANCED else [self.again_words()]),
         ]
         return Content(f"{self._glyphs.caret} " + f" {self._glyphs.dot} ".join(parts))
@@ -488,6 +493,10 @@ class ChatScreen(Screen[None]):
         self.notify(f"Saved as {path}", markup=False, timeout=10)
 
     def _set_quality(self, quality: Quality) -> None:
+        info = self._bridge.model()
+        if info is not None and not info.has_qualities:
+            self.notify("The server decides how it computes.")
+            return
         self._conversation.wish(quality=quality)
         gate = gate_in_use(self._bridge.model(), self._conversation.wishes.gate)
         self.notify(f"From the next message on: {quality_words(quality, gate)}.", markup=False)
