@@ -477,6 +477,13 @@ _ROWS: tuple[ErrorSpec, ...] = (
         "It comes with the program: install moet-desk again.",
         exit=ExitCode.DAMAGED,
     ),
+    ErrorSpec(
+        "MD-CAT-02",
+        "This model is not known",
+        "{model} is not among the known models.",
+        "List them: moet-desk ls --available",
+        exit=ExitCode.NOT_FOUND,
+    ),
     # downloads -------------------------------------------------------------------------------
     ErrorSpec(
         "MD-NET-01",
