@@ -26,7 +26,9 @@ FILE = "catalogue.toml"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaFacts:
     """Widths of latent attention and what else the dense weights follow from; `index_layers` is how
-    many layers have an indexer of their own (0: it sees everything).
+    many layers have an indexer of their own (0: it sees everything). With `per_layer` 2, each layer
+    has two attentions and dense parts. `identity_experts` are chosen like others and have no
+    weights.
     """
 
     heads: int
@@ -43,6 +45,8 @@ class MlaFacts:
     index_heads: int = 0
     index_dim: int = 0
     index_top_k: int = 0
+    per_layer: int = 1
+    identity_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

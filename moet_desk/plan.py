@@ -81,7 +81,12 @@ class ChunkSize:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes the planner needs, in bytes and counts."""
+    """The sizes the planner needs, in bytes and counts.
+
+    Attributes:
+        top_k: experts that a token may need of a layer.
+        mean_used: those that it needs on average; None: as many.
+    """
 
     n_rows: int  # experts of the layers that run
     top_k: int
@@ -93,6 +98,7 @@ class ModelShape:
     model_context: int
     chunks: tuple[ChunkSize, ...] = ()  # of a device, the largest first
     state_bytes: int = 0  # of a request, whatever its length
+    mean_used: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,6 +165,10 @@ class Memory:
         Literal["auto", "nvfp4", "fp8", "bf16", "f32"],
         _About("How the memory of a chat is stored; smaller holds more text.", _R),
     ] = "auto"
+    dense_format: Annotated[
+        Literal["auto", "stored", "int8"],
+        _About("Weights of all but the experts: int8 rounds, auto where a card needs it.", _R),
+    ] = "auto"
     ram: Annotated[
         int | None, _About("RAM the program may use in all.", _R, "bytes", least=64 * 2**20)
     ] = None

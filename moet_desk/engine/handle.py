@@ -310,6 +310,7 @@ class EngineOptions:
     vram_bytes: int | None = None  # what the engine may take of the card
     device: str = "cpu"  # auto | cpu | cuda; resolved when the engine thread loads
     kv_format: str = "auto"  # auto | nvfp4 | fp8 | bf16 | f32
+    dense_format: str = "auto"  # auto | stored | int8
     threads: int | None = None
     quality: Quality = Quality.FAST  # for requests that do not say; so is the gate
     gate: float | None = None  # None: what the pack was calibrated to, else DEFAULT_GATE

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from moet_desk.kernels.kinds import SWIGLU, Glu, KvFormat, RopeScaling, Score
-from moet_desk.kernels.kv_sizes import gqa_entry_bytes, mla_entry_bytes
+from moet_desk.kernels.kv_sizes import DELTA_RING, gqa_entry_bytes, mla_entry_bytes
 
 STATES_KEPT = 3
 """Most states that a sequence keeps of a layer with one, to go back to (`engine.recurrent`)."""
@@ -132,8 +132,19 @@ class Gdn:
     @property
     def state_bytes(self) -> int:
         """Of a sequence in one layer, float32."""
-        matrix = self.n_values * self.key_dim * self.value_dim
-        return 4 * (matrix + (self.kernel - 1) * self.channels)
+        return 4 * (self._matrix + (self.kernel - 1) * self.channels)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a sequence in one layer on a card (`kernels.triton.delta`): one state, and rings of
+        inputs, keys, changes and decays.
+        """
+        added = self.n_keys * self.key_dim + self.n_values * (self.value_dim + 1)
+        return 4 * (self._matrix + DELTA_RING * (self.channels + added))
+
+    @property
+    def _matrix(self) -> int:
+        return self.n_values * self.key_dim * self.value_dim
 
 
 Attention = Mla | Gqa
@@ -149,6 +160,13 @@ def indexer_of(spec: Spec) -> Indexer | None:
     """The indexer of a model with sparse attention; all that it has are equal."""
     attention = spec.attention
     return attention.indexer if isinstance(attention, Mla) else None
+
+
+def dense_widths(spec: Spec) -> list[int]:
+    """Inner widths of the dense parts, the MTP head's too."""
+    layers = spec.layers if spec.mtp is None else (*spec.layers, spec.mtp)
+    parts = [part for layer in layers for part in (layer.ffn, layer.around)]
+    return [part.inter for part in parts if isinstance(part, DenseFfn)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +193,11 @@ class Router:
     def n_choices(self) -> int:
         """Scores of a token: of experts with weights and of identity experts."""
         return self.n_experts + self.n_identity
+
+    @property
+    def mean_used(self) -> float:
+        """Experts with weights that a token uses on average, if all choices are as likely."""
+        return self.top_k * self.n_experts / self.n_choices
 
 
 @dataclass(frozen=True, slots=True)

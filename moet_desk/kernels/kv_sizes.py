@@ -1,4 +1,5 @@
-"""How many bytes a token's attention state takes in each storage format. No torch, for plans.
+"""How many bytes a token's attention state takes in each storage format, and a state of fixed size
+on a card. No torch, for plans.
 
 The encodings themselves are in `reference.kv_formats`. Pure.
 """
@@ -9,6 +10,11 @@ from moet_desk.kernels.kinds import KvFormat
 
 FP8_BLOCK = 128
 NVFP4_BLOCK = 16
+
+DELTA_RING = 16
+"""Tokens in the rings beside a state on a card: the rows of a step and as many pending ones, or the
+convolution's inputs.
+"""
 
 
 def mla_entry_bytes(fmt: KvFormat, r: int, dr: int) -> int:

@@ -184,7 +184,8 @@ class ChunkExperts:
         """Add the weighted experts of each token to `out`; their input is in the buffers' codes.
 
         Shapes:
-            ids int32 [M, K], ascending in each row; weights float32 [M, K]; out float32 [M, H]
+            ids int32 [M, K], ascending in each row, one behind all experts for a pair without;
+        weights float32 [M, K]; out float32 [M, H]
 
         Raises:
             MoetError: a row could not be read (MD-NVME-04, MD-PACK-04); `out` is spoiled then.
@@ -193,7 +194,10 @@ class ChunkExperts:
         wanted = self._wanted(groups, moe_layer, reading.planes)
         held = self._brought_ahead(moe_layer, reading)
         try:
-            self._run(moe_layer, reading, wanted, held, groups, weights, out)
+            if any(wanted.counts):  # a few tokens may have chosen identity experts alone
+                self._run(moe_layer, reading, wanted, held, groups, weights, out)
+            else:
+                self._staging.give_back(held.values())
             if ids.numel() >= AHEAD_PAIRS * self._n_experts:
                 self._bring_ahead(moe_layer + 1, reading, wanted.next_missing)
         except BaseException:

@@ -494,7 +494,7 @@ class ShapeBench:
                 n_experts=spec.moe_ffn.router.n_experts, readers=readers, bounce={},
                 form=self._form,
             )  # fmt: skip
-            model = ChunkModel(self.model, self.kv, buffers, experts)
+            model = ChunkModel(self.model, buffers, experts)
             prompt = self._random.integers(spec.vocab, size=setup.prefill).tolist()
             reading = Reading.FAST if setup.plane is Plane.BASE else Reading.EXACT
             times = [read_prompt(model, self.kv, prompt, reading) for _ in range(PROMPTS)]

@@ -104,6 +104,10 @@ class SyntheticLoader:
         self._biases.append((bias, ranks))
         return bias
 
+    def norm(self, name: str) -> Tensor:
+        """One, whatever a model adds to it."""
+        return self.vector(name)
+
     def matrix(self, *names: str) -> DenseWeight:
         """FP8 with unit-gain scales, or bfloat16 as head and router, whose scores spread over
         0..1.

@@ -48,8 +48,10 @@ from moet_desk.kernels.reference.norms import (
 from moet_desk.kernels.reference.quant import (
     balance_zeros,
     base_values,
+    dense_values,
     fp4_values,
     quantize_activations,
+    quantize_dense,
     quantize_fp4,
 )
 from moet_desk.kernels.reference.routing import route
@@ -71,6 +73,7 @@ __all__ = [
     "delta_decay",
     "delta_step",
     "delta_unit",
+    "dense_values",
     "expand_base",
     "expand_fine",
     "expert_mlp",
@@ -96,6 +99,7 @@ __all__ = [
     "mla_read",
     "mla_write",
     "quantize_activations",
+    "quantize_dense",
     "quantize_fp4",
     "release",
     "rms_norm",

@@ -161,17 +161,25 @@ def _down_kernel(
 
 
 @triton.jit
+def _part(part, ids, pair, c, H: tl.constexpr, inside):
+    """A pair's contribution; 0 for one without an expert, of which nothing was written."""
+    if ids is not None:
+        inside = inside & (tl.load(ids + pair) >= 0)
+    return tl.load(part + pair * H + c, mask=inside, other=0.0)
+
+
+@triton.jit
 def _combine_kernel(
-    part, weights, base, residual, out,
+    part, weights, base, residual, out, ids,
     H: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
     SHARED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1)
     c = tl.program_id(0) * B + tl.arange(0, B)
     inside = c < H
-    total = product(tl.load(part + t * K * H + c, mask=inside), tl.load(weights + t * K), PTX)
+    total = product(_part(part, ids, t * K, c, H, inside), tl.load(weights + t * K), PTX)
     for k in tl.static_range(1, K):
-        more = tl.load(part + (t * K + k) * H + c, mask=inside)
+        more = _part(part, ids, t * K + k, c, H, inside)
         total += product(more, tl.load(weights + t * K + k), PTX)
     if SHARED:
         total += tl.load(base + t * H + c, mask=inside)
@@ -258,10 +266,16 @@ def experts_down(
 
 
 def combine(
-    part: Tensor, weights: Tensor, *, base: Tensor | None, residual: Tensor, out: Tensor
+    part: Tensor,
+    weights: Tensor,
+    *,
+    base: Tensor | None,
+    residual: Tensor,
+    out: Tensor,
+    ids: Tensor | None = None,
 ) -> None:
     """residual + (sum over k, in order, of weight * part, + base): the bits of `reference.combine`
-    and two additions.
+    and two additions. With `ids` (int32 [P]), pairs of an id below 0 have no part.
 
     Shapes:
         part float32 [P, H], weights float32 [T, K]; base (shared expert), residual, out [T, H]
@@ -270,7 +284,7 @@ def combine(
     n_tokens, top_k = weights.shape
     hidden = part.shape[1]
     _combine_kernel[(triton.cdiv(hidden, _COMBINE_FLOATS), n_tokens)](
-        part, weights, residual if base is None else base, residual, out,
+        part, weights, residual if base is None else base, residual, out, ids,
         hidden, top_k, _COMBINE_FLOATS, base is not None, PTX,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

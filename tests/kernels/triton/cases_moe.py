@@ -101,10 +101,15 @@ def catalogue_cases() -> Iterator[Case]:
             yield from expert_cases(name, hidden, inter, 1, fine=fine)
 
 
-def combine_case() -> Case:
-    constexprs = {"H": 4096, "K": 6, "B": 512, "SHARED": True, "PTX": True}
+def combine_case(*, with_identity: bool = False) -> Case:
+    constexprs: dict[str, Any] = {"H": 4096, "K": 6, "B": 512, "SHARED": True, "PTX": True}
     signature = pointers("*fp32", "part weights base residual out")
-    return Case("combine", experts._combine_kernel, signature, constexprs, 4, NO_FUSION, fused=0)
+    name = "combine with identity experts" if with_identity else "combine"
+    if with_identity:
+        signature["ids"] = "*i32"
+    else:
+        constexprs["ids"] = None
+    return Case(name, experts._combine_kernel, signature, constexprs, 4, NO_FUSION, fused=0)
 
 
 def quant_cases() -> Iterator[Case]:
@@ -188,7 +193,9 @@ def fetch_cases() -> Iterator[Case]:
     )
 
 
-def route_case(n_experts: int, top_k: int, score: int, groups: int) -> Case:
+def route_case(
+    n_experts: int, top_k: int, score: int, groups: int, *, n_real: int | None = None
+) -> Case:
     constexprs = {
         "E": n_experts,
         "E2": triton.next_power_of_2(n_experts),
@@ -200,13 +207,14 @@ def route_case(n_experts: int, top_k: int, score: int, groups: int) -> Case:
         "KEPT": max(1, groups // 2),
         "GROUPS2": triton.next_power_of_2(groups),
         "RENORM": True,
+        "REAL": n_experts if n_real is None else n_real,
     }
     return Case(
         f"route E={n_experts} K={top_k} groups={groups}",
         route._route_kernel,
-        pointers("*fp32", "logits bias weights") | {"ids": "*i32", "scale": "fp32"},
+        pointers("*fp32", "logits bias weights share") | {"ids": "*i32", "scale": "fp32"},
         constexprs,
-        1 if n_experts <= 256 else 2,
+        1 if n_experts <= 256 else 2 if n_experts <= 512 else 4,
     )
 
 
@@ -266,6 +274,7 @@ CASES = [
     *all_expert_cases(),
     *catalogue_cases(),
     combine_case(),
+    combine_case(with_identity=True),
     *quant_cases(),
     lookup_case(1, 6),
     lookup_case(3, 8),
@@ -274,5 +283,6 @@ CASES = [
     route_case(256, 6, 2, 1),
     route_case(256, 8, 1, 8),
     route_case(512, 10, 0, 1),
+    route_case(768, 12, 0, 1, n_real=512),
     *grouped_cases(),
 ]
