@@ -18,8 +18,8 @@ from torch import Tensor
 from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.draft_control import FOLLOWED_TOKENS
 from moet_desk.engine.kv_cache import KvCache, KvSequence
-from moet_desk.engine.model import Model
 from moet_desk.engine.mtp import MtpHead
+from moet_desk.engine.stream_model import StreamHead
 from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import DraftCounters
 
@@ -171,7 +171,7 @@ class CpuHead:
     """The head over the CPU's model.
 
     Args:
-        head, model, kv: the head, its model, and pages with a layer for it.
+        head, kv: the head, and pages with a layer for it.
         one, many: routed experts of each plane for one token and for several.
     """
 
@@ -179,14 +179,13 @@ class CpuHead:
 
     def __init__(
         self,
-        head: MtpHead,
-        model: Model,
+        head: MtpHead | StreamHead,
         kv: KvCache,
         *,
         one: Mapping[Plane, Experts],
         many: Mapping[Plane, Experts],
     ) -> None:
-        self.head, self._model, self._kv = head, model, kv
+        self.head, self._kv = head, kv
         self._one, self._many = one, many
 
     def read(
@@ -197,7 +196,7 @@ class CpuHead:
         found = self.head.forward(torch.tensor(ids), states, self._kv, sequence, experts[plane])[
             -1:
         ]
-        return int(self._model.logits(found)[0].argmax()), found
+        return int(self.head.logits(found)[0].argmax()), found
 
 
 class MtpDrafter:
@@ -239,7 +238,7 @@ class MtpDrafter:
         self.catch_up(request)
         guess, hidden = self._read(request, state, state.waiting)
         guesses: list[int] = []
-        ahead = replace(state.sequence)  # what is read from here on are guesses
+        ahead = state.sequence.fork()  # what is read from here on are guesses
         while guess is not None:
             guesses.append(guess)
             if len(guesses) == depth:

@@ -53,7 +53,7 @@ class PlannedModel:
         stands_in: whether its attention is not written, so that what reading a prompt takes is
             estimated with MLA of as many heads.
         kv_stated: KV bytes of a token by format, where the spec cannot say them.
-        state_bytes: of a request, whatever its length, where the spec cannot say them.
+        state_bytes: of a request, whatever its length, where the spec cannot say it.
         pack_bytes: on the drive.
         download_bytes: of the source; None: not known, or it is here already.
         is_installed: whether its pack is on this computer.
@@ -95,6 +95,8 @@ class PlannedModel:
         return self._with_state(shape, form, with_head=with_head)
 
     def _with_state(self, shape: ModelShape, form: KvFormat, *, with_head: bool) -> ModelShape:
+        if self.kv_stated is None:
+            return shape
         kv = self.kv_token_bytes(form, with_head=with_head)
         states = self.state_bytes or shape.state_bytes
         return replace(shape, kv_token_bytes=kv, state_bytes=states)

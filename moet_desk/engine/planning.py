@@ -14,6 +14,7 @@ from moet_desk.engine.dense_format import DenseFormat, cpu_dense_format, fit_dev
 from moet_desk.engine.handle import EngineOptions, Quality
 from moet_desk.engine.model_shape import (
     check_kernels,
+    cpu_kv_format,
     device_kv_format,
     loads_head,
     wishes_of,
@@ -274,8 +275,8 @@ def _on_cpu(
 
 
 def _cpu_form(model: PlannedModel, options: EngineOptions, wishes: Wishes, ram: int) -> KvFormat:
-    if options.kv_format != "auto":
-        return KvFormat(options.kv_format)
+    if options.kv_format != "auto" or model.kv_stated is None:
+        return cpu_kv_format(options.kv_format, model.spec, wishes, ram)
     n_tokens = kv_tokens(wishes, model.spec.context)
     return choose_kv_format(model.kv_token_bytes(KvFormat.F32), n_tokens, ram)
 

@@ -15,7 +15,6 @@ from moet_desk.engine.dense_format import DenseFormat
 from moet_desk.engine.handle import EngineOptions, Quality
 from moet_desk.engine.planned_model import PlannedModel, from_catalogue
 from moet_desk.engine.planning import ModelPlan, Refusal, plan_model
-from moet_desk.engine.spec import DenseFfn
 from moet_desk.forecast import (
     HIT_CURVES,
     SHARES,
@@ -71,7 +70,7 @@ def check_sums(model: PlannedModel, plan: ModelPlan) -> None:
     """Add up what was handed out without the planner's own sums."""
     tiers, shape, sizes = plan.tiers, plan.shape, plan.bytes
     kv = tiers.kv_pages * KV_PAGE_TOKENS * model.kv_token_bytes(plan.kv_format)
-    assert sizes.kv == kv + plan.requests * model.state_bytes
+    assert sizes.kv == kv + plan.requests * shape.state_bytes
     rows = tiers.arena_base_rows * shape.base_stride + tiers.arena_fine_rows * shape.fine_stride
     assert sizes.arena == rows
     assert sizes.total == tiers.bytes_total
@@ -272,11 +271,11 @@ def test_plan__exact_answers__slower_and_balanced_between() -> None:
 
 def test_plan__layers_without_kernels__left_to_the_cpu_unless_the_card_is_insisted_on() -> None:
     model = MODELS["olmoe-1b-7b"]
-    layers = tuple(replace(layer, around=DenseFfn(64)) for layer in model.spec.layers)
-    model = replace(model, spec=replace(model.spec, layers=layers))
+    model = replace(model, spec=replace(model.spec, streams=Streams(4, 20, 1e-6)))
     plan = plan_model(DESK, model, AUTO)
     assert isinstance(plan, ModelPlan)
-    assert (plan.device, plan.why) == ("cpu", "for two attentions a card has no kernels yet")
+    part = "residual streams and pooled attention"
+    assert (plan.device, plan.why) == ("cpu", f"for {part} a card has no kernels yet")
     refused = plan_model(DESK, model, EngineOptions(device="cuda"))
     assert isinstance(refused, Refusal)
     assert refused.error.code == "MD-GPU-10"

@@ -17,7 +17,16 @@ from moet_desk.engine.cuda.buffers import StepBuffers
 from moet_desk.engine.cuda.delta import GdnLaunches
 from moet_desk.engine.cuda.dense_weights import DenseSource, reordered
 from moet_desk.engine.cuda.indexer import IndexerLaunches
-from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mla, MoeFfn, QkNorm, Router
+from moet_desk.engine.spec import (
+    DenseFfn,
+    Gqa,
+    Layer,
+    Mla,
+    MoeFfn,
+    PooledAttention,
+    QkNorm,
+    Router,
+)
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import gqa_decode, mla_decode
 from moet_desk.kernels.triton.delta import DeltaRows
@@ -322,6 +331,8 @@ class LayerLaunches:
             self.attention = MlaLaunches(layer.mixer, load, f"{name}self_attn{at}.")
         elif isinstance(layer.mixer, Gqa):
             self.attention = GqaLaunches(layer.mixer, load, f"{name}self_attn{at}.")
+        elif isinstance(layer.mixer, PooledAttention):
+            raise TypeError("there are no launches for pooled attention")
         else:
             self.attention = GdnLaunches(layer.mixer, load, name + "linear_attn.")
         self.ffn: DenseLaunches | MoeLaunches

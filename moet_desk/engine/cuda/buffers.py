@@ -17,7 +17,14 @@ from moet_desk.engine.cuda.chunk_sizes import projected_width
 from moet_desk.engine.cuda.delta import DeltaBuffers
 from moet_desk.engine.cuda.indexer import IndexBuffers
 from moet_desk.engine.sampling import Draw
-from moet_desk.engine.spec import Attention, Mla, Spec, dense_widths, indexer_of
+from moet_desk.engine.spec import (
+    Attention,
+    Mla,
+    PooledAttention,
+    Spec,
+    dense_widths,
+    indexer_of,
+)
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.delta import RUN_COLUMNS
@@ -220,7 +227,7 @@ class StepBuffers:
             index=None
             if indexer is None
             else IndexBuffers.make(indexer, rows, block=rows, entries=context, device=device),
-            delta=DeltaBuffers.make(spec.recurrent[0], rows, device) if spec.recurrent else None,
+            delta=DeltaBuffers.make(spec.delta[0], rows, device) if spec.delta else None,
         )
 
 
@@ -237,7 +244,9 @@ class _Widths:
     mixed: int  # what scores weigh and add up
 
     @classmethod
-    def of(cls, mixer: Attention) -> _Widths:
+    def of(cls, mixer: Attention | PooledAttention) -> _Widths:
+        if isinstance(mixer, PooledAttention):
+            raise TypeError("there are no launches for pooled attention")
         if not isinstance(mixer, Mla):
             queries, d = mixer.n_heads * mixer.head_dim, mixer.head_dim
             return cls(projected_width(mixer), 1, queries, q_rope=1, latent=1, value=d, mixed=d)

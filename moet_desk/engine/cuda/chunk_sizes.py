@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from moet_desk.engine.spec import Gdn, Gqa, Mla, Spec, dense_widths, indexer_of
+from moet_desk.engine.spec import Gdn, Gqa, Mla, PooledAttention, Spec, dense_widths, indexer_of
 from moet_desk.kernels.row_sizes import GROUP, ExpertLayout
 from moet_desk.plan import ChunkSize
 from moet_desk.store.pack_format import Plane
@@ -77,12 +77,14 @@ class ChunkShape:
         """For chunks of `rows` tokens of sequences of up to `context`."""
         mixer, moe, block = spec.attention, spec.moe_ffn, min(rows, BLOCK_ROWS)
         entries = -(-context // 64) * 64
+        if isinstance(mixer, PooledAttention):
+            raise TypeError("there are no launches for pooled attention")
         own = _of_mla(mixer, entries) if isinstance(mixer, Mla) else _of_gqa(mixer)
         inter = max([moe.shared_inter, *dense_widths(spec), 1])
         fed = 2 * inter + (spec.hidden + 1 if moe.shared_gate else 0)
-        states = [_of_gdn(linear) for linear in spec.recurrent[:1]]
+        states = [_of_gdn(linear) for linear in spec.delta[:1]]
         every = [own, *states]
-        scores = max((linear.n_values for linear in spec.recurrent), default=0)
+        scores = max((linear.n_values for linear in spec.delta), default=0)
         return cls(
             rows=rows, block=block, hidden=spec.hidden, inter=moe.inter, top_k=moe.router.top_k,
             n_choices=moe.router.n_choices,

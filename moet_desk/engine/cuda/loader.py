@@ -154,8 +154,8 @@ def _load(
     report.begin("Dense layers")
     pools = {plane: _pool(plane, arena, opened, device) for plane in Plane}
     states: DeviceStates | None = None
-    if spec.recurrent:
-        states = DeviceStates(spec.recurrent, options.max_running, device)
+    if spec.delta:
+        states = DeviceStates(spec.delta, options.max_running, device)
     kv = KvCache(
         spec.attention, n_layers=spec.n_kv_layers + opened.with_head, n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,

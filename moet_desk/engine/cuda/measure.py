@@ -47,7 +47,9 @@ from moet_desk.units import GIB, show_memory
 
 KV_FORM = KvFormat.NVFP4
 RESERVE_BYTES = 3 * GIB // 2
-"""VRAM for activations, graphs and what the allocator cannot use."""
+"""VRAM for activations, graphs, the place where weights are made, and what the allocator cannot use
+(`plan.ALLOCATOR_SHARE`).
+"""
 
 _PAGE_TOKENS = 64
 
@@ -310,8 +312,9 @@ class ShapeBench:
             error=torch.zeros(1, dtype=torch.int32, device=device),
             with_head=spec.mtp is not None,
         )  # fmt: skip
+        self.loader.forget_piece()
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # the pieces that weights were made from
+            torch.cuda.empty_cache()
         self._random = np.random.default_rng(0)
         popular = self.loader.rows_by_popularity()[:n_slots]
         places = rows.table[popular].tolist()
