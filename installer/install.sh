@@ -165,8 +165,8 @@ install_wheel() {
 }
 
 use() {
-    old="$(readlink "$root/current" 2>/dev/null || true)"
-    [ -z "$old" ] || [ "$old" = "$1" ] || point "$old" "$root/previous"
+    left="$(readlink "$root/current" 2>/dev/null || true)"
+    [ -z "$left" ] || [ "$left" = "$1" ] || point "$left" "$root/previous"
     point "$1" "$root/current"
     point "$root/current/bin/moet-desk" "$link"
 }

@@ -127,7 +127,7 @@ def test_install_upgrade_broken_upgrades_rollback_uninstall(tmp_path: Path, pyth
     assert home.says() == "2.0"
     assert home.run("list").stdout == "1.0 (before)\n2.0 (in use)\n"
 
-    assert home.run("rollback").returncode == 0
+    assert home.run("rollback").stdout == "Now in use: 1.0\n"
     assert home.says() == "1.0"
     assert home.run("rollback", "2.0").returncode == 0
     assert home.says() == "2.0"
