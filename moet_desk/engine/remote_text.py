@@ -10,8 +10,12 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
-_HEAD = "> **Reasoning**\n>\n"
-_QUOTE = re.compile(r"^> \*\*Reasoning\*\*\n(?:>.*(?:\n|\Z))*\n*", re.MULTILINE)
+_HEAD = "> **Reasoning**\n>\n> "
+_RULE = "\n\n---\n\n"  # its own lines all begin with ">" or are empty
+_QUOTE = re.compile(r"^> \*\*Reasoning\*\*\n(?:>.*\n|\n)*?(?:---\n+|(?:>.*)?\Z)", re.MULTILINE)
+_QUOTE_CHARS = 700
+"""From here on a quote ends with its paragraph and another begins: the screens draw long text in
+parts of about 1500 characters, and cut it between blocks only."""
 _TICKS = re.compile(r"`+")
 
 
@@ -33,26 +37,42 @@ class Shown:
 
     def __init__(self) -> None:
         self._last = _Part.NOTHING
+        self._newlines = 0  # of reasoning, that wait for what follows
+        self._quoted = 0  # characters of this quote
         self._calls: dict[int, _Call] = {}
 
     def reasoning(self, text: str) -> str:
         """The next piece of what the model says to itself."""
-        if self._last is not _Part.REASONING:
+        begins = self._last is not _Part.REASONING
+        if begins:
             text = text.lstrip("\n")
-            if not text:
-                return ""
-            head = self._gap() + _HEAD + "> "
-            self._last = _Part.REASONING
-            return head + text.replace("\n", "\n> ")
-        return text.replace("\n", "\n> ")
+        if not text:
+            return ""
+        shown = [self._gap() + _HEAD] if begins else []
+        if begins:
+            self._newlines = self._quoted = 0
+        self._last = _Part.REASONING
+        for i, line in enumerate(text.split("\n")):
+            self._newlines += i > 0
+            if line:
+                shown.append(self._break() + line)
+                self._quoted += len(line)
+        return "".join(shown)
+
+    def _break(self) -> str:
+        """The newlines before the next line of reasoning, as they stand in the quote."""
+        n, self._newlines = self._newlines, 0
+        if n >= 2 and self._quoted >= _QUOTE_CHARS:
+            self._quoted = 0
+            return "\n\n> "
+        return "\n>" * (n - 1) + "\n> " if n else ""
 
     def content(self, text: str) -> str:
         """The next piece of text for the reader."""
         if self._last in (_Part.REASONING, _Part.CALL):
             text = text.lstrip("\n")  # models leave a gap of their own
-            if not text:
-                return ""
-            text = self._gap() + text
+            if text:
+                text = self._gap() + text
         if text:
             self._last = _Part.CONTENT
         return text
@@ -75,6 +95,8 @@ class Shown:
         return "".join(shown)
 
     def _gap(self) -> str:
+        if self._last is _Part.REASONING:
+            return _RULE
         return "" if self._last is _Part.NOTHING else "\n\n"
 
 

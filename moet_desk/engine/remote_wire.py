@@ -165,7 +165,7 @@ class Reply:
         if not isinstance(event, dict):
             raise self.unusable("an event of its stream is no object")
         if event.get("error"):
-            raise refusal(self._server, 200, data)
+            raise refusal(self._server, "with an error", data)
         return event
 
     def _opened(self) -> http.client.HTTPResponse:
@@ -222,7 +222,7 @@ def failures_of(server: Server) -> Iterator[None]:
 # -- what a server says ----------------------------------------------------------------------
 
 
-def refusal(server: Server, status: int, body: bytes) -> MoetError:
+def refusal(server: Server, status: int | str, body: bytes) -> MoetError:
     """The catalogue error of an answer that is a refusal, in the server's words."""
     words, code = _words(body)
     if server.key:

@@ -30,6 +30,7 @@ from moet_desk.engine.remote_text import Shown, without_reasoning
 from moet_desk.engine.remote_wire import ServedModel, Server, chat_body, read_address
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import EngineState, Failed, Finished, FinishReason, TextDelta
+from moet_desk.ui.text import split_segments
 from tests.api.fakes import FakeEngine, Pause, eventually
 
 KEY = "sk-topsecret"
@@ -112,7 +113,7 @@ def test_reasoning_and_calls__shown_apart__and_reasoning_not_sent_back(
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     fake.answer("Let me\nsee", "</think>\n\n", "Four.", call)
     text, _ = read(remote.submit(replace(HELLO, tools=[TOOL])))
-    assert text.startswith("> **Reasoning**\n>\n> Let me\n> see\n\nFour.")
+    assert text.startswith("> **Reasoning**\n>\n> Let me\n> see\n\n---\n\nFour.")
     assert text.endswith('```call\nadd {"a": 1}\n```')
 
     turns = [*(HELLO.messages or ()), {"role": "assistant", "content": text}]
@@ -268,7 +269,7 @@ def test_stream__of_another_kind__is_read_too() -> None:
             "data: [DONE]", delta(content="never read"),
         )
     )  # fmt: skip
-    assert text == "> **Reasoning**\n>\n> why\n\nBecause."
+    assert text == "> **Reasoning**\n>\n> why\n\n---\n\nBecause."
     assert isinstance(last, Finished)
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 5)
     assert last.quality == ""
@@ -398,18 +399,30 @@ def test_chat_body__other_servers_get_only_what_was_asked() -> None:
     }
 
 
-words = st.text(alphabet="ab >\n*`", min_size=1, max_size=8)
+words = st.text(alphabet="ab >\n*`-", min_size=1, max_size=8)
 
 
 @given(st.lists(words, max_size=4), st.lists(words, max_size=4))
 def test_shown__however_it_is_cut__the_reasoning_goes_and_the_rest_stays(
     reasons: list[str], answer: list[str]
 ) -> None:
-    shown = Shown()
-    text = "".join([*map(shown.reasoning, reasons), *map(shown.content, answer)])
-    thought = "".join(reasons).strip("\n")
-    said = "".join(answer)
+    shown, whole = Shown(), Shown()
+    parts = [*map(shown.reasoning, reasons), *map(shown.content, answer)]
+    text, thought, said = "".join(parts), "".join(reasons).strip("\n"), "".join(answer)
     assert without_reasoning(text) == (said.lstrip("\n") if thought else said)
+    assert text == whole.reasoning("".join(reasons)) + whole.content(said)
+
+
+def test_reasoning__long__in_quotes_that_can_be_drawn_apart() -> None:
+    shown = Shown()
+    paragraphs = [f"{i} " + "word " * 100 for i in range(12)]
+    text = shown.reasoning("\n\n".join(paragraphs)) + shown.content("> a quote\n\nThe end")
+    parts = split_segments(text)
+    assert len(parts) >= 4
+    assert max(map(len, parts)) < 2600
+    assert [line[2:] for line in text.split("---")[0].split("\n") if line[2:]][1:] == paragraphs
+    assert without_reasoning(text) == "> a quote\n\nThe end"
+    assert without_reasoning(text.partition("\n\n---")[0]) == ""  # stopped before the answer
 
 
 def test_call__with_backticks__stays_in_its_block() -> None:
