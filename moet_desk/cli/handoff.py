@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from moet_desk.catalogue import CatalogueEntry, find_entry
-from moet_desk.cli.context import Invocation, Size, output_options
+from moet_desk.cli.context import Invocation, Size, global_options, output_options
 from moet_desk.cli.output import Format, print_document, print_text
 from moet_desk.cli.plan import complete_known
 from moet_desk.errors import ExitCode, fail
@@ -127,6 +127,7 @@ def vllm_config(entry: CatalogueEntry, sizing: Sizing, *, gpu_bytes: int, contex
 
 
 @click.group()
+@global_options
 def handoff() -> None:
     """Write settings for a server on larger computers."""
 
