@@ -232,6 +232,7 @@ class EngineSnapshot:
     model: str = ""
     family: str = ""
     device: str = ""  # CPU or the card's name
+    remote: str = ""  # address of the server that answers in the engine's place
     opportunistic: bool = False  # answers other than exact ones may differ from run to run
     context: int = 0  # tokens a request may use, prompt and answer together
     context_used: int = 0  # tokens of the longest running request

@@ -98,6 +98,7 @@ _AREAS: Mapping[str, str] = {
     "TERM": "Terminal",
     "ENG": "Process and engine",
     "API": "Endpoint",
+    "CONN": "Another server",
     "CLI": "Command line",
     "EVAL": "Measuring quality",
     "CHAT": "Chats and templates",

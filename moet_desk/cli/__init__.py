@@ -23,9 +23,11 @@ from moet_desk.errors import ExitCode, MoetError, fail
 PROGRAM = "moet-desk"
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "chat": ("moet_desk.cli.chat:chat", "Open the app, also on a server elsewhere."),
     "run": ("moet_desk.cli.run:run", "Ask a model one question, or talk with it line by line."),
     "serve": ("moet_desk.cli.serve:serve", "Serve a model to OpenAI clients."),
     "launch": ("moet_desk.cli.launch:launch", "Point a coding agent at the model here."),
+    "handoff": ("moet_desk.cli.handoff:handoff", "Write a larger server's settings for a model."),
     "pull": ("moet_desk.cli.pull:pull", "Fetch a model from the hub and pack it; resumes."),
     "login": ("moet_desk.cli.login:login", "Sign in to the hub, for models that ask for it."),
     "pack": ("moet_desk.cli.models:pack", "Make a pack from a model's files; resumes."),

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 from moet_desk.cli.context import Invocation, engine_options
 from moet_desk.errors import MoetError, fail
 
+_AT_HOME = "The models of this computer answer in moet-desk without --connect."
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from moet_desk.api.guard import EndpointOptions
     from moet_desk.api.server import Endpoint
@@ -39,7 +41,7 @@ def open_app(invocation: Invocation) -> int:
     Raises:
         MoetError: MD-TERM-03 no terminal, MD-ENG-01 another one runs, MD-CFG-.., MD-CHAT-02.
     """
-    need_terminal()
+    check_terminal()
     settings = invocation.load_settings().settings
 
     from moet_desk import runtime
@@ -70,11 +72,56 @@ def open_app(invocation: Invocation) -> int:
             )
 
 
-def need_terminal() -> None:
-    """Raises MD-TERM-03 where nobody could see or use the app."""
+def check_terminal() -> None:
+    """The app needs one.
+
+    Raises:
+        MoetError: MD-TERM-03.
+    """
     for name, stream in (("stdin", sys.stdin), ("stdout", sys.stdout)):
         if not stream.isatty():
             raise fail("MD-TERM-03", stream=name)
+
+
+def open_connected(invocation: Invocation, connect: Callable[[], EngineHandle]) -> int:
+    """Open the app on another server. An app or endpoint on models of this computer may run beside.
+
+    Args:
+        invocation: of this command.
+        connect: asks the server; called before the app opens, so that a wrong address shows in the
+            terminal, and again if the person asks for it.
+
+    Raises:
+        MoetError: as `open_app`, and what `connect` raises.
+    """
+    check_terminal()
+    settings = invocation.load_settings().settings
+    opened: list[EngineHandle] = [connect()]
+
+    from moet_desk import runtime
+    from moet_desk.cli.desk import AppDesk
+    from moet_desk.store.chats import ChatStore
+    from moet_desk.ui import app
+
+    places = invocation.locations
+    runtime.tune_interpreter()
+    with runtime.instance_lock(places, runtime.CONNECTED_LOCK):
+        runtime.start_logging(places, settings.log.level, runtime.CONNECTED_LOG)
+        chats = ChatStore.open(places.chats_file, on_delete=partial(_forget_prompts, places))
+        desk = AppDesk(invocation, settings, partial(open_pack, invocation, settings))
+        with runtime.terminal_guard(places):
+            return app.run(
+                settings,
+                places,
+                open_engine=lambda: opened.pop() if opened else connect(),
+                pack_job=None,
+                chats=chats,
+                desk=desk,
+                model="",
+                setup=None,
+                log_name=runtime.CONNECTED_LOG,
+                no_loading=_AT_HOME,
+            )
 
 
 @dataclass(frozen=True, slots=True)

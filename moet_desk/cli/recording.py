@@ -38,10 +38,10 @@ def open_recording(invocation: Invocation, wanted: str) -> int:
     Raises:
         MoetError: MD-TRACE-01 to 03, MD-TERM-03 no terminal, MD-ENG-01 another one runs, MD-CFG-..
     """
-    from moet_desk.cli.app import need_terminal, open_pack
+    from moet_desk.cli.app import check_terminal, open_pack
 
     trace = find_trace(wanted)
-    need_terminal()
+    check_terminal()
     settings = invocation.load_settings().settings
 
     from moet_desk import runtime

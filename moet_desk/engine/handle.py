@@ -148,6 +148,7 @@ class ModelInfo:
     `thinks`: its reasoning has tags, so that a `thinking_budget` can end it.
     `switches`: variables about reasoning that the chat template reads (`engine.reasoning`), and
     `efforts` the levels it tells apart, the least first.
+    `has_qualities`: the quality of a request counts; another server may know none.
     """
 
     name: str
@@ -168,6 +169,7 @@ class ModelInfo:
     thinks: bool = False
     switches: tuple[str, ...] = ()
     efforts: tuple[str, ...] = ()
+    has_qualities: bool = True
 
 
 class RequestStream:

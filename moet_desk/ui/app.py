@@ -117,6 +117,7 @@ def wishes_of(settings: Settings) -> Wishes:
 class MoetDeskApp(App[int]):
     """The app. `timers=False` leaves pulling to the caller (tests).
 
+    With `no_loading`, words why, what answers stays and models of this computer are not loaded.
     Without `open_engine` no model is loaded. `model` is the pack it opens; with `setup` the wizard
     is in front at first.
     """
@@ -172,12 +173,15 @@ class MoetDeskApp(App[int]):
         pack_job: PackJob | None = None,
         clock: Clock | None = None,
         log_dir: str = "",
+        log_name: str = LOG_FILE,
         endpoint: EndpointSettings | None = None,
         config_file: Path = Path("config.toml"),
+        no_loading: str = "",
         timers: bool = True,
         playback: Playback | None = None,
         record: Record | None = None,
     ) -> None:
+        self._no_loading = no_loading
         self._look = look or Look()
         super().__init__()
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (MIN_COLUMNS, "-normal"), (120, "-wide")]
@@ -218,7 +222,7 @@ class MoetDeskApp(App[int]):
         self.doctor = DoctorScreen(desk, self.glyphs, clock=clock, plain=plain)
         self.endpoint = EndpointScreen(endpoint or EndpointSettings(), self.glyphs, plain=plain)
         self.settings = SettingsScreen(config_file, self.glyphs, plain=plain)
-        self.log_screen = LogScreen(Path(log_dir) / LOG_FILE, self.glyphs, plain=plain)
+        self.log_screen = LogScreen(Path(log_dir) / log_name, self.glyphs, plain=plain)
         quality = self.conversation.wishes.quality.value
         first = Setup(Step.MODEL, Step.MODEL, wishes=PlanWishes(quality=quality))
         self.setup = SetupScreen(
@@ -364,6 +368,9 @@ class MoetDeskApp(App[int]):
         """The quality, if it is not the usual one; while a balanced answer is written its reruns
         and their cost, in narrow windows without the cost.
         """
+        info = self.bridge.model()
+        if info is not None and not info.has_qualities:
+            return ""
         chosen, words = self.conversation.wishes.quality, self.chat.again_words()
         if not words:
             return "" if chosen is Quality.FAST else chosen.value
@@ -435,6 +442,9 @@ class MoetDeskApp(App[int]):
 
     def load_model(self, name: str, wishes: PlanWishes | None = None) -> None:
         """Load a pack in the place of the one that is there; asks while an answer is written."""
+        if self._no_loading:
+            self.notify(self._no_loading, markup=False, timeout=8)
+            return
 
         def answered(yes: bool | None) -> None:
             if yes:
@@ -466,7 +476,7 @@ class MoetDeskApp(App[int]):
         ready = is_here and event.wishes is None
         if not ready:
             self.load_model(event.name, event.wishes)
-        if ready or not self.conversation.busy:
+        if not self._no_loading and (ready or not self.conversation.busy):
             await self.action_go("chat")
 
     async def on_models_screen_add(self, event: ModelsScreen.Add) -> None:
@@ -616,6 +626,8 @@ def run(
     setup: Setup | None,
     playback: Playback | None = None,
     record: Record | None = None,
+    log_name: str = LOG_FILE,
+    no_loading: str = "",
 ) -> int:
     """Open the app and return the exit code when it is closed.
 
@@ -630,13 +642,15 @@ def run(
         setup: where the wizard is to begin or to go on, None to begin with the chat.
         playback: controls of the recording that `open_engine` gives, None for a real engine.
         record: starts a recording of what the cache does; None: that cannot be done.
+        log_name: of the log in the folder of logs.
+        no_loading: why models of this computer cannot be loaded; empty if they can.
     """
     look = look_of(settings, config.read_terminal())
     app = MoetDeskApp(
         open_engine, chats, desk, model=model, setup=setup, look=look,
         wishes=wishes_of(settings), pack_job=pack_job, log_dir=str(locations.logs_dir),
         endpoint=settings.endpoint, config_file=locations.config_file, playback=playback,
-        record=record,
+        record=record, log_name=log_name, no_loading=no_loading,
     )  # fmt: skip
     app.run()
     if app.bridge.phase is Phase.FAILED and app.bridge.error is not None:

@@ -391,6 +391,8 @@ class Conversation:
         if live.usage is not None:
             self.context_used = live.usage.prompt_tokens + live.usage.completion_tokens
             meta |= _figures(live.usage) | {"context_used": self.context_used}
+        if server := self._bridge.snapshot().remote:
+            meta["server"] = server
         self.turns[-1].marks, self.turns[-1].thought = live.text.marks, live.thought
         self._end_with(status, live.text.text, live.error)
 
