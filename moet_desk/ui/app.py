@@ -6,7 +6,9 @@ decides nothing about chats, models or the engine. UI thread.
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -221,7 +223,20 @@ class MoetDeskApp(App[int]):
                 self.set_interval(GAUGE_PERIOD_S, self.pull_gauges),
             )
             self.call_after_refresh(gc.freeze)
+            self._watch_terminal()
         self.pull_gauges()
+
+    def _watch_terminal(self) -> None:
+        """Draw everything after a pause in the shell; leave well when the window is closed."""
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            loop.add_signal_handler(number, self.hang_up)
+
+    def hang_up(self) -> None:
+        """The terminal is gone, or this process was asked to end: keep everything, and leave."""
+        self.conversation.keep()
+        self._leave_now(ExitCode.TERMINATED)
 
     def _screens(self) -> dict[str, Screen[None]]:
         return {
@@ -434,11 +449,11 @@ class MoetDeskApp(App[int]):
         )
         self.push_screen(dialog, answered)
 
-    def _leave_now(self) -> None:
+    def _leave_now(self, code: ExitCode = ExitCode.OK) -> None:
         if self.chat.is_mounted:
             self.chat.save_draft()
         self.stop_pulling()
-        self.exit(0)
+        self.exit(int(code))
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Our own variables, for themes that are not ours."""

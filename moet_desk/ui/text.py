@@ -165,3 +165,11 @@ def shown_length(text: str) -> int:
     """
     start = text.rfind("\n") + 1
     return start if _MARKERS_ONLY.fullmatch(text, start) else len(text)
+
+
+def shortened(text: str, *, max_lines: int, max_chars: int) -> str:
+    """The beginning of a long text, with a line that says how much is not shown."""
+    head = "\n".join(text[:max_chars].split("\n", max_lines)[:max_lines])
+    if len(head) == len(text):
+        return text
+    return f"{head}\n[and {len(text) - len(head):,} more characters, which are not drawn]"

@@ -206,7 +206,7 @@ async def test_small_window__notice_while_everything_goes_on() -> None:
         await stage.ready(pilot)
         screen = dump(stage.app)
         assert "MD-TERM-01" in screen
-        assert "x 12." in screen
+        assert "this is 40 x 12." in " ".join(screen.split())
         assert "F2 Chat" not in screen
         await stage.app.chat.ask("q")
         await stage.play(pilot, 2.0)
@@ -290,6 +290,24 @@ def test_exit_code__of_a_failed_start() -> None:
     assert exit_code_of(fail("MD-DISK-02", path="p")) is ExitCode.NO_ROOM
     assert exit_code_of({"code": "MD-PACK-04"}) is ExitCode.DAMAGED
     assert exit_code_of({"code": "?"}) is ExitCode.FAILED
+
+
+@pytest.mark.asyncio
+async def test_hang_up__while_writing__text_and_draft_are_kept_without_a_question() -> None:
+    stage = Stage(Script(answers=(LONG,)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "Go.")
+        await stage.play(pilot, 1.5)
+        stage.app.chat.query_one(Prompt).load_text("not sent yet")
+        stage.app.hang_up()
+        status, text = stage.chats.saves[-1]
+        assert status == "stopped"
+        assert text.startswith("word word")
+        assert text == stage.app.conversation.turns[-1].text
+    assert stage.chats.closed
+    assert [chat.draft for chat in stage.chats.chats.values()] == ["not sent yet"]
+    assert stage.app.return_value == ExitCode.TERMINATED
 
 
 def test_imports__fresh_interpreter__no_torch_and_no_other_front_end() -> None:

@@ -13,6 +13,7 @@ from moet_desk.ui.text import (
     clean_line,
     find_split,
     markdown_parser,
+    shortened,
     shown_length,
     split_segments,
 )
@@ -122,3 +123,12 @@ def test_clean_line__long_text__one_line_with_an_ellipsis() -> None:
 )
 def test_shown_length__last_line_may_become_a_block__waits(text: str, shown: str) -> None:
     assert text[: shown_length(text)] == shown
+
+
+def test_shortened__by_lines_and_by_characters__says_how_much_is_missing() -> None:
+    def cut(text: str) -> str:
+        return shortened(text, max_lines=2, max_chars=10)
+
+    assert cut("one\ntwo") == "one\ntwo"
+    assert cut("a\nb\ncd") == "a\nb\n[and 3 more characters, which are not drawn]"
+    assert cut("x" * 1012) == "x" * 10 + "\n[and 1,002 more characters, which are not drawn]"

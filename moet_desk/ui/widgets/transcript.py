@@ -21,7 +21,7 @@ from textual.widgets import Static
 from moet_desk.errors import MoetError
 from moet_desk.marked_text import MarkedText, Ranges
 from moet_desk.telemetry import PrefillProgress
-from moet_desk.ui.text import SEGMENT_CHARS, clean, shown_length, split_segments
+from moet_desk.ui.text import SEGMENT_CHARS, clean, shortened, shown_length, split_segments
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.gauges import bar, spread
 from moet_desk.ui.widgets.marked_markdown import MarkedMarkdown
@@ -29,6 +29,7 @@ from moet_desk.ui.widgets.problem import ProblemPanel
 from moet_desk.units import show_duration
 
 _FOLLOW_ROWS = 2
+_MESSAGE_LINES, _MESSAGE_CHARS = 100, 8000  # to draw 1 MB took 11 s
 _SPLIT_STEP = 200  # a new look for a cut is worth its parse after so many characters
 
 
@@ -63,7 +64,8 @@ class MessageBlock(Vertical):
 
     def compose(self) -> ComposeResult:
         yield _Head(self._who, self._when)
-        yield Static(Content(self.source.expandtabs(4)), classes="body", markup=False)
+        shown = shortened(self.source, max_lines=_MESSAGE_LINES, max_chars=_MESSAGE_CHARS)
+        yield Static(Content(shown.expandtabs(4)), classes="body", markup=False)
 
 
 class Segment(MarkedMarkdown):
