@@ -213,7 +213,7 @@ async def test_small_window__notice_while_everything_goes_on() -> None:
         assert not stage.app.conversation.busy
         await pilot.press("f3")
         await stage.settle(pilot)
-        assert "x 12." in dump(stage.app)
+        assert "this is 40 x 12." in " ".join(dump(stage.app).split())
         await pilot.press("f2")
         await pilot.resize_terminal(80, 24)
         await stage.play(pilot, 0.5)
