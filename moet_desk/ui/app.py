@@ -39,7 +39,7 @@ from moet_desk.ui.bridge import (
     system_clock,
 )
 from moet_desk.ui.conversation import ChatStoreLike, Conversation, Wishes
-from moet_desk.ui.desk import Desk, JobView, PlanWishes
+from moet_desk.ui.desk import Desk, EndpointControl, JobView, NoEndpoint, PlanWishes
 from moet_desk.ui.palette import COMMANDS, GO, show_key
 from moet_desk.ui.quality_words import precision_line
 from moet_desk.ui.screens.cache import CacheScreen
@@ -155,7 +155,8 @@ class MoetDeskApp(App[int]):
         pack_job: PackJob | None = None,
         clock: Clock | None = None,
         log_dir: str = "",
-        endpoint: EndpointSettings | None = None,
+        endpoint: EndpointControl | None = None,
+        endpoint_settings: EndpointSettings | None = None,
         config_file: Path = Path("config.toml"),
         timers: bool = True,
     ) -> None:
@@ -189,7 +190,10 @@ class MoetDeskApp(App[int]):
         self.cache = CacheScreen(self.glyphs, self._history, clock=clock, plain=plain)
         self.models = ModelsScreen(desk, self.glyphs, clock=clock, plain=plain)
         self.doctor = DoctorScreen(desk, self.glyphs, clock=clock, plain=plain)
-        self.endpoint = EndpointScreen(endpoint or EndpointSettings(), self.glyphs, plain=plain)
+        self.endpoint = EndpointScreen(
+            endpoint or NoEndpoint(), endpoint_settings or EndpointSettings(), self.glyphs,
+            plain=plain,
+        )  # fmt: skip
         self.settings = SettingsScreen(config_file, self.glyphs, plain=plain)
         self.log_screen = LogScreen(Path(log_dir) / LOG_FILE, self.glyphs, plain=plain)
         quality = self.conversation.wishes.quality.value
@@ -517,6 +521,7 @@ def run(
     pack_job: PackJob | None,
     chats: ChatStoreLike,
     desk: Desk,
+    endpoint: EndpointControl,
     model: str,
     setup: Setup | None,
 ) -> int:
@@ -529,6 +534,7 @@ def run(
         pack_job: the pack being made on the first start, None if it is there.
         chats: the store; closed with the app.
         desk: what the models, doctor and set-up screens ask.
+        endpoint: what the endpoint screen shows and starts.
         model: name of the pack that `open_engine` opens.
         setup: where the wizard is to begin or to go on, None to begin with the chat.
     """
@@ -536,7 +542,8 @@ def run(
     app = MoetDeskApp(
         open_engine, chats, desk, model=model, setup=setup, look=look,
         wishes=wishes_of(settings), pack_job=pack_job, log_dir=str(locations.logs_dir),
-        endpoint=settings.endpoint, config_file=locations.config_file,
+        endpoint=endpoint, endpoint_settings=settings.endpoint,
+        config_file=locations.config_file,
     )  # fmt: skip
     app.run()
     if app.bridge.phase is Phase.FAILED and app.bridge.error is not None:

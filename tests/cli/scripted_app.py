@@ -8,11 +8,14 @@ The answer is n0001 n0002 and so on; the second one has wide characters.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from moet_desk.cli import app
 from moet_desk.cli.context import Invocation
-from moet_desk.engine.handle import EngineHandle
+from moet_desk.engine import handle
+from moet_desk.engine.handle import EngineHandle, EngineOptions
 from moet_desk.engine.scripted import Script, ScriptedEngine
+from moet_desk.store.library import Library
 
 WIDE = "Rows of wide signs:\n\n- 日本語の表示 end\n- 🙂🙂🙂 end\n- a👩‍👩‍👧b end\n- plain text end\n"
 
@@ -27,13 +30,14 @@ def main() -> None:
         model="demo",
     )
 
-    def open_pack(*_: object) -> EngineHandle:
+    def start_engine(pack: Path, options: EngineOptions | None = None) -> EngineHandle:
         return ScriptedEngine(script).start()
 
     def start(*_: object, **__: object) -> app.Start:
         return app.Start("demo")
 
-    app._open_pack = open_pack
+    handle.start_engine = start_engine
+    Library.ready = lambda self, name: Path(name)  # type: ignore[method-assign]
     app.plan_start = start  # type: ignore[assignment]
     sys.exit(app.open_app(Invocation()))
 

@@ -32,7 +32,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict[
         return 0
 
     monkeypatch.setattr(launching, "_become", become)
-    monkeypatch.setattr(launching, "_served", lambda _endpoint: SERVED)
+    monkeypatch.setattr(launching, "_served", lambda _address, _key: SERVED)
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     return calls
 

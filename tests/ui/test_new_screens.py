@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from moet_desk.errors import fail
 from moet_desk.settings import SETTINGS, Endpoint
+from moet_desk.telemetry import EndpointState, EndpointView
 from moet_desk.ui.app import Look
 from moet_desk.ui.screens.endpoint import EndpointScreen
 from moet_desk.ui.screens.log import LogScreen, at_level
 from moet_desk.ui.screens.settings import SettingsScreen
 from moet_desk.ui.theme import UNICODE
+from tests.ui.desk import CALLS
 from tests.ui.support import Stage, dump
 
 RECORDS = [
@@ -24,7 +28,7 @@ RECORDS = [
 def stage_with(folder: Path, *, key: str = "") -> Stage:
     stage = Stage()
     app = stage.app
-    app.endpoint = EndpointScreen(Endpoint(port=1, key=key), UNICODE, plain=False)
+    app.endpoint = EndpointScreen(stage.endpoint, Endpoint(port=1, key=key), UNICODE, plain=False)
     app.settings = SettingsScreen(folder / "config.toml", UNICODE, plain=False)
     (folder / "log").write_text("\n".join(RECORDS))
     app.log_screen = LogScreen(folder / "log", UNICODE, plain=False)
@@ -32,7 +36,7 @@ def stage_with(folder: Path, *, key: str = "") -> Stage:
 
 
 @pytest.mark.asyncio
-async def test_endpoint__address_state_and_copies(tmp_path: Path) -> None:
+async def test_endpoint__address_calls_and_copies(tmp_path: Path) -> None:
     stage = stage_with(tmp_path, key="topsecret")
     async with stage.open() as pilot:
         await stage.ready(pilot)
@@ -40,19 +44,70 @@ async def test_endpoint__address_state_and_copies(tmp_path: Path) -> None:
         await stage.threads(pilot)
         screen = dump(stage.app)
         for words in (
-            "http://127.0.0.1:1/v1",
+            "http://127.0.0.1:4321/v1",
             "this computer only",
-            "does not answer",
-            "Agent codex",
+            "✓ running",
+            "opencode     chat, stream       8,112    412   18 s  30.8 ● writing",
+            "curl         chat                   -      -              ✗ failed",
+            "waited 2.1 s, 8,112 tokens to read, first word after 18 s",
+            "curl http://127.0.0.1:4321/v1/chat/completions",
         ):
             assert words in screen
         assert "topsecret" not in screen
         await pilot.press("k")
         assert stage.app.clipboard == "topsecret"
         await pilot.press("a")
-        assert stage.app.clipboard == "http://127.0.0.1:1/v1"
-        await pilot.press("down", "enter")
+        assert stage.app.clipboard == "http://127.0.0.1:4321/v1"
+        await pilot.press("tab", "down", "enter")
         assert stage.app.clipboard.startswith("from openai import OpenAI")
+        await pilot.press("end", "c")
+        assert stage.app.clipboard == "moet-desk launch qwen --run"
+
+
+@pytest.mark.asyncio
+async def test_endpoint__stop_a_call_then_everything_and_start_again(tmp_path: Path) -> None:
+    stage = stage_with(tmp_path)
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f5")
+        await stage.threads(pilot)
+        await pilot.press("down", "x")
+        assert stage.endpoint.asked == []  # that one had ended
+        await pilot.press("up", "x")
+        await stage.threads(pilot)
+        assert stage.endpoint.asked == [3]
+        assert "· stopped" in dump(stage.app)
+        await pilot.press("s")
+        await stage.threads(pilot)
+        assert stage.endpoint.asked == [3, "stop"]
+        assert "· off" in dump(stage.app)
+        await pilot.press("s")
+        await stage.threads(pilot)
+        assert stage.endpoint.asked == [3, "stop", "start"]
+
+
+@pytest.mark.asyncio
+async def test_endpoint__new_calls__cursor_stays_on_its_own(tmp_path: Path) -> None:
+    stage = stage_with(tmp_path)
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f5")
+        await stage.threads(pilot)
+        await pilot.press("down", "down")
+        assert "gpt-4o" in dump(stage.app)
+        newest = replace(CALLS[0], number=4, client="newcomer")
+        stage.endpoint.now = replace(stage.endpoint.now, calls=(newest, *CALLS))
+        stage.app.pull_gauges()
+        await stage.settle(pilot)
+        assert "newcomer" in dump(stage.app)
+        assert stage.app.endpoint.call == CALLS[-1]
+        failed = EndpointView(EndpointState.FAILED, error=fail("MD-API-01", port=7).to_dict())
+        stage.endpoint.now = failed
+        stage.app.pull_gauges()
+        await stage.settle(pilot)
+        assert "✗ not running" in dump(stage.app)
+        assert "MD-API-01" in dump(stage.app)
+        assert "S starts the endpoint" in dump(stage.app)
 
 
 @pytest.mark.asyncio
