@@ -52,7 +52,9 @@ IDS = {
     "setup.again", "setup.back", "setup.background", "setup.choose", "setup.down", "setup.filter",
     "setup.json", "setup.less", "setup.more", "setup.next", "setup.pause", "setup.sign_in",
     "setup.stop", "setup.up", "sign_in.leave", "endpoint.copy", "endpoint.address", "endpoint.key",
-    "endpoint.again", "endpoint.back", "endpoint.switch", "endpoint.stop_call", "settings.left", "settings.right", "settings.reset",
+    "endpoint.again", "endpoint.back", "endpoint.switch", "endpoint.stop_call",
+    "log.filter", "log.follow", "settings.undo", "settings.filter",
+    "settings.left", "settings.right", "settings.reset",
     "settings.back", "log.level", "log.pause", "log.copy", "log.back", "go.endpoint",
     "go.endpoint_digit", "go.settings", "go.settings_digit", "go.log", "go.log_digit",
 }  # fmt: skip

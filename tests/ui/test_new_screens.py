@@ -143,7 +143,45 @@ async def test_settings__change_refuse_and_reset(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_log__level_pause_and_growth(tmp_path: Path) -> None:
+async def test_settings__search_and_undo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = stage_with(tmp_path)
+    file = tmp_path / "config.toml"
+    file.write_text('[ui]\ntheme = "moet-contrast"  # kept\n')
+    monkeypatch.setenv("MOET_DESK_UI_MOTION", "none")
+    async with stage.open(100, 30) as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f6", "slash", *"them", "enter")
+        await stage.settle(pilot)
+        screen = dump(stage.app)
+        assert "ui.theme                   moet-contrast              file" in screen
+        assert "Right Change" in screen
+        assert "ui.motion" not in screen
+        assert "memory.context" not in screen
+        await pilot.press("right", "right")
+        await stage.settle(pilot)
+        assert tomllib.loads(file.read_text())["ui"]["theme"] != "moet-contrast"
+        assert "U takes the last change back" in dump(stage.app)
+        await pilot.press("u", "u", "u")  # the third has nothing to undo
+        await stage.settle(pilot)
+        assert file.read_text() == '[ui]\ntheme = "moet-contrast"  # kept\n'
+        assert "U takes" not in dump(stage.app)
+        assert stage.app.settings.setting == SETTINGS["ui.theme"]
+        await pilot.press("slash", *"motoin", "enter")
+        await stage.settle(pilot)
+        assert 'No setting has "motoin"' in dump(stage.app)
+        assert "Did you mean ui.motion?" in dump(stage.app)
+        await pilot.press("right", "enter", "r")  # there is no row to act on
+        await pilot.press("slash", *["backspace"] * 6, *"ui.motion", "enter", "right")
+        await stage.settle(pilot)
+        screen = dump(stage.app)
+        assert "Set by MOET_DESK_UI_MOTION, which overrides what is saved here." in screen
+        assert "motion" in tomllib.loads(file.read_text())["ui"]
+        await pilot.press("u")
+        assert "motion" not in tomllib.loads(file.read_text())["ui"]
+
+
+@pytest.mark.asyncio
+async def test_log__level_words_pause_and_growth(tmp_path: Path) -> None:
     stage = stage_with(tmp_path)
     async with stage.open(120, 40) as pilot:
         await stage.ready(pilot)
@@ -152,9 +190,18 @@ async def test_log__level_pause_and_growth(tmp_path: Path) -> None:
         screen = dump(stage.app)
         assert "fine again" in screen
         assert "\x1b" not in screen
-        await pilot.press("l", "l")
+        await pilot.press("slash", *"traceback", "enter")
         await stage.settle(pilot)
         screen = dump(stage.app)
+        assert "broken   +1 lines" in screen
+        assert "Traceback: of the broken one" in screen
+        assert "fine" not in screen
+        await pilot.press("enter")
+        assert stage.app.clipboard == "\n".join(RECORDS[1:3])
+        await pilot.press("slash", "escape", "l", "l")
+        await stage.settle(pilot)
+        screen = dump(stage.app)
+        assert "from error on" in screen
         assert "broken" in screen
         assert "fine" not in screen
         await pilot.press("space")
@@ -166,6 +213,37 @@ async def test_log__level_pause_and_growth(tmp_path: Path) -> None:
         stage.app.pull_gauges()
         await stage.settle(pilot)
         assert "newer" in dump(stage.app)
+        await pilot.press("c")
+        assert stage.app.clipboard == RECORDS[1].replace("broken", "newer")
+
+
+@pytest.mark.asyncio
+async def test_log__cursor_at_the_end_follows__moved_up_it_stays(tmp_path: Path) -> None:
+    stage = stage_with(tmp_path)
+    log = stage.app.log_screen
+
+    async def grow(text: str) -> None:
+        with (tmp_path / "log").open("a") as file:
+            file.write("\n" + RECORDS[0].replace("fine", text))
+        stage.app.pull_gauges()
+        await stage.settle(pilot)
+
+    async with stage.open(120, 40) as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f8")
+        await stage.settle(pilot)
+        await grow("first")
+        assert log.record is not None
+        assert log.record[0].endswith("first")
+        await pilot.press("up", "up")
+        await grow("second")
+        assert log.record == tuple(RECORDS[1:3])
+        assert "F follows" in dump(stage.app)
+        await pilot.press("f")
+        await stage.settle(pilot)
+        assert log.record[0].endswith("second")
+        await grow("third")
+        assert log.record[0].endswith("third")
 
 
 def test_at_level__lines_of_a_record_stay_with_it() -> None:
