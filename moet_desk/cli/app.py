@@ -29,20 +29,23 @@ def open_app(invocation: Invocation) -> int:
     """Open the app: on the model that was used last, at the first start in the wizard.
 
     Raises:
-        MoetError: MD-TERM-03 no terminal, MD-ENG-01 another one runs, MD-CFG-.., MD-CHAT-02.
+        MoetError: MD-TERM-03 or 04 no terminal, MD-ENG-01 another one runs, MD-CFG-.., MD-CHAT-02.
     """
     for name, stream in (("stdin", sys.stdin), ("stdout", sys.stdout)):
         if not stream.isatty():
             raise fail("MD-TERM-03", stream=name)
     settings = invocation.load_settings().settings
 
-    from moet_desk import runtime
+    from moet_desk import config, runtime
     from moet_desk.cli.app_endpoint import AppEndpoint
     from moet_desk.cli.desk import AppDesk
     from moet_desk.cli.serve import endpoint_options
     from moet_desk.store.chats import ChatStore
     from moet_desk.ui import app
 
+    terminal = config.read_terminal()
+    if terminal.is_dumb:
+        raise fail("MD-TERM-04", term=terminal.term or "without a name")
     places = invocation.locations
     runtime.tune_interpreter()
     with runtime.instance_lock(places):
