@@ -14,6 +14,11 @@ from pathlib import Path
 NO_KEY = "none"
 """What agents send where the endpoint asks for no key; most of them insist on one."""
 
+KEY_VARIABLE = "MOETDESK_AGENT_KEY"
+"""Where agents that can be told a name find the endpoint's key. Under OPENAI_API_KEY they offered
+OpenAI's models as well, and would have sent our key there.
+"""
+
 
 _USUAL_CONTEXT = 32768  # where a number has to stand and none is known
 
@@ -66,11 +71,11 @@ def _codex(target: Target, folder: Path) -> Setup:
         "[model_providers.moet-desk]",
         'name = "Moet Desk"',
         f"base_url = {_quoted(target.openai)}",
-        'env_key = "OPENAI_API_KEY"',
+        f'env_key = "{KEY_VARIABLE}"',
         'wire_api = "responses"',
         "stream_idle_timeout_ms = 3600000",
     ]
-    variables = {"CODEX_HOME": str(folder), "OPENAI_API_KEY": target.key}
+    variables = {"CODEX_HOME": str(folder), KEY_VARIABLE: target.key}
     return Setup(("codex",), variables, {folder / "config.toml": "\n".join(lines) + "\n"})
 
 
@@ -82,17 +87,18 @@ def _opencode(target: Target, folder: Path) -> Setup:
         "$schema": "https://opencode.ai/config.json",
         "model": f"moet-desk/{target.model}",
         "small_model": f"moet-desk/{target.model}",
+        "enabled_providers": ["moet-desk"],  # it has models of its own on the network
         "provider": {
             "moet-desk": {
                 "npm": "@ai-sdk/openai-compatible",
                 "name": "Moet Desk",
-                "options": {"baseURL": target.openai, "apiKey": "{env:OPENAI_API_KEY}"},
+                "options": {"baseURL": target.openai, "apiKey": f"{{env:{KEY_VARIABLE}}}"},
                 "models": {target.model: model},
             }
         },
     }
     file = folder / "opencode.json"
-    variables = {"OPENCODE_CONFIG": str(file), "OPENAI_API_KEY": target.key}
+    variables = {"OPENCODE_CONFIG": str(file), KEY_VARIABLE: target.key}
     return Setup(("opencode",), variables, {file: _json(document)})
 
 

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moet_desk.agents import AGENTS, NO_KEY, Setup, Target, child_variables, is_cloud_key
+from moet_desk.agents import (
+    AGENTS,
+    KEY_VARIABLE,
+    NO_KEY,
+    Setup,
+    Target,
+    child_variables,
+    is_cloud_key,
+)
 from moet_desk.cli.context import Invocation, output_options
 from moet_desk.cli.output import Format, print_document, print_text
 from moet_desk.errors import fail
@@ -138,7 +146,7 @@ def _show(
         invocation.say("The endpoint does not answer now. Open moet-desk, or use: moet-desk serve")
 
 
-_SECRET = frozenset(("ANTHROPIC_AUTH_TOKEN", "OPENAI_API_KEY"))
+_SECRET = frozenset(("ANTHROPIC_AUTH_TOKEN", "OPENAI_API_KEY", KEY_VARIABLE))
 
 
 def _without_key(text: str, setup: Setup) -> str:
