@@ -427,9 +427,13 @@ class Conversation:
         else:
             self.store_problem = None
 
+    def keep(self) -> None:
+        """Stop the answer, and store what was written of it."""
+        self._leave()
+
     def close(self) -> None:
         """The window closes: keep what was written and close the store."""
-        self._leave()
+        self.keep()
         self._guard(self._chats.close)
 
 
