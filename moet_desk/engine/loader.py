@@ -35,6 +35,7 @@ from moet_desk.engine.model_shape import (
     kv_token_bytes,
     loads_head,
     mtp_of,
+    rings_of,
     running_layers,
     wishes_of,
 )
@@ -115,6 +116,7 @@ def load(
         form=form,
         index_layers=index_layers(spec, with_head=with_head),
         recurrent=spec.recurrent,
+        rings=rings_of(spec, plan, options.max_running),
     )
     report.end()
 

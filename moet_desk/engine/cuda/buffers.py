@@ -38,11 +38,14 @@ class StepInputs:
 
     Attributes:
         lines: int32 [MAX_ROWS, PAGES_AT + max_pages]: token id, position, visible length, the
-            run's numbers as `kernels.triton.delta` has them, page table.
+            run's numbers as `kernels.triton.delta` has them, page table, and with `has_rings` the
+            one of layers with a window.
     """
 
-    def __init__(self, max_pages: int, device: torch.device) -> None:
-        width = PAGES_AT + max_pages
+    def __init__(self, max_pages: int, device: torch.device, *, has_rings: bool = False) -> None:
+        width = PAGES_AT + (2 if has_rings else 1) * max_pages
+        self._max_pages = max_pages
+        self.ring_at = width - max_pages  # without rings both tables are the same
         n_bytes = MAX_ROWS * (_WISH_BYTES + _DRAW_BYTES + 4 * width)
         pinned = device.type == "cuda"
         self._host = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -73,7 +76,11 @@ class StepInputs:
         ids.copy_(lines[:, 0])
         positions.copy_(lines[:, 1])
         lengths.copy_(lines[:, 2])
-        return ids, positions, lengths, lines[:, PAGES_AT:]
+        return ids, positions, lengths, lines[:, PAGES_AT : PAGES_AT + self._max_pages]
+
+    def ring_table(self, rows: int) -> Tensor:
+        """Page table [T, max_pages] int32 of layers with a window (a view)."""
+        return self._device_lines[:rows, self.ring_at :]
 
     def runs(self, rows: int) -> Tensor:
         """The table of runs [T, RUN_COLUMNS] int32 (a view)."""

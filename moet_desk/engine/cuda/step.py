@@ -111,7 +111,8 @@ class StepModel:
         if with_head and spec.mtp is not None:
             self.head = HeadLaunches(spec, spec.mtp, load, branch=branch)
         self.buffers = StepBuffers.make(spec, device, context=context)
-        self._inputs = StepInputs(-(-context // kv.page_tokens), device)
+        max_pages = -(-context // kv.page_tokens)
+        self._inputs = StepInputs(max_pages, device, has_rings=kv.has_rings)
         self.error, self._server = error, server
         pinned = device.type == "cuda"
         self._host_logits = torch.zeros((MAX_ROWS, spec.vocab), pin_memory=pinned)
@@ -269,7 +270,7 @@ class StepModel:
         embed(ids, self.embedding, b.x[t])
         for i, layer in enumerate(self.layers):
             kv: KvPages | DeltaRows
-            memory = self.memory(i, table)
+            memory = self.memory(i, table, self._inputs.ring_table(rows))
             if isinstance(memory, DeltaMemory):
                 kv = DeltaRows(memory, self._inputs.runs(rows), positions)
             else:
@@ -294,12 +295,13 @@ class StepModel:
         )  # fmt: skip
         self._logits(b.x[t], rows, norm=head.final_norm)
 
-    def memory(self, i: int, table: Tensor) -> KvPages | DeltaMemory:
-        """Pages of a layer with a table, or its states."""
+    def memory(self, i: int, table: Tensor, ring_table: Tensor) -> KvPages | DeltaMemory:
+        """Pages of a layer with its table, of the two that there are, or its states."""
         if isinstance(self.spec.layers[i].mixer, Gdn):
             assert self._states is not None, "a model with states gets some"  # noqa: S101
             return self._states.layer(self._places[i])
-        return self._pages(self._places[i], table)
+        place = self._places[i]
+        return self._pages(place, ring_table if self._kv.is_ring(place) else table)
 
     def memory_of_head(self, table: Tensor) -> KvPages:
         """Pages of the MTP head's layer, which is the last one of the cache."""
@@ -346,6 +348,9 @@ class StepModel:
             pages = row.sequence.pages
             lines[i, 0], lines[i, 1], lines[i, 2] = row.token, position, position + 1
             lines[i, PAGES_AT : PAGES_AT + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            if row.sequence.ring:
+                at, ring = self._inputs.ring_at, row.sequence.ring_pages()
+                lines[i, at : at + len(ring)] = torch.tensor(ring, dtype=torch.int32)
         if self._states is not None:
             runs = torch.tensor(_runs(rows), dtype=torch.int32)
             lines[: len(rows), RUN_AT:PAGES_AT] = runs
