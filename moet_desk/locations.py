@@ -13,6 +13,7 @@ import platformdirs
 
 APP_NAME = "moet-desk"
 DATA_DIR_VARIABLE = "MOET_DESK_DATA_DIR"
+CONNECT_KEY_VARIABLE = "MOET_DESK_CONNECT_KEY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,11 @@ class Locations:
     def responses_file(self) -> Path:
         """The SQLite file of the endpoint's answers that clients may go on from."""
         return self.data_dir / "responses.sqlite3"
+
+    @property
+    def server_keys_file(self) -> Path:
+        """Keys of other servers, by address."""
+        return self.data_dir / "server-keys.json"
 
     @property
     def logs_dir(self) -> Path:

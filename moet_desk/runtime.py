@@ -34,6 +34,7 @@ LOG_FILE = "moet-desk.log"
 OUTPUT_FILE = "output.log"  # what libraries print to stdout and stderr while the app is open
 FAULT_FILE = "fault.log"  # stacks of all threads if the process dies of a signal
 LOCK_FILE = "lock"
+CONNECTED_LOG, CONNECTED_LOCK = "connected.log", "connected.lock"  # of the app on another server
 
 _LOG_BYTES, _LOG_FILES = 4 * 2**20, 3
 _RECENT_LINES = 200  # what the log screen shows
@@ -125,7 +126,7 @@ class _Recent(logging.Handler):
         self.lines.append(self.format(record))
 
 
-def start_logging(places: Locations, level: str) -> Log:
+def start_logging(places: Locations, level: str, name: str = LOG_FILE) -> Log:
     """Write this process's log to a file, from its own thread.
 
     Also keeps stacks of crashes by signal, and writes a report for an exception that ends a thread.
@@ -134,11 +135,12 @@ def start_logging(places: Locations, level: str) -> Log:
     Args:
         places: the log goes into `logs_dir`.
         level: "debug", "info", "warning" or "error".
+        name: of the file; two processes must not rotate the same one.
 
     Raises:
         MoetError: MD-DISK-03, the log cannot be written.
     """
-    path = places.logs_dir / LOG_FILE
+    path = places.logs_dir / name
     try:
         places.logs_dir.mkdir(parents=True, exist_ok=True)
         file = _File(path, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES, encoding="utf-8")
@@ -164,15 +166,15 @@ def _formatter() -> logging.Formatter:
 
 
 @contextmanager
-def instance_lock(places: Locations) -> Iterator[None]:
-    """Be the only program that runs on this data folder.
+def instance_lock(places: Locations, name: str = LOCK_FILE) -> Iterator[None]:
+    """Be the only program that runs on this data folder, or the only one that takes this lock.
 
     The lock belongs to the process, so a killed one leaves none behind; the file stays.
 
     Raises:
         MoetError: MD-ENG-01 with the process that has it; MD-DISK-03 no lock can be made.
     """
-    path = places.run_dir / LOCK_FILE
+    path = places.run_dir / name
     try:
         places.run_dir.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -165,6 +165,10 @@ class Memory:
         Literal["auto", "nvfp4", "fp8", "bf16", "f32"],
         _About("How the memory of a chat is stored; smaller holds more text.", _R),
     ] = "auto"
+    dense_format: Annotated[
+        Literal["auto", "stored", "int8"],
+        _About("Weights of all but the experts: int8 rounds, auto where a card needs it.", _R),
+    ] = "auto"
     ram: Annotated[
         int | None, _About("RAM the program may use in all.", _R, "bytes", least=64 * 2**20)
     ] = None
@@ -211,7 +215,7 @@ class Ui:
         _About("Colours of the app.", _N),
     ] = "moet-dark"
     glyphs: Annotated[
-        Literal["auto", "unicode", "ascii"], _About("Characters used for bars and maps.", _N)
+        Literal["auto", "unicode", "ascii"], _About("Characters used for bars and maps.", _S)
     ] = "auto"
     color: Annotated[
         Literal["auto", "always", "never"], _About("Whether colours are used.", _S)

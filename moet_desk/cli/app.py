@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 from moet_desk.cli.context import Invocation, engine_options
 from moet_desk.errors import MoetError, fail
 
+_AT_HOME = "The models of this computer answer in moet-desk without --connect."
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from moet_desk.api.guard import EndpointOptions
     from moet_desk.api.server import Endpoint
@@ -39,13 +41,12 @@ def open_app(invocation: Invocation) -> int:
     Raises:
         MoetError: MD-TERM-03 no terminal, MD-ENG-01 another one runs, MD-CFG-.., MD-CHAT-02.
     """
-    for name, stream in (("stdin", sys.stdin), ("stdout", sys.stdout)):
-        if not stream.isatty():
-            raise fail("MD-TERM-03", stream=name)
+    check_terminal()
     settings = invocation.load_settings().settings
 
     from moet_desk import runtime
     from moet_desk.cli.desk import AppDesk
+    from moet_desk.cli.recording import start_recording
     from moet_desk.store.chats import ChatStore
     from moet_desk.ui import app
 
@@ -54,7 +55,7 @@ def open_app(invocation: Invocation) -> int:
     with runtime.instance_lock(places):
         runtime.start_logging(places, settings.log.level)
         chats = ChatStore.open(places.chats_file, on_delete=partial(_forget_prompts, places))
-        desk = AppDesk(invocation, settings, partial(_open_pack, invocation, settings))
+        desk = AppDesk(invocation, settings, partial(open_pack, invocation, settings))
         desk.forget_done()
         start = plan_start(desk, invocation.library, quality=settings.answers.quality)
         with runtime.terminal_guard(places):
@@ -67,6 +68,59 @@ def open_app(invocation: Invocation) -> int:
                 desk=desk,
                 model=start.model,
                 setup=start.setup,
+                record=start_recording,
+            )
+
+
+def check_terminal() -> None:
+    """The app needs one.
+
+    Raises:
+        MoetError: MD-TERM-03.
+    """
+    for name, stream in (("stdin", sys.stdin), ("stdout", sys.stdout)):
+        if not stream.isatty():
+            raise fail("MD-TERM-03", stream=name)
+
+
+def open_connected(invocation: Invocation, connect: Callable[[], EngineHandle]) -> int:
+    """Open the app on another server. An app or endpoint on models of this computer may run beside.
+
+    Args:
+        invocation: of this command.
+        connect: asks the server; called before the app opens, so that a wrong address shows in the
+            terminal, and again if the person asks for it.
+
+    Raises:
+        MoetError: as `open_app`, and what `connect` raises.
+    """
+    check_terminal()
+    settings = invocation.load_settings().settings
+    opened: list[EngineHandle] = [connect()]
+
+    from moet_desk import runtime
+    from moet_desk.cli.desk import AppDesk
+    from moet_desk.store.chats import ChatStore
+    from moet_desk.ui import app
+
+    places = invocation.locations
+    runtime.tune_interpreter()
+    with runtime.instance_lock(places, runtime.CONNECTED_LOCK):
+        runtime.start_logging(places, settings.log.level, runtime.CONNECTED_LOG)
+        chats = ChatStore.open(places.chats_file, on_delete=partial(_forget_prompts, places))
+        desk = AppDesk(invocation, settings, partial(open_pack, invocation, settings))
+        with runtime.terminal_guard(places):
+            return app.run(
+                settings,
+                places,
+                open_engine=lambda: opened.pop() if opened else connect(),
+                pack_job=None,
+                chats=chats,
+                desk=desk,
+                model="",
+                setup=None,
+                log_name=runtime.CONNECTED_LOG,
+                no_loading=_AT_HOME,
             )
 
 
@@ -119,9 +173,10 @@ def _pack_job(invocation: Invocation) -> Job:
     return start_pack(embedded_source(), DEMO, invocation.locations.data_dir)
 
 
-def _open_pack(
+def open_pack(
     invocation: Invocation, settings: Settings, name: str, wishes: PlanWishes | None
 ) -> EngineHandle:
+    """Start the engine on a pack, with an endpoint beside it."""
     from moet_desk.cli.serve import endpoint_options
     from moet_desk.engine.handle import start_engine
 

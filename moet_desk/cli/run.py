@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -66,6 +68,12 @@ class Question:
     help="Balanced: words less likely than this are made again, exactly.",
 )
 @click.option("--raw", is_flag=True, help="Continue PROMPT as text, without the chat template.")
+@click.option(
+    "--record-trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Record what the cache does, with prompt and answer, for --demo-trace.",
+)
 @device_option
 @drafts_option
 @draft_depth_option
@@ -87,6 +95,7 @@ def run(
     device: str | None,
     drafts: str | None,
     draft_depth: int | None,
+    record_trace: Path | None,
     **sampling: Any,
 ) -> int:
     """Ask MODEL one question, or talk with it.
@@ -117,7 +126,10 @@ def run(
     runtime.start_logging(invocation.locations, settings.log.level)
     pack = invocation.model_path(question.model)
     options = engine_options(settings)
-    with opened_engine(pack, options, quiet=invocation.quiet or _is_piped()) as handle:
+    with (
+        opened_engine(pack, options, quiet=invocation.quiet or _is_piped()) as engine,
+        _recorded(invocation, engine, record_trace) as handle,
+    ):
         if question.interactive:
             return _talk(invocation, handle, base, start)
         if raw:
@@ -126,6 +138,24 @@ def run(
             messages = [*start, {"role": "user", "content": question.prompt}]
             request = replace(base, messages=messages)
         return _ask_once(invocation, handle, request, question.model)
+
+
+@contextmanager
+def _recorded(
+    invocation: Invocation, handle: EngineHandle, path: Path | None
+) -> Iterator[EngineHandle]:
+    """The engine, recorded for as long as the block runs if a file is given."""
+    if path is None:
+        yield handle
+        return
+    from moet_desk.cli.recording import start_recording
+
+    recorder = start_recording(handle, path)
+    try:
+        yield recorder.watch(handle)
+    finally:
+        recorder.close()
+    invocation.say(f"Recorded: {path} ({path.stat().st_size:,} bytes)")
 
 
 def _question(

@@ -5,24 +5,26 @@ runs out in the middle of an answer. State contract: `reserve`, `write` (append)
 mark, and `rewind`. Entries are made and read by `kernels.reference.kv_formats`: of MLA a latent and
 a rotary key, of grouped-query attention all heads' keys and values. Layers whose attention has an
 indexer keep its keys on the same pages, under the same rules. Layers with a window keep the last
-entries alone, on few pages that a sequence takes in turn. Layers with a state of fixed size have no
-pages; their states (`recurrent`) are the sequence's. A sequence with either goes back less far.
+entries alone, on few pages that a sequence takes in turn. Layers with a state of fixed size store
+nothing for each token; their states (`recurrent`) are the sequence's. A sequence with either goes
+back less far. Of the latter, pooled attention has entries of closed windows on the pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.recurrent import States, StateSlots
-from moet_desk.engine.spec import Attention, Gdn, Mla, Rings
+from moet_desk.engine.spec import Attention, Mla, PooledAttention, Rings, Stateful
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.kv_sizes import index_key_bytes
+from moet_desk.kernels.kv_sizes import index_key_bytes, pooled_key_bytes
 from moet_desk.kernels.reference import (
     gqa_read,
     gqa_write,
@@ -30,6 +32,10 @@ from moet_desk.kernels.reference import (
     index_write,
     mla_read,
     mla_write,
+    pooled_key_read,
+    pooled_key_write,
+    shared_read,
+    shared_write,
 )
 
 
@@ -48,7 +54,7 @@ class KvSequence:
     length: int = 0
     in_a_row: bool = True  # the pages follow each other, so reading needs no gather
     choice: Tensor | None = field(default=None, compare=False, repr=False)
-    states: States = field(default_factory=States)  # of mixers that store no entries
+    states: States = field(default_factory=States)  # of mixers that have some
     slot: int | None = None
     base: int = 0
     ring: list[int] = field(default_factory=list)
@@ -57,6 +63,26 @@ class KvSequence:
         """The page of a layer with a window for each page of the others."""
         times = -(-len(self.pages) // max(1, len(self.ring)))
         return (self.ring * times)[: len(self.pages)]
+
+    def fork(self) -> KvSequence:
+        """The same tokens on the same pages, to read ahead of them: neither sees the other's
+        states.
+        """
+        return replace(self, states=self.states.fork())
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Pages of one layer with pooled attention: entries, and the indexer's keys if it has one."""
+
+    mixer: PooledAttention
+    ratio: int
+    entries: PageRows
+    keys: PageRows | None
+
+    @property
+    def rows(self) -> list[PageRows]:
+        return [self.entries] if self.keys is None else [self.entries, self.keys]
 
 
 class KvCache:
@@ -76,7 +102,7 @@ class KvCache:
 
     def __init__(
         self,
-        mixer: Attention,
+        mixer: Attention | PooledAttention,
         *,
         n_layers: int,
         n_pages: int,
@@ -84,7 +110,7 @@ class KvCache:
         form: KvFormat,
         device: torch.device | None = None,
         index_layers: Sequence[int] = (),
-        recurrent: Sequence[Gdn] = (),
+        recurrent: Sequence[Stateful] = (),
         slots: StateSlots | None = None,
         rings: Rings | None = None,
     ) -> None:
@@ -93,7 +119,7 @@ class KvCache:
         self.entry_bytes = mixer.entry_bytes(form)
         self._mixer = mixer
         self._recurrent, self._slots = tuple(recurrent), slots
-        self._state_bytes = sum(mixer.state_bytes for mixer in recurrent)
+        self._state_bytes = sum(mixer.state_bytes(form) for mixer in recurrent)
         if slots is not None:
             self._state_bytes = slots.state_bytes
         rings = rings or Rings((), window=0, pages=0, sequences=0)
@@ -109,6 +135,11 @@ class KvCache:
         self._index_dim = mixer.indexer.head_dim if isinstance(mixer, Mla) and mixer.indexer else 0
         key = (n_pages, page_tokens, index_key_bytes(form, self._index_dim))
         self._index = {i: torch.zeros(key, dtype=torch.uint8, device=device) for i in index_layers}
+        self._pools = {
+            i: _pool_of(mixer, n_pages, page_tokens, form, device)
+            for i, mixer in enumerate(recurrent)
+            if isinstance(mixer, PooledAttention) and mixer.pool is not None
+        }
         self._free = list(range(n_pages))
 
     @property
@@ -184,8 +215,9 @@ class KvCache:
 
     def take_out(self, sequence: KvSequence, start: int, count: int) -> NDArray[np.uint8]:
         """A copy of entries in RAM: uint8 [n_layers, count, entry_bytes]. Flat, if there is more:
-        the last ones of a window in layers with one, the indexers' keys, the states behind the last
-        of these tokens, which in these cases are the newest.
+        the last ones of a window in layers with one, the indexers' keys, pooled entries of windows
+        that these tokens close, then the states behind the last of them; with pools, the count in 8
+        bytes before all. With windows or states these tokens are the newest ones.
 
         Raises:
             ValueError: the states there were not kept.
@@ -202,20 +234,42 @@ class KvCache:
         if self._slots is not None and sequence.slot is not None:
             states = self._slots.to_bytes(sequence.slot, sequence.base, start + count)
         elif self._recurrent:
-            states = sequence.states.to_bytes(start + count, self._recurrent)
+            states = sequence.states.to_bytes(start + count, self._recurrent, self.form)
         else:
             return copy
-        return np.concatenate([copy.ravel(), states])
+        parts = [copy.ravel()]
+        if self._pools:
+            parts.insert(0, np.array([count], np.int64).view(np.uint8))
+        for pool in self._pools.values():
+            closed = torch.arange(start // pool.ratio, (start + count) // pool.ratio)
+            parts += [r.at(sequence.pages, closed).flatten().cpu().numpy() for r in pool.rows]
+        return np.concatenate([*parts, states])
 
     def put_in(self, sequence: KvSequence, start: int, entries: NDArray[np.uint8]) -> None:
         """Store what `take_out` gave, in any shape, at `start`. The length is the caller's."""
-        n_layers, size, n_ring = self.n_layers, self.entry_bytes, len(self._rings.layers)
-        keys = [index.shape[-1] for index in self._index.values()]  # bytes each
         flat = entries.reshape(-1)
         own = flat[: len(flat) - self._state_bytes]
-        count = len(own) // ((n_layers + n_ring) * size + sum(keys))
-        if len(own) > (n_layers + n_ring) * size * self._rings.window > 0:
-            count = (len(own) - n_ring * self._rings.window * size) // (n_layers * size)
+        states = flat[len(own) :]
+        if self._pools:
+            count = int(own[:8].copy().view(np.int64)[0])
+            own = self._put_in_pools(sequence, start, count, own[8:])
+        count = self._put_in_rows(sequence, start, own, count if self._pools else None)
+        if self._slots is not None and sequence.slot is not None:
+            self._slots.from_bytes(states, sequence.slot, start + count)
+            sequence.base = start + count
+        elif self._recurrent:
+            sequence.states.from_bytes(states, start + count, self._recurrent, self.form)
+
+    def _put_in_rows(
+        self, sequence: KvSequence, start: int, own: NDArray[np.uint8], count: int | None
+    ) -> int:
+        """Entries and keys of each token; returns how many tokens, if that is not known."""
+        n_layers, size, n_ring = self.n_layers, self.entry_bytes, len(self._rings.layers)
+        keys = [index.shape[-1] for index in self._index.values()]  # bytes each
+        if count is None:
+            count = len(own) // ((n_layers + n_ring) * size + sum(keys))
+            if len(own) > (n_layers + n_ring) * size * self._rings.window > 0:
+                count = (len(own) - n_ring * self._rings.window * size) // (n_layers * size)
         on_device = torch.from_numpy(own).to(self._pages.device)
         seen = self._seen(start, count)
         in_ring = n_ring * seen[1] * size
@@ -228,11 +282,22 @@ class KvCache:
             self._ring_pages[:, of_ring, at] = last.view(n_ring, seen[1], size)
         for index, other in zip(self._index.values(), others, strict=True):
             index[pages, places] = other.view(count, -1)
-        if self._slots is not None and sequence.slot is not None:
-            self._slots.from_bytes(flat[len(own) :], sequence.slot, start + count)
-            sequence.base = start + count
-        elif self._recurrent:
-            sequence.states.from_bytes(flat[len(own) :], start + count, self._recurrent)
+        return count
+
+    def _put_in_pools(
+        self, sequence: KvSequence, start: int, count: int, flat: NDArray[np.uint8]
+    ) -> NDArray[np.uint8]:
+        """Pooled entries, which lie behind the rest; returns the rest."""
+        end = len(flat)
+        for pool in reversed(self._pools.values()):
+            first, behind = start // pool.ratio, (start + count) // pool.ratio
+            for rows in reversed(pool.rows):
+                n_bytes = (behind - first) * rows.row_bytes
+                if n_bytes:
+                    part = torch.from_numpy(flat[end - n_bytes : end].copy())
+                    rows.store(sequence.pages, first, part.view(behind - first, -1))
+                end -= n_bytes
+        return flat[:end]
 
     def _seen(self, start: int, count: int) -> tuple[int, int]:
         """Of some tokens the last ones that what follows may look at in a layer with a window."""
@@ -276,17 +341,7 @@ class KvCache:
         """Entries [T, bytes] uint8 from place `at` on into a layer's pages [n_pages, page_tokens,
         bytes], of which a sequence has its `own`.
         """
-        n_tokens, size = entries.shape[0], self.page_tokens
-        if n_tokens == 1:
-            pages[own[at // size % len(own)], at % size] = entries[0]
-            return
-        done = 0
-        while done < n_tokens:
-            page, offset = divmod(at + done, size)
-            count = min(size - offset, n_tokens - done)
-            target = pages[own[page % len(own)], offset : offset + count]
-            target.copy_(entries[done : done + count])
-            done += count
+        PageRows.of(pages).store(own, at, entries)
 
     def read(
         self, layer: int, sequence: KvSequence, length: int, *, first: int = 0
@@ -297,10 +352,7 @@ class KvCache:
         pages = self._of_layer[layer]
         if not self.is_ring(layer):
             return self._decoded(self._first(pages, sequence, length)[first:])
-        size, own = self.page_tokens, sequence.ring
-        begin, end = first // size, -(-length // size)
-        held = pages[[own[i % len(own)] for i in range(begin, end)]].view(-1, pages.shape[-1])
-        return self._decoded(held[first - begin * size : length - begin * size])
+        return self._decoded(PageRows.of(pages).between(sequence.ring, first, length))
 
     def read_at(self, layer: int, sequence: KvSequence, places: Tensor) -> tuple[Tensor, Tensor]:
         """The entries at some places of the sequence, int64 [K]: as `read`, with K for S."""
@@ -314,16 +366,54 @@ class KvCache:
 
     def _first(self, pages: Tensor, sequence: KvSequence, length: int) -> Tensor:
         """The sequence's first entries [length, bytes] of a layer's pages."""
-        count = -(-length // self.page_tokens)
-        if sequence.in_a_row:
-            first = sequence.pages[0]
-            own = pages[first : first + count]
+        return PageRows.of(pages).first(sequence.pages, length, in_a_row=sequence.in_a_row)
+
+    # -- pooled attention; `layer` counts those with a state ---------------------------------------
+
+    def write_pooled(
+        self, layer: int, sequence: KvSequence, first: int, entries: Tensor, keys: Tensor | None
+    ) -> None:
+        """Store entries of closed windows from number `first` on, and the indexer's keys of them.
+
+        Shapes:
+            entries [n, D], keys [n, D_i], float32, rotated
+        """
+        pool = self._pools[layer]
+        encoded = shared_write(entries, self.form, pool.mixer.rope.dim)
+        pool.entries.store(sequence.pages, first, encoded)
+        if pool.keys is not None and keys is not None:
+            pool.keys.store(sequence.pages, first, pooled_key_write(keys, self.form))
+
+    def read_pooled(
+        self, layer: int, sequence: KvSequence, count: int, places: Tensor | None = None
+    ) -> Tensor:
+        """The first `count` entries of closed windows, or those at some places of them, int64 [K]:
+        [count or K, D] float32.
+        """
+        pool, mixer = self._pools[layer], self._pools[layer].mixer
+        if places is None:
+            found = pool.entries.first(sequence.pages, count, in_a_row=sequence.in_a_row)
         else:
-            own = pages[sequence.pages[:count]]
-        return own.view(-1, pages.shape[-1])[:length]
+            found = pool.entries.at(sequence.pages, places)
+        return shared_read(found, self.form, mixer.head_dim, mixer.rope.dim)
+
+    def read_pooled_keys(self, layer: int, sequence: KvSequence, count: int) -> Tensor:
+        """The indexer's keys of the first `count` closed windows, [count, D] float32.
+
+        Raises:
+            ValueError: the layer has no indexer.
+        """
+        pool = self._pools[layer]
+        indexer = None if pool.mixer.pool is None else pool.mixer.pool.indexer
+        if pool.keys is None or indexer is None:
+            raise ValueError(f"layer {layer} has no indexer")
+        found = pool.keys.first(sequence.pages, count, in_a_row=sequence.in_a_row)
+        return pooled_key_read(found, self.form, indexer.head_dim)
 
     def _decoded(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         mixer = self._mixer
+        if isinstance(mixer, PooledAttention):
+            raise TypeError("pooled attention stores no entry of each token")
         if isinstance(mixer, Mla):
             return mla_read(entries, self.form, mixer.kv_rank, mixer.rope_dim)
         return gqa_read(entries, self.form, mixer.n_keys, mixer.head_dim, mixer.head_dim)
@@ -335,3 +425,22 @@ class KvCache:
             if free[start + count - 1] - free[start] == count - 1:
                 return start
         return 0
+
+
+def _pool_of(
+    mixer: PooledAttention,
+    n_pages: int,
+    page_tokens: int,
+    form: KvFormat,
+    device: torch.device | None,
+) -> _Pool:
+    pool = mixer.pool
+    if pool is None:
+        raise TypeError("a layer without pooled entries")
+    n_bytes = mixer.entry_bytes(form)
+    entries = PageRows.make(n_pages, page_tokens, pool.ratio, n_bytes, device)
+    keys = None
+    if pool.indexer is not None:
+        n_bytes = pooled_key_bytes(form, pool.indexer.head_dim)
+        keys = PageRows.make(n_pages, page_tokens, pool.ratio, n_bytes, device)
+    return _Pool(mixer, pool.ratio, entries, keys)

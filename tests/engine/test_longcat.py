@@ -10,16 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet_desk import hardware
-from moet_desk.engine import serving
 from moet_desk.engine.blocks.ffn import MoeBlock
-from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.families import plan_for, spec_for
-from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.residency import Residency
 from moet_desk.engine.spec import DenseFfn, Mla
 from moet_desk.errors import MoetError
-from moet_desk.hardware import Accelerator
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
@@ -109,7 +104,7 @@ def test_layer__changed_order__parity_is_lost(
         blocks: list[Any] = list(core.model._blocks)
         for block in blocks:
             if what == "experts added early":
-                moe, first = block._moe, block._dense[0]
+                moe, first = block._moe, block._first._ffn
                 given: list[Tensor] = []
 
                 def keep(x: Tensor, experts: Any, moe: Any = moe, given: Any = given) -> Tensor:
@@ -119,9 +114,9 @@ def test_layer__changed_order__parity_is_lost(
                 def add(x: Tensor, first: Any = first, given: Any = given) -> Any:
                     return first(x) + given.pop()
 
-                block._moe, block._dense[0] = keep, add
+                block._moe, block._first._ffn = keep, add
             else:
-                block._attentions[1]._layer -= 1
+                block._second._attention._layer -= 1
         sizes = [8] + [1] * (len(ids) - 8)
         got = logits_of(core, ids, plane=Plane.FINE, sizes=sizes)
     assert (got - want).abs().max() > 1e-2 * want.std()
@@ -176,30 +171,6 @@ def test_spec__wrong_or_unknown_key__refused_by_name(change: dict[str, Any], wor
         spec_for({**RELEASED, **change}, path="config.json", has_mtp=False)
     assert caught.value.code == "MD-SRC-07"
     assert words in str(caught.value)
-
-
-def test_graphics_card__two_attentions_per_layer__refused(
-    case: tuple[Path, list[int], Tensor],
-) -> None:
-    with pytest.raises(MoetError) as caught:
-        load_cuda(case[0], EngineOptions(save_heat=False), device=torch.device("cpu"))
-    assert caught.value.code == "MD-GPU-10"
-
-
-def test_graphics_card__nobody_insists_on_it__left_to_the_cpu(
-    case: tuple[Path, list[int], Tensor],
-    demo_pack: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    card = Accelerator("NVIDIA X", (9, 0), has_triton=True, can_compile=True)
-    monkeypatch.setattr(hardware, "probe_accelerator", lambda: card)
-    monkeypatch.setattr(hardware, "take_card", lambda: None)
-    caplog.set_level("INFO", "moet_desk.engine")
-    assert serving._device("auto", case[0]) == "cpu"
-    assert "longcat_flash have two attentions" in caplog.text
-    assert serving._device("cuda", case[0]) == "cuda"
-    assert serving._device("auto", demo_pack) == "cuda"
 
 
 def test_kv_bytes__a_token__counted_for_both_attentions() -> None:

@@ -54,6 +54,14 @@ IDS = {
     "setup.stop", "setup.up", "sign_in.leave", "endpoint.copy", "endpoint.address", "endpoint.key",
     "endpoint.again", "endpoint.back", "settings.left", "settings.right", "settings.reset",
     "settings.back", "log.level", "log.pause", "log.copy", "log.back", "go.endpoint",
+    "block.copy", "block.code", "block.edit", "block.again", "block.fold", "block.left",
+    "block.right", "block.up", "block.down", "chat.first", "chat.block_up", "chat.block_down",
+    "chat.thinking", "chat.find", "chat.attach", "chat.options", "find.older", "find.newer",
+    "find.close", "attach.close", "attach.down", "attach.up", "attach.complete", "options.close",
+    "options.save", "options.down", "options.up", "options.next", "options.before",
+    "cache.view", "cache.order", "cache.record", "cache.next", "cache.list_up", "cache.list_down",
+    "cache.list_page_up", "cache.list_page_down", "cache.list_first", "cache.list_last",
+    "playback.pause", "playback.back", "playback.forward", "playback.slower", "playback.faster",
     "go.endpoint_digit", "go.settings", "go.settings_digit", "go.log", "go.log_digit",
 }  # fmt: skip
 
@@ -110,7 +118,7 @@ async def test_screens__keys_and_tabs__change_and_keep_the_prompt() -> None:
 @pytest.mark.asyncio
 async def test_help__f1__keys_of_this_screen_commands_and_glyphs() -> None:
     stage = Stage()
-    async with stage.open(80, 60) as pilot:
+    async with stage.open(80, 100) as pilot:
         await stage.ready(pilot)
         await pilot.press("f1")
         await stage.settle(pilot)

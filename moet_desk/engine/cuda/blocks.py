@@ -17,7 +17,16 @@ from moet_desk.engine.cuda.buffers import StepBuffers
 from moet_desk.engine.cuda.delta import GdnLaunches
 from moet_desk.engine.cuda.dense_weights import DenseSource, reordered
 from moet_desk.engine.cuda.indexer import IndexerLaunches
-from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mla, MoeFfn, QkNorm, Router
+from moet_desk.engine.spec import (
+    DenseFfn,
+    Gqa,
+    Layer,
+    Mla,
+    MoeFfn,
+    PooledAttention,
+    QkNorm,
+    Router,
+)
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import gqa_decode, mla_decode
 from moet_desk.kernels.triton.delta import DeltaRows
@@ -85,9 +94,9 @@ class MlaLaunches:
         self.mixer = mixer
         first = "q_proj" if mixer.q_rank is None else "q_a_proj"
         self.w_in = load.matrix(name + first, name + "kv_a_proj_with_mqa")
-        self.latent_norm = load.vector(name + "kv_a_layernorm")
+        self.latent_norm = load.vector(name + "kv_a_layernorm") * mixer.kv_gain
         if mixer.q_rank is not None:
-            self.q_norm = load.vector(name + "q_a_layernorm")
+            self.q_norm = load.vector(name + "q_a_layernorm") * mixer.q_gain
             self.w_q = load.matrix(name + "q_b_proj")
         self.w_latent = LatentWeight(
             load.matrix(name + "kv_b_proj"), mixer.n_heads, mixer.nope_dim, mixer.v_dim
@@ -234,7 +243,13 @@ class DenseLaunches:
 
 
 class MoeLaunches:
-    """Router, routed experts and shared expert: x += shared(n) + sum of weight * expert(n)."""
+    """Router, routed experts and shared expert: x += shared(n) + sum of weight * expert(n).
+
+    What identity experts give takes the shared expert's place.
+
+    Raises:
+        ValueError: there are both.
+    """
 
     def __init__(
         self, ffn: MoeFfn, load: DenseSource, name: str, *, moe_layer: int, branch: Branch
@@ -249,6 +264,8 @@ class MoeLaunches:
         bias = ffn.router.selection_bias
         self.bias = load.vector(name + ffn.bias_name) if bias else None
         self.shared = None
+        if ffn.shared_inter and ffn.router.n_identity:
+            raise ValueError("identity experts beside a shared one")
         if ffn.shared_inter:
             self.shared = DenseLaunches(load, name + ffn.shared_name, ffn.shared_inter)
         self.w_shared_gate: DenseWeight | None = None
@@ -256,43 +273,72 @@ class MoeLaunches:
             self.w_shared_gate = load.matrix(name + "shared_expert_gate")
 
     def launch(self, b: StepBuffers, rows: int, experts: Experts) -> None:
-        router, t = self.router, slice(0, rows)
+        t = slice(0, rows)
         if self.shared is not None:  # beside the router, the look-up and the fetch
             with self._branch.beside():
                 self.shared.launch(b, rows, out=b.shared_out[t], residual=None)
                 if self.w_shared_gate is not None:
                     gemv(b.normed[t], self.w_shared_gate, b.shared_gate[t])
                     gated(b.shared_out[t], b.shared_gate[t], b.shared_out[t])
+        self.choose(b, rows)
+        experts(self.moe_layer, b, rows)
+        if self.shared is not None:
+            self._branch.join()
+        self.add(b, rows)
+
+    def choose(self, b: StepBuffers, rows: int) -> None:
+        """From `normed` to the experts' ids and weights, and to what identity experts give."""
+        router, t = self.router, slice(0, rows)
         gemv(b.normed[t], self.w_router, b.router[t], bias=self.logit_bias)
         route(
             b.router[t], self.bias, ids=b.ids[t], weights=b.weights[t], score=router.score,
             n_groups=router.n_groups, kept_groups=router.kept_groups,
             renormalize=router.renormalize, scale=router.scale,
+            n_real=router.n_experts, share=b.share[t],
         )  # fmt: skip
-        experts(self.moe_layer, b, rows)
-        if self.shared is not None:
-            self._branch.join()
-        pairs = rows * router.top_k
-        base = None if self.shared is None else b.shared_out[t]
-        combine(b.part[:pairs], b.weights[t], base=base, residual=b.x[t], out=b.x[t])
+        if router.n_identity:
+            torch.mul(b.normed[t], b.share[t, None], out=b.shared_out[t])
+
+    def add(self, b: StepBuffers, rows: int) -> None:
+        """x += what the experts left in `part`, and what is in the shared expert's place."""
+        router, t, pairs = self.router, slice(0, rows), slice(0, rows * self.router.top_k)
+        beside = self.shared is not None or router.n_identity > 0
+        combine(
+            b.part[pairs], b.weights[t], base=b.shared_out[t] if beside else None,
+            residual=b.x[t], out=b.x[t], ids=b.ids[t] if router.n_identity else None,
+        )  # fmt: skip
 
 
 class LayerLaunches:
-    """One decoder layer."""
+    """One decoder layer; with `half`, the attention of that number and the dense part behind it of
+    a layer that has two.
+    """
 
-    def __init__(self, layer: Layer, load: DenseSource, *, moe_layer: int, branch: Branch) -> None:
-        name = f"model.layers.{layer.index}."
-        self.attention_norm = load.norm(name + "input_layernorm")
-        self.ffn_norm = load.norm(name + "post_attention_layernorm")
+    def __init__(
+        self,
+        layer: Layer,
+        load: DenseSource,
+        *,
+        moe_layer: int,
+        branch: Branch,
+        half: int | None = None,
+    ) -> None:
+        name, at = f"model.layers.{layer.index}.", "" if half is None else f".{half}"
+        self.attention_norm = load.norm(f"{name}input_layernorm{at}")
+        self.ffn_norm = load.norm(f"{name}post_attention_layernorm{at}")
         self.attention: MlaLaunches | GqaLaunches | GdnLaunches
         if isinstance(layer.mixer, Mla):
-            self.attention = MlaLaunches(layer.mixer, load, name + "self_attn.")
+            self.attention = MlaLaunches(layer.mixer, load, f"{name}self_attn{at}.")
         elif isinstance(layer.mixer, Gqa):
-            self.attention = GqaLaunches(layer.mixer, load, name + "self_attn.")
+            self.attention = GqaLaunches(layer.mixer, load, f"{name}self_attn{at}.")
+        elif isinstance(layer.mixer, PooledAttention):
+            raise TypeError("there are no launches for pooled attention")
         else:
             self.attention = GdnLaunches(layer.mixer, load, name + "linear_attn.")
         self.ffn: DenseLaunches | MoeLaunches
-        if isinstance(layer.ffn, DenseFfn):
+        if half is not None and layer.around is not None:
+            self.ffn = DenseLaunches(load, f"{name}mlps{at}.", layer.around.inter)
+        elif isinstance(layer.ffn, DenseFfn):
             self.ffn = DenseLaunches(load, name + "mlp.", layer.ffn.inter)
         else:
             self.ffn = MoeLaunches(
@@ -311,17 +357,30 @@ class LayerLaunches:
         experts: Experts,
     ) -> None:
         t = slice(0, rows)
-        rms_norm(b.x[t], self.attention_norm, eps, out=b.normed[t])
-        self._mix(b, rows, rotation, kv, lengths)
+        self.attend(b, rows, eps=eps, rotation=rotation, kv=kv, lengths=lengths)
         if isinstance(self.ffn, DenseLaunches):
             rms_norm(b.x[t], self.ffn_norm, eps, out=b.normed[t])
             self.ffn.launch(b, rows, out=b.x[t], residual=b.x[t])
             return
+        self.norm_for_experts(b, rows, eps, experts)
+        self.ffn.launch(b, rows, experts)
+
+    def attend(
+        self, b: StepBuffers, rows: int, *, eps: float, rotation: Rotation,
+        kv: KvPages | DeltaRows, lengths: Tensor,
+    ) -> None:  # fmt: skip
+        """x += attention."""
+        t = slice(0, rows)
+        rms_norm(b.x[t], self.attention_norm, eps, out=b.normed[t])
+        self._mix(b, rows, rotation, kv, lengths)
+
+    def norm_for_experts(self, b: StepBuffers, rows: int, eps: float, experts: Experts) -> None:
+        """What the feed-forward part reads, as numbers and as the experts' codes."""
+        t = slice(0, rows)
         rms_norm_quantize(
             b.x[t], self.ffn_norm, eps, out=b.normed[t],
             codes=b.codes[experts.activations][t], scales=b.scales[t],
         )  # fmt: skip
-        self.ffn.launch(b, rows, experts)
 
     def _mix(
         self, b: StepBuffers, rows: int, rotation: Rotation, kv: KvPages | DeltaRows,

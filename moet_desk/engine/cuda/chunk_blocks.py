@@ -6,9 +6,10 @@ products take a block of rows at a time, routed experts the whole chunk (cuda/ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.blocks import (
@@ -95,22 +96,27 @@ class ChunkLayer:
         """x of the chunk through the layer, whose KV entries and indexer's keys, or state, are in
         `memory`.
         """
-        b, ffn = self._b, self._layer.ffn
-        for first in range(0, chunk.n, b.block_rows):
-            here = slice(first, min(first + b.block_rows, chunk.n))
-            rotation = Rotation(chunk.positions[here], self._cos, self._sin, self._interleaved)
-            self._attend(here, rotation, self._own(chunk, here, memory), chunk.start + first)
+        ffn = self._layer.ffn
+        for here in blocks_of(chunk, self._b):
+            self.attend(here, chunk, memory)
             if isinstance(ffn, MoeLaunches):
-                self._route(ffn, here, chunk)
+                self.route(ffn, here, chunk)
             else:
-                normed = b.normed[: here.stop - first]
-                rms_norm(b.x[here], self._layer.ffn_norm, self._eps, out=normed)
-                self._feed(ffn, normed, b.x[here])
+                self.feed(ffn, here)
         if isinstance(ffn, MoeLaunches):
-            # ascending: the sum of a token's experts then does not depend on the batches
-            ids, order = b.ids[: chunk.n].sort(dim=1)
-            weights = b.weights[: chunk.n].gather(1, order)
-            experts(ffn.moe_layer, ids, weights, b.x[: chunk.n])
+            add_experts(ffn, self._b, chunk, experts)
+
+    def attend(self, here: slice, chunk: ChunkRows, memory: KvPages | DeltaMemory) -> None:
+        """x += attention of a block of the chunk's rows."""
+        rotation = Rotation(chunk.positions[here], self._cos, self._sin, self._interleaved)
+        self._attend(here, rotation, self._own(chunk, here, memory), chunk.start + here.start)
+
+    def feed(self, ffn: DenseLaunches, here: slice) -> None:
+        """x += a dense part of a block, which reads the normed x."""
+        x = self._b.x[here]
+        normed = self._b.normed[: x.shape[0]]
+        rms_norm(x, self._layer.ffn_norm, self._eps, out=normed)
+        self._feed(ffn, normed, x)
 
     def _own(
         self, chunk: ChunkRows, here: slice, memory: KvPages | DeltaMemory
@@ -240,8 +246,10 @@ class ChunkLayer:
         gemm(mid, ffn.w_down, given)
         gated(given, own, x, residual=x)
 
-    def _route(self, moe: MoeLaunches, here: slice, chunk: ChunkRows) -> None:
-        """Input, ids and weights of the routed experts for a block; x += shared expert."""
+    def route(self, moe: MoeLaunches, here: slice, chunk: ChunkRows) -> None:
+        """Input, ids and weights of the routed experts for a block; x += shared expert. What
+        identity experts give is in `kept` then.
+        """
         b, router, x = self._b, moe.router, self._b.x[here]
         normed = b.normed[: x.shape[0]]
         codes = shaped(b.codes, chunk.n, *plain_shape(x.shape[1], chunk.activations))
@@ -255,7 +263,10 @@ class ChunkLayer:
             logits, moe.bias, ids=b.ids[here], weights=b.weights[here], score=router.score,
             n_groups=router.n_groups, kept_groups=router.kept_groups,
             renormalize=router.renormalize, scale=router.scale,
+            n_real=router.n_experts, share=b.share[here],
         )  # fmt: skip
+        if router.n_identity:
+            torch.mul(normed, b.share[here, None], out=b.kept[: x.shape[0]])
         if moe.shared is not None:
             self._feed(moe.shared, normed, x, moe.w_shared_gate)
 
@@ -264,3 +275,22 @@ class ChunkLayer:
         parts = Room(self._b.parts).take(2, *x.shape)
         split(x, parts)
         return parts
+
+
+def blocks_of(chunk: ChunkRows, b: ChunkBuffers) -> Iterator[slice]:
+    """The chunk's rows, as many at a time as there is room for."""
+    for first in range(0, chunk.n, b.block_rows):
+        yield slice(first, min(first + b.block_rows, chunk.n))
+
+
+def add_experts(
+    moe: MoeLaunches, b: ChunkBuffers, chunk: ChunkRows, experts: RoutedExperts
+) -> None:
+    """x += the routed experts of the whole chunk."""
+    ids = b.ids[: chunk.n]
+    if moe.router.n_identity:  # behind all experts, where none looks for them
+        ids = ids.masked_fill(ids < 0, moe.router.n_experts)
+    # ascending: the sum of a token's experts then does not depend on the batches
+    ids, order = ids.sort(dim=1)
+    weights = b.weights[: chunk.n].gather(1, order)
+    experts(moe.moe_layer, ids, weights, b.x[: chunk.n])

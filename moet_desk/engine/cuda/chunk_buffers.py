@@ -27,7 +27,9 @@ class ChunkBuffers:
         codes, scales: flat int8 and [M, H/32], the experts' input.
         ids, weights: [M, K] int32 and float32.
         normed: [B, H].
-        router: [B, E].
+        router: [B, E], identity experts too.
+        share: [M], weights of identity experts, added up.
+        kept: [B, H] if there are any, what they give.
         wide: flat; the joined projections, the queries, or gate and up of a block.
         narrow: flat; rotary queries, then what the heads mixed.
         parts: flat bfloat16; an input of a dense product in two parts.
@@ -43,6 +45,8 @@ class ChunkBuffers:
     weights: Tensor
     normed: Tensor
     router: Tensor
+    share: Tensor
+    kept: Tensor
     wide: Tensor
     narrow: Tensor
     parts: Tensor
@@ -69,7 +73,9 @@ class ChunkBuffers:
             ids=new(rows, top_k, dtype=torch.int32),
             weights=new(rows, top_k),
             normed=new(block, spec.hidden),
-            router=new(block, size.n_experts),
+            router=new(block, size.n_choices),
+            share=new(rows),
+            kept=new(size.kept // spec.hidden, spec.hidden),
             wide=new(size.wide),
             narrow=new(size.narrow),
             parts=new(size.parts, dtype=torch.bfloat16),

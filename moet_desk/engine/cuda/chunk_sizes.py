@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from moet_desk.engine.spec import DenseFfn, Gdn, Gqa, Mla, Spec, indexer_of
+from moet_desk.engine.spec import Gdn, Gqa, Mla, PooledAttention, Spec, dense_widths, indexer_of
 from moet_desk.kernels.row_sizes import GROUP, ExpertLayout
 from moet_desk.plan import ChunkSize
 from moet_desk.store.pack_format import Plane
@@ -61,7 +61,8 @@ class ChunkShape:
     hidden: int
     inter: int
     top_k: int
-    n_experts: int
+    n_choices: int
+    kept: int
     wide: int
     narrow: int
     parts: int
@@ -76,16 +77,18 @@ class ChunkShape:
         """For chunks of `rows` tokens of sequences of up to `context`."""
         mixer, moe, block = spec.attention, spec.moe_ffn, min(rows, BLOCK_ROWS)
         entries = -(-context // 64) * 64
+        if isinstance(mixer, PooledAttention):
+            raise TypeError("there are no launches for pooled attention")
         own = _of_mla(mixer, entries) if isinstance(mixer, Mla) else _of_gqa(mixer)
-        dense = [layer.ffn.inter for layer in spec.layers if isinstance(layer.ffn, DenseFfn)]
-        inter = max([moe.shared_inter, *dense])
+        inter = max([moe.shared_inter, *dense_widths(spec), 1])
         fed = 2 * inter + (spec.hidden + 1 if moe.shared_gate else 0)
-        states = [_of_gdn(linear) for linear in spec.recurrent[:1]]
+        states = [_of_gdn(linear) for linear in spec.delta[:1]]
         every = [own, *states]
-        scores = max((linear.n_values for linear in spec.recurrent), default=0)
+        scores = max((linear.n_values for linear in spec.delta), default=0)
         return cls(
             rows=rows, block=block, hidden=spec.hidden, inter=moe.inter, top_k=moe.router.top_k,
-            n_experts=moe.router.n_experts,
+            n_choices=moe.router.n_choices,
+            kept=block * spec.hidden if moe.router.n_identity else 0,
             wide=block * max(fed, *(part.projected for part in every)),
             narrow=block * max(part.narrow for part in every) + DELTA_BLOCK**2 * scores,
             parts=2 * block * max(spec.hidden, inter, *(part.inputs for part in every)),
@@ -101,7 +104,8 @@ class ChunkShape:
         codes = 2 * rows * (self.hidden + self.inter)  # int8
         scales = rows * (self.hidden + self.inter) // GROUP
         floats = 2 * rows * self.hidden + scales + rows * self.top_k + rows * self.inter
-        floats += block * (self.hidden + self.n_experts) + self.wide + self.narrow
+        floats += block * (self.hidden + self.n_choices) + self.kept + rows
+        floats += self.wide + self.narrow
         halves = self.parts + 2 * self.entries * self.kv_rank
         floats += self.entries * (self.rope_dim + self.per_entry) + self.index
         return codes + _F32 * floats + _BF16 * halves + _INT32 * rows * self.top_k

@@ -19,6 +19,7 @@ from torch import Tensor
 from moet_desk.engine.cuda.chunk_buffers import Room
 from moet_desk.engine.cuda.dense_weights import DenseSource, reordered
 from moet_desk.engine.spec import Gdn
+from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.triton.delta import (
     MOST_PENDING,
     RING,
@@ -190,7 +191,7 @@ class DeviceStates:
     @property
     def state_bytes(self) -> int:
         """Bytes of `to_bytes`."""
-        return len(self._layers) * self._mixer.state_bytes
+        return len(self._layers) * self._mixer.state_bytes(KvFormat.F32)
 
     def take(self) -> int | None:
         return self._free.pop(0) if self._free else None

@@ -22,18 +22,18 @@ from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
-from moet_desk.engine.cuda.chunk_sizes import most_places
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.delta import DeviceStates
 from moet_desk.engine.cuda.dense_weights import DenseLoader
 from moet_desk.engine.cuda.draft import DeviceHead
-from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
+from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading, bounce_memory
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
 from moet_desk.engine.cuda.pinned import PinnedMemory
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
 from moet_desk.engine.cuda.prefill import ChunkModel, CudaPrefiller
 from moet_desk.engine.cuda.residency import CudaResidency
 from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.dense_format import DenseFormat, fit_device
 from moet_desk.engine.draft import MtpDrafter
 from moet_desk.engine.drafting import drafting_of
 from moet_desk.engine.families import packed_head, spec_for
@@ -53,6 +53,7 @@ from moet_desk.engine.model_shape import (
     running_layers,
     wishes_of,
 )
+from moet_desk.engine.planned_model import dense_saving
 from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import Spec
 from moet_desk.errors import MoetError, fail
@@ -64,7 +65,6 @@ from moet_desk.plan import (
     DeviceBudget,
     TierPlan,
     pinned_budget,
-    plan_device_tiers,
     split_ram,
     vram_budget,
     with_context,
@@ -154,8 +154,8 @@ def _load(
     report.begin("Dense layers")
     pools = {plane: _pool(plane, arena, opened, device) for plane in Plane}
     states: DeviceStates | None = None
-    if spec.recurrent:
-        states = DeviceStates(spec.recurrent, options.max_running, device)
+    if spec.delta:
+        states = DeviceStates(spec.delta, options.max_running, device)
     kv = KvCache(
         spec.attention, n_layers=spec.n_kv_layers + opened.with_head, n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
@@ -166,7 +166,7 @@ def _load(
     mailbox, server = _mailbox(arena, opened, allocate, error)
     if server is not None:
         undo.callback(server.close)
-    dense = DenseLoader(reader, device, norm_offset=spec.norm_offset)
+    dense = DenseLoader(reader, device, opened.dense_format, norm_offset=spec.norm_offset)
     form = load_form(spec, dense.table)
     model = StepModel(
         spec, dense, kv, _step_experts(opened, pools, mailbox, arena, form),
@@ -174,6 +174,7 @@ def _load(
         with_head=opened.with_head, states=states,
     )  # fmt: skip
     report.end()
+    widths = tuple(sorted({min(width, model.most_rows) for width in widths}))
     _fill_slots(pools[Plane.BASE], arena, opened.order[: plan.base_slots])
     if device.type == "cuda":
         _capture(model, kv, widths, report)
@@ -210,6 +211,7 @@ class _Opened:
         moe_layers: model layer numbers of those layers.
         prefix_bytes: RAM for prompts that were read.
         with_head: whether the MTP head is one of them.
+        dense_format: of weights that are no routed experts.
     """
 
     reader: PackReader
@@ -220,6 +222,7 @@ class _Opened:
     moe_layers: tuple[int, ...]
     prefix_bytes: int
     with_head: bool
+    dense_format: DenseFormat
 
     @property
     def all_in_ram(self) -> bool:
@@ -240,14 +243,18 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
         raise
     form = device_kv_format(options.kv_format)
     with_head = loads_head(spec, options, on_card=True)
-    plan, prefix_bytes = _plan(reader, spec, form, options, device, with_head=with_head)
+    dense_format, plan, prefix_bytes = _plan(
+        reader, spec, form, options, device, with_head=with_head
+    )
     layers = running_layers(spec, with_head=with_head)
     n_rows = len(layers) * reader.meta.n_experts
     _say_reading(plan, n_rows, fast_reading(plan, n_rows))
     if not _all_in_ram(plan, n_rows):
         _pass_page_cache(reader)
     hot = _hot_first(pack, n_rows)
-    return _Opened(reader, spec, form, plan, hot, layers, prefix_bytes, with_head)
+    if dense_format is DenseFormat.INT8:
+        log.info("weights that are no routed experts are rounded to 8 bits")
+    return _Opened(reader, spec, form, plan, hot, layers, prefix_bytes, with_head, dense_format)
 
 
 def _to_ram(opened: _Opened, allocate: Allocate, report: LoadReport) -> Arena:
@@ -317,15 +324,7 @@ def _bounce(opened: _Opened, allocate: Allocate) -> Mapping[Plane, torch.Tensor]
     """Pinned places for a prompt's rows that are not in RAM; none if all rows are."""
     if opened.all_in_ram:
         return {}
-    meta, layout = opened.reader.meta, opened.reader.layout
-    places = most_places(layout, meta.n_experts)
-    memory = {
-        plane: allocate(n * meta.stride(plane), meta.stride(plane)) for plane, n in places.items()
-    }
-    return {
-        plane: torch.frombuffer(memory[plane], dtype=torch.uint8).view(n, -1)
-        for plane, n in places.items()
-    }
+    return bounce_memory(opened.reader.layout, opened.reader.meta.n_experts, allocate)
 
 
 def _name(device: torch.device) -> str:
@@ -340,8 +339,8 @@ def _plan(
     device: torch.device,
     *,
     with_head: bool,
-) -> tuple[TierPlan, int]:
-    """The tiers, and bytes of RAM for prompts that were read."""
+) -> tuple[DenseFormat, TierPlan, int]:
+    """How dense weights lie, the tiers, and bytes of RAM for prompts that were read."""
     machine = hardware.probe()
     free = machine.ram_available
     if device.type == "cuda":
@@ -358,7 +357,9 @@ def _plan(
     sizes = RowSizes(reader.layout, reader.meta.base_stride, reader.meta.fine_stride)
     dense_bytes = (reader.path / "dense.safetensors").stat().st_size
     shape = device_shape(spec, sizes, form, wishes, dense_bytes=dense_bytes, with_head=with_head)
-    return plan_device_tiers(shape, budget, wishes), prefix_bytes
+    saved = dense_saving(reader.path)
+    dense, _, tiers = fit_device(options.dense_format, shape, saved, budget, wishes)
+    return dense, tiers, prefix_bytes
 
 
 def _hot_first(pack: Path, n_rows: int) -> list[int]:

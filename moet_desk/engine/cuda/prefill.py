@@ -14,11 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moet_desk.engine.cuda.chunk_blocks import ChunkLayer, ChunkRows
+from moet_desk.engine.cuda.blocks import LayerLaunches
+from moet_desk.engine.cuda.chunk_blocks import ChunkLayer, ChunkRows, RoutedExperts
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.delta import pending_of
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
+from moet_desk.engine.cuda.shortcut import ChunkShortcut, ShortcutLaunches
 from moet_desk.engine.cuda.step import StepModel
 from moet_desk.engine.draft import state_of
 from moet_desk.engine.handle import PromptReading
@@ -62,13 +64,18 @@ class ChunkModel:
     def __init__(self, model: StepModel, buffers: ChunkBuffers, experts: ChunkExperts) -> None:
         self._model, self._b, self._experts = model, buffers, experts
         layers = [*model.layers, *([] if model.head is None else [model.head.layer])]
-        self._layers = [
+        self._layers = [self._of(layer) for layer in layers]
+
+    def _of(self, layer: LayerLaunches | ShortcutLaunches) -> ChunkLayer | ChunkShortcut:
+        model, b = self._model, self._b
+        made = [
             ChunkLayer(
-                layer, buffers, step=model.buffers, cos=model.cos, sin=model.sin,
+                half, b, step=model.buffers, cos=model.cos, sin=model.sin,
                 interleaved=model.interleaved, eps=model.spec.norm_eps,
             )
-            for layer in layers
+            for half in (layer.halves if isinstance(layer, ShortcutLaunches) else [layer])
         ]  # fmt: skip
+        return ChunkShortcut(layer, b, made) if isinstance(layer, ShortcutLaunches) else made[0]
 
     @property
     def n_layers(self) -> int:
@@ -131,7 +138,7 @@ class ChunkModel:
             rms_norm(normed, head.token_norm, eps, out=normed)
             gemm(self._split(normed), head.w_token, x, residual=x)
         experts = partial(_read_as, self._experts, reading)
-        self._layers[-1].launch(rows, self._model.memory_of_head(rows.table), experts)
+        self._launch(len(self._model.layers), rows, experts)
         sequence.length += rows.n
 
     def _split(self, x: Tensor) -> Tensor:
@@ -143,10 +150,17 @@ class ChunkModel:
         """Launch the next layer. Raises as `ChunkExperts.run`."""
         i = chunk.next_layer
         experts = partial(_read_as, self._experts, chunk.reading)
-        rows = chunk.rows
-        memory = self._model.memory(i, rows.table, rows.ring_table)
-        self._layers[i].launch(rows, memory, experts)
+        self._launch(i, chunk.rows, experts)
         chunk.next_layer = i + 1
+
+    def _launch(self, i: int, rows: ChunkRows, experts: RoutedExperts) -> None:
+        layer = self._layers[i]
+        if isinstance(layer, ChunkShortcut):
+            layer.launch(rows, self._model.both(i, rows.table), experts)
+        elif i == len(self._model.layers):
+            layer.launch(rows, self._model.memory_of_head(rows.table), experts)
+        else:
+            layer.launch(rows, self._model.memory(i, rows.table, rows.ring_table), experts)
 
     def logits(self, chunk: Chunk) -> Tensor:
         """Scores behind the chunk's last row, float32 [V] on the host; waits for the device."""

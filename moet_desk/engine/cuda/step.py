@@ -18,8 +18,6 @@ from torch import Tensor
 from moet_desk.engine.cuda.blocks import Branch, Experts, LayerLaunches
 from moet_desk.engine.cuda.buffers import (
     MAX_ROWS,
-    PAGES_AT,
-    RUN_AT,
     Choices,
     StepBuffers,
     StepInputs,
@@ -28,12 +26,14 @@ from moet_desk.engine.cuda.delta import DeviceStates, pending_of
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.head import HeadLaunches
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
+from moet_desk.engine.cuda.shortcut import ShortcutLaunches
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import RopeTable
 from moet_desk.engine.model_shape import kv_places
 from moet_desk.engine.sampling import GREEDY, Draw
 from moet_desk.engine.spec import Gdn, MoeFfn, Spec
 from moet_desk.errors import MoetError, fail
+from moet_desk.kernels.triton.cache import MOST_PAIRS
 from moet_desk.kernels.triton.delta import DeltaMemory, DeltaRows
 from moet_desk.kernels.triton.dense import DenseWeight, embed, gemv
 from moet_desk.kernels.triton.kv_entries import KvPages
@@ -74,6 +74,10 @@ class StepModel:
         error: int32 [1], the word in which a step's kernels report.
         server: reads rows that are not in RAM, if there can be such.
         with_head: load the model's MTP head too, for `guess`.
+
+    Attributes:
+        layers: the launches of each layer.
+        most_rows: of a step.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class StepModel:
         states: DeviceStates | None = None,
     ) -> None:
         self.spec = spec
+        self.most_rows = most_rows(spec.moe_ffn.router.top_k)
         self._kv, self._experts, self._device = kv, experts, device
         self._states, self._places = states, kv_places(spec)
         self.embedding = load.table("model.embed_tokens")
@@ -102,10 +107,11 @@ class StepModel:
         rope = RopeTable(spec.attention.rope, context)
         self.cos, self.sin = rope.cos.to(device), rope.sin.to(device)
         self.interleaved = spec.attention.rope.interleaved
-        self.layers: list[LayerLaunches] = []
+        self.layers: list[LayerLaunches | ShortcutLaunches] = []
         n_moe, branch = 0, Branch(device)
         for layer in spec.layers:
-            self.layers.append(LayerLaunches(layer, load, moe_layer=n_moe, branch=branch))
+            kind = LayerLaunches if layer.around is None else ShortcutLaunches
+            self.layers.append(kind(layer, load, moe_layer=n_moe, branch=branch))
             n_moe += isinstance(layer.ffn, MoeFfn)
         self.head: HeadLaunches | None = None
         if with_head and spec.mtp is not None:
@@ -269,6 +275,12 @@ class StepModel:
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
         for i, layer in enumerate(self.layers):
+            if isinstance(layer, ShortcutLaunches):
+                layer.launch(
+                    b, rows, eps=eps, rotation=rotation, lengths=lengths,
+                    kv=self.both(i, table), experts=self._experts[plane],
+                )  # fmt: skip
+                continue
             kv: KvPages | DeltaRows
             memory = self.memory(i, table, self._inputs.ring_table(rows))
             if isinstance(memory, DeltaMemory):
@@ -303,11 +315,17 @@ class StepModel:
         place = self._places[i]
         return self._pages(place, ring_table if self._kv.is_ring(place) else table)
 
+    def both(self, i: int, table: Tensor) -> tuple[KvPages, KvPages]:
+        """Pages of the attentions of a layer that has two."""
+        place = self._places[i]
+        return self._pages(place, table), self._pages(place + 1, table)
+
     def memory_of_head(self, table: Tensor) -> KvPages:
         """Pages of the MTP head's layer, which is the last one of the cache."""
         return self._pages(self.spec.n_kv_layers, table)
 
     def _pages(self, place: int, table: Tensor) -> KvPages:
+        """The pages of an attention, by its place in the KV cache."""
         kv = self._kv
         return KvPages(kv.pages(place), table, kv.form, kv.index_pages(place))
 
@@ -342,18 +360,11 @@ class StepModel:
         gemv(b.normed[t], self._head, b.logits[t])
 
     def _fill(self, rows: Sequence[StepRow], draws: Sequence[Draw]) -> None:
-        lines = self._inputs.lines
         for i, row in enumerate(rows):
             position = row.sequence.length + row.ahead
-            pages = row.sequence.pages
-            lines[i, 0], lines[i, 1], lines[i, 2] = row.token, position, position + 1
-            lines[i, PAGES_AT : PAGES_AT + len(pages)] = torch.tensor(pages, dtype=torch.int32)
-            if row.sequence.ring:
-                at, ring = self._inputs.ring_at, row.sequence.ring_pages()
-                lines[i, at : at + len(ring)] = torch.tensor(ring, dtype=torch.int32)
+            self._inputs.set_row(i, row.token, position, row.sequence.pages, row.sequence.ring)
         if self._states is not None:
-            runs = torch.tensor(_runs(rows), dtype=torch.int32)
-            lines[: len(rows), RUN_AT:PAGES_AT] = runs
+            self._inputs.set_runs(_runs(rows))
         for i, draw in enumerate(draws):
             self._inputs.set_draw(i, draw)
 
@@ -398,6 +409,11 @@ def _runs(rows: Sequence[StepRow]) -> list[list[int]]:
             lines.append([sequence.slot, pending_of(sequence.base, sequence.length), 0, 1])
             sequence.base = sequence.length
     return lines
+
+
+def most_rows(top_k: int) -> int:
+    """Rows that a step can have: a look-up takes so many pairs of a token and an expert."""
+    return min(MAX_ROWS, MOST_PAIRS // top_k)
 
 
 def _recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:

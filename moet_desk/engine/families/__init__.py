@@ -17,6 +17,7 @@ from moet_desk.store.pack_format import PackPlan
 MODULE_OF_TYPE = {
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
+    "kimi_k25": "kimi_k25",
     "deepseek_v32": "deepseek_v32",
     "glm_moe_dsa": "glm_moe_dsa",
     "glm4_moe": "glm4_moe",
@@ -30,6 +31,7 @@ MODULE_OF_TYPE = {
     "minimax_m2": "minimax_m2",
     "gpt_oss": "gpt_oss",
     "longcat_flash": "longcat_flash",
+    "deepseek_v4": "deepseek_v4",
 }
 """model_type -> module. Kimi-K2's text model is DeepSeek-V3's with other sizes."""
 
@@ -52,7 +54,7 @@ class Family(Protocol):
 
     def plan(self, spec: Spec) -> PackPlan: ...
 
-    def mtp_prefix(self, config: Mapping[str, Any]) -> str | None: ...
+    def mtp_prefix(self, config: Mapping[str, Any]) -> str | tuple[str, ...] | None: ...
 
 
 def _family(config: Mapping[str, Any], path: str) -> Family:

@@ -37,6 +37,18 @@ def answers(address: str) -> bool:
         return False
 
 
+def _elsewhere(server: str) -> Content:
+    lines = [
+        Content.styled(" No endpoint in this window", "bold"),
+        Content(
+            "   " + clean_line(f"The answers come from {server}; give programs that address.", 74)
+        ),
+        Content("   The endpoint needs a model of this computer: moet-desk, or moet-desk serve."),
+        Content("   The texts below are for that endpoint."),
+    ]
+    return Content("\n").join(lines)
+
+
 class EndpointScreen(ListScreen):
     """See the module's paragraph."""
 
@@ -89,6 +101,8 @@ class EndpointScreen(ListScreen):
 
     def _top(self) -> Content:
         own, now = self._settings, self._snapshot
+        if now.remote:
+            return _elsewhere(now.remote)
         states = {None: "looking", True: "answers", False: "does not answer; F8 may say why"}
         local = own.host.startswith("127.") or own.host in ("localhost", "::1")
         reach = "this computer only" if local else "! open to your network, not encrypted"

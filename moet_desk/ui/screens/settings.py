@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
+from textual.message import Message
 from textual.widgets import Input, OptionList
 
 from moet_desk import config
@@ -30,6 +31,14 @@ class SettingsScreen(ListScreen):
     """See the module's paragraph."""
 
     MODE = "settings"
+
+    class Saved(Message):
+        """A setting was saved; what counts at once is put into effect by the app."""
+
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
     DEFAULT_CSS = "SettingsScreen #value { display: none; margin: 0 1; }"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "step(-1)", "Less", id="settings.left", show=False),
@@ -130,6 +139,7 @@ class SettingsScreen(ListScreen):
             return False
         self._changed.add(setting.name)
         self.fill()
+        self.post_message(self.Saved(setting.name))
         return True
 
     def action_step(self, by: int) -> None:
