@@ -32,7 +32,8 @@ CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 32, "num_experts": 4,
     "num_experts_per_tok": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "head_dim": 16,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 
