@@ -6,17 +6,26 @@ loaded. No torch. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
-from moet_desk.engine.cuda.chunk_sizes import chunk_choices
+from moet_desk.engine.cuda.chunk_sizes import BLOCK_ROWS, chunk_choices
 from moet_desk.engine.handle import EngineOptions
-from moet_desk.engine.spec import STATES_KEPT, Gdn, Layer, Mla, PooledAttention, Spec, Stateful
+from moet_desk.engine.spec import (
+    STATES_KEPT,
+    Gqa,
+    Layer,
+    Mla,
+    PooledAttention,
+    Rings,
+    Spec,
+    Stateful,
+)
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_key_bytes
 from moet_desk.kernels.row_sizes import ExpertLayout
-from moet_desk.plan import ModelShape, Wishes, choose_kv_format, kv_tokens
+from moet_desk.plan import ModelShape, TierPlan, Windows, Wishes, choose_kv_format, kv_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +93,14 @@ def running_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
 
 
 def kv_token_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
-    """KV bytes of one token, all layers together, the MTP head's too if it is loaded."""
+    """KV bytes of one token in the layers that keep every token, the MTP head's too if loaded."""
     mixer = spec.attention
     if isinstance(mixer, PooledAttention):
         layers = (m for m in spec.recurrent if isinstance(m, PooledAttention))
         # windows alone grow by nothing; sizes are divided by this
         return max(1, ceil(sum(m.token_bytes(form) for m in layers)))
-    n_bytes = (spec.n_kv_layers + with_head) * mixer.entry_bytes(form)
+    n_layers = spec.n_kv_layers + with_head - len(ring_layers(spec))
+    n_bytes = n_layers * mixer.entry_bytes(form)
     if isinstance(mixer, Mla) and mixer.indexer is not None:
         keys = len(index_layers(spec, with_head=with_head))
         n_bytes += keys * index_key_bytes(form, mixer.indexer.head_dim)
@@ -106,6 +116,28 @@ def index_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
     """Layers of the KV cache whose attention has an indexer, the MTP head's being the last one."""
     layers = (*spec.layers, mtp_of(spec)) if with_head else spec.layers
     return tuple(i for i, layer in enumerate(layers) if _has_indexer(layer))
+
+
+def ring_layers(spec: Spec) -> tuple[int, ...]:
+    """Layers of the KV cache that keep the last entries alone: those with a window, if others have
+    none.
+    """
+    places = [
+        place
+        for place, layer in zip(kv_places(spec), spec.layers, strict=True)
+        if isinstance(layer.mixer, Gqa) and layer.mixer.window
+    ]
+    return tuple(places) if len(places) < spec.n_kv_layers else ()
+
+
+def rings_of(spec: Spec, plan: TierPlan, max_running: int) -> Rings:
+    """Those layers as the cache takes them."""
+    return Rings(ring_layers(spec), spec.window, plan.ring_pages, max_running)
+
+
+def _windows(spec: Spec, form: KvFormat) -> Windows:
+    layers = len(ring_layers(spec))
+    return Windows(spec.window if layers else 0, layers * spec.attention.entry_bytes(form))
 
 
 def _has_indexer(layer: Layer) -> bool:
@@ -129,7 +161,7 @@ def kv_places(spec: Spec) -> tuple[int, ...]:
     """Of each layer: its place among those that store entries, or among those with a state."""
     places, n_kv, n_states = [], 0, 0
     for layer in spec.layers:
-        if isinstance(layer.mixer, Gdn):
+        if isinstance(layer.mixer, Stateful):
             places.append(n_states)
             n_states += 1
         else:
@@ -188,6 +220,7 @@ def device_shape(
         model_context=spec.context,
         state_bytes=slot_bytes(spec),
         chunks=chunks,
+        windows=replace(_windows(spec, form), most_rows=BLOCK_ROWS),
     )
 
 
@@ -206,4 +239,5 @@ def cpu_shape(
         kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
         state_bytes=state_bytes(spec, form, with_head=with_head),
+        windows=_windows(spec, form),
     )

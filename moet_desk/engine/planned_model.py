@@ -197,7 +197,10 @@ def spec_of(entry: CatalogueEntry) -> Spec:
 
 def _mixers_of(entry: CatalogueEntry) -> list[Mixer]:
     """Of each layer; of those with sparse attention, the first ones have the indexers."""
-    mixer, mla = _mixer_of(entry), entry.mla
+    mixer, mla, gqa = _mixer_of(entry), entry.mla, entry.gqa
+    if gqa is not None and gqa.window and isinstance(mixer, Gqa):
+        near = replace(mixer, window=gqa.window)
+        return [mixer if i % gqa.window_every else near for i in range(entry.layers)]
     if mla is None or not mla.index_layers or not isinstance(mixer, Mla):
         return [mixer] * entry.layers
     indexer = Indexer(mla.index_heads, mla.index_dim, mla.index_top_k, interleaved=True)

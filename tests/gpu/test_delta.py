@@ -20,8 +20,13 @@ from moet_desk.kernels.triton.delta import (
     delta_step,
 )
 from moet_desk.kernels.triton.delta_chunk import BLOCK, DeltaScratch, delta_chunk
-from tests.engine.random_promise import add_qwen_head, alone, check, packed_with_text
-from tests.engine.test_delta_promise import check_kept
+from tests.engine.random_promise import (
+    add_qwen_head,
+    alone,
+    check,
+    check_kept,
+    packed_with_text,
+)
 from tests.engine.tiny_models import DELTA_CONFIGS
 from tests.kernels.triton.makers import relative_error
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moet_desk.engine import model_shape
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.handle import EngineOptions
@@ -48,7 +49,7 @@ class Case:
 
 
 def on_gpu(pack: Path, **given: object) -> CudaCore:
-    options = EngineOptions(save_heat=False, context=64, max_running=4, **given)  # type: ignore[arg-type]
+    options = EngineOptions(save_heat=False, max_running=4, **{"context": 64, **given})  # type: ignore[arg-type]
     return load_cuda(pack, options, device=torch.device("cuda"), widths=(1, 3))
 
 
@@ -145,3 +146,22 @@ def test_dense_weights__rounded__near_the_cpu_engine(
     assert torch.equal(forced(core, IDS, Plane.FINE, rows=3), steps)
     assert off(read_anew(core, IDS, Plane.FINE), want[-1]) < 2 * NEAR
     core.close()
+
+
+def test_rings__gpt_oss_far_around_them__same_bits_as_keeping_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_source(random_model(GQA_CONFIGS["gpt_oss"], 0.25), tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    ids = torch.randint(3, 256, (300,), generator=torch.Generator().manual_seed(4)).tolist()
+    found = []
+    for rings in (True, False):
+        if not rings:
+            monkeypatch.setattr(model_shape, "ring_layers", lambda spec: ())
+        core = on_gpu(pack, kv_format="nvfp4", prefill_chunk=16, context=320)
+        assert core.plan.ring_pages == (2 if rings else 0)  # 128 tokens
+        assert core.kv.has_rings == rings
+        prompt = read_anew(core, ids, Plane.BASE)[None]
+        found.append(torch.cat([prompt, forced(core, ids, Plane.BASE, rows=3)]))
+        core.close()
+    assert torch.equal(*found)

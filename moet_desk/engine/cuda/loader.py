@@ -49,6 +49,7 @@ from moet_desk.engine.model_shape import (
     index_layers,
     kv_token_bytes,
     loads_head,
+    rings_of,
     running_layers,
     wishes_of,
 )
@@ -159,6 +160,7 @@ def _load(
         spec.attention, n_layers=spec.n_kv_layers + opened.with_head, n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
         index_layers=index_layers(spec, with_head=opened.with_head), slots=states,
+        rings=rings_of(spec, plan, options.max_running),
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32, device=device)
     mailbox, server = _mailbox(arena, opened, allocate, error)
