@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from moet_desk.engine.cuda.chunk_sizes import chunk_choices
 from moet_desk.engine.handle import EngineOptions
-from moet_desk.engine.spec import STATES_KEPT, Layer, Mla, Spec
+from moet_desk.engine.spec import STATES_KEPT, Layer, Mla, MoeFfn, Spec
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_key_bytes
@@ -67,12 +67,15 @@ def check_head(spec: Spec, options: EngineOptions) -> None:
 
 
 def running_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
-    """Model layer numbers of the MoE layers that run: the head's is the last one if it guesses.
+    """Model layer numbers of the MoE layers that run: the head's is the last one if it guesses and
+    has experts.
 
     Raises:
         MoetError: as `mtp_of`.
     """
-    return (*spec.main_moe_layers, mtp_of(spec).index) if with_head else spec.main_moe_layers
+    if with_head and isinstance(mtp_of(spec).ffn, MoeFfn):
+        return (*spec.main_moe_layers, mtp_of(spec).index)
+    return spec.main_moe_layers
 
 
 def kv_token_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
@@ -101,8 +104,8 @@ def state_bytes(spec: Spec) -> int:
 
 
 def _n_rows(spec: Spec, *, with_head: bool) -> int:
-    """Experts of the layers that run: the MTP head's is one of them if it is loaded."""
-    return (len(spec.main_moe_layers) + with_head) * spec.moe_ffn.router.n_experts
+    """Experts of the layers that run: the MTP head's too if it is loaded."""
+    return len(running_layers(spec, with_head=with_head)) * spec.moe_ffn.router.n_experts
 
 
 def device_kv_format(wanted: str) -> KvFormat:

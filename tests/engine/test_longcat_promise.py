@@ -14,6 +14,7 @@ import pytest
 from moet_desk.engine.handle import Quality, Sampling
 from tests.conftest import pack_source
 from tests.engine.test_balanced import balanced
+from tests.engine.test_longcat import save_longcat_head
 from tests.engine.test_promise import STORY, SUM, Answer, answer, ask, engine
 from tests.engine.tiny_models import CONFIGS, random_model, save_source
 
@@ -30,6 +31,7 @@ def pack(demo_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("longcat")
     model = random_model({**CONFIGS["longcat"], "vocab_size": 8192}, 0.25)
     save_source(model, folder / "source")
+    save_longcat_head(folder / "source")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(demo_source / name, folder / "source")
     return pack_source(folder / "source", folder / "pack")
@@ -47,8 +49,9 @@ def wanted(pack: Path) -> list[Answer]:
     [
         {"pool_slots": 3, "fine_slots": 3, "arena_rows": 2},
         {"drafts": "lookup", "draft_depth": 2},
+        {"drafts": "mtp", "draft_depth": 2},
     ],
-    ids=["least pools and rows from disk", "guesses of the text"],
+    ids=["least pools and rows from disk", "guesses of the text", "guesses of the head"],
 )
 def test_tokens__however_it_runs__same_bits(
     pack: Path, wanted: list[Answer], options: dict[str, Any]
@@ -56,7 +59,9 @@ def test_tokens__however_it_runs__same_bits(
     with engine(pack, **options) as handle:
         assert [answer(handle, [request])[0] for request in REQUESTS] == wanted
         assert answer(handle, REQUESTS) == wanted
-        counters = handle.snapshot().counters
+        counters, drafts = handle.snapshot().counters, handle.snapshot().drafts
+    if options.get("drafts") == "mtp":
+        assert drafts.guessed[0] > 0
     if "pool_slots" in options:
         assert counters.evictions > 50
         assert counters.from_nvme > 50
