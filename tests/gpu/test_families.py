@@ -19,6 +19,7 @@ from moet_desk.engine.handle import EngineOptions
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
+from tests.engine.test_longcat import save_longcat_head
 from tests.engine.test_mtp_parity import packed_with_head
 from tests.engine.tiny_models import (
     CONFIGS,
@@ -112,6 +113,22 @@ def test_answers__glm_with_its_head__equal_those_without(
     core.close()
     core = on_gpu(pack, kv_format="bf16", drafts="mtp", draft_depth=2)
     assert {plane: answered(core, plane).out_ids for plane in Plane} == want
+    core.close()
+
+
+def test_answers__longcat_with_its_dense_head__equal_those_without(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("longcat_head")
+    save_source(random_model(TINY["longcat"], 0.25), folder / "source")
+    save_longcat_head(folder / "source")
+    pack = pack_source(folder / "source", folder / "pack")
+    core = on_gpu(pack, kv_format="bf16")
+    want = {plane: answered(core, plane).out_ids for plane in Plane}
+    core.close()
+    core = on_gpu(pack, kv_format="bf16", drafts="mtp", draft_depth=2)
+    assert {plane: answered(core, plane).out_ids for plane in Plane} == want
+    assert core.decoder.drafting.acceptance.counters().guessed[0] > 0
     core.close()
 
 
