@@ -1,0 +1,33 @@
+"""Kernels between residual streams at the shapes of DeepSeek-V4-Flash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moet_desk.kernels.triton import streams
+from tests.kernels.triton.gate import Case
+
+N, HIDDEN = 4, 4096
+K, PARTS = N * HIDDEN, 32
+F32 = "*fp32"
+
+
+def _cases() -> Iterator[Case]:
+    for rows, r in ((2 * N + N * N, 32), (N, 8)):
+        types = {"streams": F32, "project": F32, "parts": F32}
+        values = {"K": K, "ROWS": rows, "R": r, "COLUMNS": 128, "TURNS": 4}
+        yield Case(f"streams_project rows={rows}", streams._project_kernel, types, values)
+        types = {
+            "parts": F32, "base": F32, "scale": F32, "out": F32, "eps": "fp32", "norm_eps": "fp32",
+        }  # fmt: skip
+        values = {"N_PARTS": PARTS, "P": PARTS, "K": K, "N": N, "STEPS": 20, "ROWS": rows}
+        yield Case(f"streams_connect rows={rows}", streams._connect_kernel, types, values)
+        types = {"streams": F32, "made": F32, "out": F32}
+        values = {"H": HIDDEN, "N": N, "ROWS": rows, "WIDE": 256}
+        yield Case(f"streams_read rows={rows}", streams._read_kernel, types, values)
+    types = {"streams": F32, "made": F32, "y": F32}
+    values = {"H": HIDDEN, "N": N, "ROWS": 2 * N + N * N, "WIDE": 256}
+    yield Case("streams_after", streams._after_kernel, types, values)
+
+
+CASES = list(_cases())
