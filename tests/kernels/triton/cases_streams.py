@@ -1,14 +1,17 @@
-"""Kernels between residual streams at the shapes of DeepSeek-V4-Flash."""
+"""Kernels of DeepSeek-V4-Flash: residual streams, and attention to shared entries."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moet_desk.kernels.triton import streams
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kv_sizes import shared_entry_bytes
+from moet_desk.kernels.triton import shared_attention, streams
+from tests.kernels.triton.cases_attention import DECODE, DEVICE, ONE_STAGE, PARTS
 from tests.kernels.triton.gate import Case
 
 N, HIDDEN = 4, 4096
-K, PARTS = N * HIDDEN, 32
+K, N_PARTS = N * HIDDEN, 32
 F32 = "*fp32"
 
 
@@ -20,7 +23,7 @@ def _cases() -> Iterator[Case]:
         types = {
             "parts": F32, "base": F32, "scale": F32, "out": F32, "eps": "fp32", "norm_eps": "fp32",
         }  # fmt: skip
-        values = {"N_PARTS": PARTS, "P": PARTS, "K": K, "N": N, "STEPS": 20, "ROWS": rows}
+        values = {"N_PARTS": N_PARTS, "P": N_PARTS, "K": K, "N": N, "STEPS": 20, "ROWS": rows}
         yield Case(f"streams_connect rows={rows}", streams._connect_kernel, types, values)
         types = {"streams": F32, "made": F32, "out": F32}
         values = {"H": HIDDEN, "N": N, "ROWS": rows, "WIDE": 256}
@@ -28,6 +31,16 @@ def _cases() -> Iterator[Case]:
     types = {"streams": F32, "made": F32, "y": F32}
     values = {"H": HIDDEN, "N": N, "ROWS": 2 * N + N * N, "WIDE": 256}
     yield Case("streams_after", streams._after_kernel, types, values)
+
+    for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
+        values = {
+            **PARTS, **DEVICE, "N": 64, "D": 512, "W": 64, "PAGE": 1, "FORM": form.value,
+            "ENTRY": shared_entry_bytes(form, 512, 64),
+        }  # fmt: skip
+        kernel = shared_attention._shared_decode_kernel
+        types = {**DECODE, "q": F32}
+        name = f"shared_decode {form.value}"
+        yield Case(name, kernel, types, values, 8, ONE_STAGE, wants=("HMMA",))
 
 
 CASES = list(_cases())
