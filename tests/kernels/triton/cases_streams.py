@@ -1,4 +1,4 @@
-"""Kernels of DeepSeek-V4-Flash: residual streams, and attention to shared entries."""
+"""Kernels of DeepSeek-V4-Flash: residual streams, pooled entries, attention to them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import shared_entry_bytes
-from moet_desk.kernels.triton import shared_attention, streams
+from moet_desk.kernels.triton import pooling, shared_attention, streams
 from tests.kernels.triton.cases_attention import DECODE, DEVICE, ONE_STAGE, PARTS
 from tests.kernels.triton.gate import Case
 
 N, HIDDEN = 4, 4096
 K, N_PARTS = N * HIDDEN, 32
 F32 = "*fp32"
+EXACT = {"enable_fp_fusion": False}
 
 
 def _cases() -> Iterator[Case]:
@@ -41,6 +42,23 @@ def _cases() -> Iterator[Case]:
         types = {**DECODE, "q": F32}
         name = f"shared_decode {form.value}"
         yield Case(name, kernel, types, values, 8, ONE_STAGE, wants=("HMMA",))
+    for ratio, overlap, dim in ((4, True, 512), (4, True, 128), (128, False, 512)):
+        types = {
+            "joined": F32, "joined_stride": "i32", "places": F32, "positions": "*i32",
+            "states": F32, "sources": "*i32", "targets": "*i32", "means": F32, "n_rows": "i32",
+        }  # fmt: skip
+        values = {"D": dim, "RATIO": ratio, "OVERLAP": overlap, "B": 64, "COMPILED": True}
+        yield Case(f"pool {ratio} D={dim}", pooling._pool_kernel, types, values, 2, EXACT)
+    for form in KvFormat:
+        types = {
+            "vectors": F32, "weight": "*bf16", "eps": "fp32", "cos": F32, "sin": F32,
+            "positions": "*i32", "pages": "*u8", "table": "*i32", "table_stride": "i32",
+        }  # fmt: skip
+        values = {
+            "D": 512, "W": 64, "RATIO": 4, "PAGE": 16, "B": 8, "FORM": form.value,
+            "ENTRY": shared_entry_bytes(form, 512, 64),
+        }  # fmt: skip
+        yield Case(f"pool_finish {form.value}", pooling._finish_kernel, types, values, 4, EXACT)
 
 
 CASES = list(_cases())

@@ -11,8 +11,8 @@ from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.shared_attention import shared_decode
 
-HEADS, DIM, ROTARY, HELD = 5, 192, 64, 200
-LENGTHS = [1, 64, 150]
+HEADS, DIM, ROTARY, HELD = 5, 128, 64, 90
+LENGTHS = [1, 32, 70]
 
 
 @pytest.mark.parametrize("form", list(KvFormat))
