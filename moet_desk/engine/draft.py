@@ -77,14 +77,21 @@ class DraftState:
     Attributes:
         sequence: the head's own count, on the request's pages.
         follows: whether the head reads along; a head that missed something cannot guess.
-        pending: states [H] behind tokens whose next token the head has not read.
+        pending: states [n, H] behind tokens whose next token the head has not read, as they came.
+        waiting: how many these are together.
         text: for guesses from the text.
     """
 
     sequence: KvSequence
     follows: bool = True
     pending: list[Tensor] = field(default_factory=list)
+    waiting: int = 0
     text: TextIndex = field(default_factory=TextIndex)
+
+    def part(self) -> None:
+        """The head reads along no further, and can guess no more."""
+        self.follows = False
+        self.pending, self.waiting = [], 0
 
 
 class Drafted(Protocol):
@@ -202,20 +209,22 @@ class MtpDrafter:
         """The model has read tokens of the request, whose states are `hidden` [T, H].
 
         Of a prompt's chunk the head reads at once all but the last: the states of a long prompt
-        would take more memory than its KV. Raises as `Head.read`.
+        would take more memory than its KV. What is kept is copied. Raises as `Head.read`.
         """
         state = state_of(request)
-        state.pending += hidden
-        if not request.out_ids:
-            self._catch_up(request, state, 1)
-        elif len(state.pending) > FOLLOWED_TOKENS:
-            state.follows = False
-            state.pending.clear()
+        state.waiting += len(hidden)
+        if request.out_ids:
+            state.pending.append(hidden.clone())
+            if state.waiting > FOLLOWED_TOKENS:
+                state.part()
+            return
+        state.pending.append(hidden)
+        self._catch_up(request, state, 1)
+        state.pending = [torch.cat(state.pending)]
 
     def behind(self, request: Drafted) -> int:
         """Reads that the head must make up for before the one that guesses."""
-        waiting = len(state_of(request).pending)
-        return max(0, -(-waiting // self.head.most_rows) - 1)
+        return max(0, -(-state_of(request).waiting // self.head.most_rows) - 1)
 
     def catch_up(self, request: Drafted) -> None:
         """Read as much as leaves one read before a guess. Raises as `Head.read`."""
@@ -227,7 +236,7 @@ class MtpDrafter:
         if depth < 1:
             return []
         self.catch_up(request)
-        guess, hidden = self._read(request, state, len(state.pending))
+        guess, hidden = self._read(request, state, state.waiting)
         guesses: list[int] = []
         ahead = state.sequence.fork()  # what is read from here on are guesses
         while guess is not None:
@@ -238,16 +247,16 @@ class MtpDrafter:
         return guesses
 
     def _catch_up(self, request: Drafted, state: DraftState, left: int) -> None:
-        while len(state.pending) > left:
-            self._read(request, state, min(self.head.most_rows, len(state.pending) - left))
+        while state.waiting > left:
+            self._read(request, state, min(self.head.most_rows, state.waiting - left))
 
     def _read(self, request: Drafted, state: DraftState, count: int) -> tuple[int | None, Tensor]:
         """Let the head read the first `count` pending states with the tokens behind them."""
         start = state.sequence.length + 1
         ids = _tokens(request, start, start + count)
-        states = torch.stack(state.pending[:count])
-        found = self.head.read(ids, states, state.sequence, request.plane)
-        del state.pending[:count]
+        states = state.pending[0] if len(state.pending) == 1 else torch.cat(state.pending)
+        found = self.head.read(ids, states[:count], state.sequence, request.plane)
+        state.pending, state.waiting = [states[count:]], state.waiting - count
         return found
 
 

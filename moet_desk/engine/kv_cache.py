@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moet_desk.engine.page_rows import PageRows
-from moet_desk.engine.recurrent import States
+from moet_desk.engine.recurrent import States, StateSlots
 from moet_desk.engine.spec import Attention, Mla, PooledAttention, Stateful
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_key_bytes, pooled_key_bytes
@@ -45,6 +45,7 @@ class KvSequence:
     Attributes:
         choice: while tokens are read, what the newest layer with an indexer chose for them, bool
             [T, S]; None: all that they may see.
+        slot, base: of its states on a device, if it has some there (`recurrent.StateSlots`).
     """
 
     pages: list[int] = field(default_factory=list)
@@ -52,6 +53,8 @@ class KvSequence:
     in_a_row: bool = True  # the pages follow each other, so reading needs no gather
     choice: Tensor | None = field(default=None, compare=False, repr=False)
     states: States = field(default_factory=States)  # of mixers that have some
+    slot: int | None = None
+    base: int = 0
 
     def fork(self) -> KvSequence:
         """The same tokens on the same pages, to read ahead of them: neither sees the other's
@@ -84,7 +87,8 @@ class KvCache:
         form: storage format of an entry.
         device: where the pages are.
         index_layers: layers, of `n_layers`, whose attention has an indexer.
-        recurrent: mixers of the layers that have a state instead.
+        recurrent: mixers of the layers that have a state instead, on a CPU.
+        slots: such states on a device.
     """
 
     def __init__(
@@ -98,12 +102,16 @@ class KvCache:
         device: torch.device | None = None,
         index_layers: Sequence[int] = (),
         recurrent: Sequence[Stateful] = (),
+        slots: StateSlots | None = None,
     ) -> None:
         self.form = form
         self.page_tokens = page_tokens
         self.entry_bytes = mixer.entry_bytes(form)
         self._mixer = mixer
-        self._recurrent = tuple(recurrent)
+        self._recurrent, self._slots = tuple(recurrent), slots
+        self._state_bytes = sum(mixer.state_bytes(form) for mixer in recurrent)
+        if slots is not None:
+            self._state_bytes = slots.state_bytes
         shape = (n_layers, n_pages, page_tokens, self.entry_bytes)
         self._pages = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._index_dim = mixer.indexer.head_dim if isinstance(mixer, Mla) and mixer.indexer else 0
@@ -137,14 +145,19 @@ class KvCache:
         return self._index.get(layer)
 
     def reserve(self, n_tokens: int) -> KvSequence | None:
-        """Pages for a new sequence of up to `n_tokens`; None if too few are free."""
+        """Pages for a new sequence of up to `n_tokens`, and states on a device; None if too few
+        are free.
+        """
         count = -(-n_tokens // self.page_tokens)
         if count > len(self._free):
+            return None
+        slot = None if self._slots is None else self._slots.take()
+        if self._slots is not None and slot is None:
             return None
         start = self._run_of(count)
         pages = self._free[start : start + count]
         del self._free[start : start + count]
-        return KvSequence(pages, in_a_row=pages[-1] - pages[0] == count - 1)
+        return KvSequence(pages, in_a_row=pages[-1] - pages[0] == count - 1, slot=slot)
 
     def release(self, sequence: KvSequence) -> None:
         """Give a sequence's pages back."""
@@ -152,6 +165,9 @@ class KvCache:
         sequence.pages = []
         sequence.length = 0
         sequence.states.clear()
+        if self._slots is not None and sequence.slot is not None:
+            self._slots.give_back(sequence.slot)
+            sequence.slot, sequence.base = None, 0
 
     def rewind(self, sequence: KvSequence, length: int) -> None:
         """Forget the tokens from `length` on. With states, only as far as `recurrent` says."""
@@ -171,7 +187,11 @@ class KvCache:
             keys = [index[pages, places].flatten() for index in self._index.values()]
             rows = torch.cat([rows.flatten(), *keys])
         copy: NDArray[np.uint8] = rows.cpu().numpy()
-        if not self._recurrent:
+        if self._slots is not None and sequence.slot is not None:
+            states = self._slots.to_bytes(sequence.slot, sequence.base, start + count)
+        elif self._recurrent:
+            states = sequence.states.to_bytes(start + count, self._recurrent, self.form)
+        else:
             return copy
         parts = [copy.ravel()]
         if self._pools:
@@ -179,20 +199,21 @@ class KvCache:
         for pool in self._pools.values():
             closed = torch.arange(start // pool.ratio, (start + count) // pool.ratio)
             parts += [r.at(sequence.pages, closed).flatten().cpu().numpy() for r in pool.rows]
-        states = sequence.states.to_bytes(start + count, self._recurrent, self.form)
         return np.concatenate([*parts, states])
 
     def put_in(self, sequence: KvSequence, start: int, entries: NDArray[np.uint8]) -> None:
         """Store what `take_out` gave, in any shape, at `start`. The length is the caller's."""
         flat = entries.reshape(-1)
-        n_states = sum(mixer.state_bytes(self.form) for mixer in self._recurrent)
-        own = flat[: len(flat) - n_states]
+        own = flat[: len(flat) - self._state_bytes]
+        states = flat[len(own) :]
         if self._pools:
             count = int(own[:8].copy().view(np.int64)[0])
             own = self._put_in_pools(sequence, start, count, own[8:])
         count = self._put_in_rows(sequence, start, own, count if self._pools else None)
-        if self._recurrent:
-            states = flat[len(flat) - n_states :]
+        if self._slots is not None and sequence.slot is not None:
+            self._slots.from_bytes(states, sequence.slot, start + count)
+            sequence.base = start + count
+        elif self._recurrent:
             sequence.states.from_bytes(states, start + count, self._recurrent, self.form)
 
     def _put_in_rows(

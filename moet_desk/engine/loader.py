@@ -19,6 +19,7 @@ from moet_desk.engine.blocks.expert_math import ExpertForm, ExpertMath, load_for
 from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.decode import DecodeExperts, Decoder, OpportunisticExperts
+from moet_desk.engine.dense_format import PLAIN, DenseFormat, cpu_dense_format, may_round
 from moet_desk.engine.draft import CpuHead, MtpDrafter
 from moet_desk.engine.drafting import drafting_of
 from moet_desk.engine.families import packed_head, spec_for
@@ -46,6 +47,7 @@ from moet_desk.engine.spec import Spec
 from moet_desk.engine.stream_model import StreamHead, StreamModel
 from moet_desk.engine.transfer import Transfer
 from moet_desk.kernels.kinds import Activations, KvFormat
+from moet_desk.kernels.reference import dense_values, quantize_dense
 from moet_desk.plan import (
     KV_PAGE_TOKENS,
     TierPlan,
@@ -106,7 +108,7 @@ def load(
     report.end()
 
     report.begin("Dense layers", total=_dense_bytes(reader))
-    weights = Weights(_counted(reader, report))
+    weights = Weights(_counted(reader, report, cpu_dense_format(options.dense_format)))
     model = model_of(spec, weights, context=plan.context)
     experts = load_form(spec, weights)
     kv = KvCache(
@@ -188,10 +190,14 @@ def _plan(
     return form, plan_tiers(shape, ram, wishes)
 
 
-def _counted(reader: PackReader, report: LoadReport) -> Callable[[str], torch.Tensor]:
+def _counted(
+    reader: PackReader, report: LoadReport, form: DenseFormat
+) -> Callable[[str], torch.Tensor]:
     def load_one(name: str) -> torch.Tensor:
-        tensor = reader.dense_tensor(name)
-        report.advance(reader.dense.info(name).bytes)
+        tensor, info = reader.dense_tensor(name), reader.dense.info(name)
+        report.advance(info.bytes)
+        if form is DenseFormat.INT8 and info.format.name in PLAIN and may_round(name, info.shape):
+            return dense_values(*quantize_dense(tensor))
         return tensor
 
     return load_one

@@ -11,7 +11,7 @@ from math import ceil
 
 from moet_desk.engine.cuda.chunk_sizes import chunk_choices
 from moet_desk.engine.handle import EngineOptions
-from moet_desk.engine.spec import STATES_KEPT, Layer, Mla, PooledAttention, Spec, Stateful
+from moet_desk.engine.spec import STATES_KEPT, Gdn, Layer, Mla, PooledAttention, Spec, Stateful
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_key_bytes
@@ -46,9 +46,7 @@ def without_kernels(spec: Spec) -> str:
     """The part of a model that only a CPU computes so far; empty if there is none."""
     if spec.streams is not None:
         return "residual streams and pooled attention"
-    if spec.recurrent:
-        return "gated DeltaNet"
-    return "two attentions" if any(layer.around is not None for layer in spec.layers) else ""
+    return ""
 
 
 def mtp_of(spec: Spec) -> Layer:
@@ -122,6 +120,30 @@ def state_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
     return STATES_KEPT * n_bytes
 
 
+def slot_bytes(spec: Spec) -> int:
+    """The same on a card, which keeps one state and what led away from it."""
+    return sum(mixer.slot_bytes for mixer in spec.delta)
+
+
+def kv_places(spec: Spec) -> tuple[int, ...]:
+    """Of each layer: its place among those that store entries, or among those with a state."""
+    places, n_kv, n_states = [], 0, 0
+    for layer in spec.layers:
+        if isinstance(layer.mixer, Gdn):
+            places.append(n_states)
+            n_states += 1
+        else:
+            places.append(n_kv)
+            n_kv += layer.n_mixers
+    return tuple(places)
+
+
+def check_kernels(spec: Spec) -> None:
+    """Raises MD-GPU-10: a card does not run the model."""
+    if part := without_kernels(spec):
+        raise fail("MD-GPU-10", model=spec.model_type, part=part)
+
+
 def _n_rows(spec: Spec, *, with_head: bool) -> int:
     """Experts of the layers that run: the MTP head's is one of them if it is loaded."""
     return (len(spec.main_moe_layers) + with_head) * spec.moe_ffn.router.n_experts
@@ -157,13 +179,14 @@ def device_shape(
     return ModelShape(
         n_rows=_n_rows(spec, with_head=with_head),
         top_k=spec.moe_ffn.router.top_k,
+        mean_used=spec.moe_ffn.router.mean_used,
         base_stride=sizes.base_stride,
         fine_stride=sizes.fine_stride,
         slot_bytes=0,
         dense_bytes=dense_bytes,
         kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
-        state_bytes=state_bytes(spec, form, with_head=with_head),
+        state_bytes=slot_bytes(spec),
         chunks=chunks,
     )
 
@@ -175,6 +198,7 @@ def cpu_shape(
     return ModelShape(
         n_rows=_n_rows(spec, with_head=with_head),
         top_k=spec.moe_ffn.router.top_k,
+        mean_used=spec.moe_ffn.router.mean_used,
         base_stride=sizes.base_stride,
         fine_stride=sizes.fine_stride,
         slot_bytes=sizes.layout.slot_floats * 4,

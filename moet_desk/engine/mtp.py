@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.blocks.ffn import Experts
+from moet_desk.engine.blocks.layer import Block
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache, KvSequence
-from moet_desk.engine.model import Block, Model
+from moet_desk.engine.model import Model
 from moet_desk.engine.spec import Layer
 from moet_desk.kernels.reference import linear, rms_norm
 

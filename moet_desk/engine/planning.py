@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from moet_desk.engine.dense_format import DenseFormat, cpu_dense_format, fit_device
 from moet_desk.engine.handle import EngineOptions, Quality
 from moet_desk.engine.model_shape import (
+    check_kernels,
     cpu_kv_format,
     device_kv_format,
     loads_head,
@@ -41,7 +43,6 @@ from moet_desk.plan import (
     choose_kv_format,
     kv_tokens,
     pinned_budget,
-    plan_device_tiers,
     plan_tiers,
     ram_budget,
     split_ram,
@@ -79,6 +80,7 @@ class ModelPlan:
     tiers: TierPlan
     bytes: TierBytes
     kv_format: KvFormat
+    dense_format: DenseFormat
     requests: int
     options: EngineOptions
     prefix_bytes: int
@@ -204,11 +206,11 @@ def _contexts(model: PlannedModel, options: EngineOptions) -> Iterator[int]:
 def _fitting(machine: MachineFacts, model: PlannedModel, options: EngineOptions) -> ModelPlan:
     if options.device == "cpu":
         return _on_cpu(machine, model, options, "that is what was asked for")
-    choice, part = choose_gpu(machine.gpus), without_kernels(model.spec)
-    if part and options.device == "cuda":
-        raise fail("MD-GPU-10", model=model.spec.model_type, part=part)
-    if part and choice is not None:
-        return _on_cpu(machine, model, options, f"a card has no kernels for {part} yet")
+    if options.device == "cuda":
+        check_kernels(model.spec)
+    elif part := without_kernels(model.spec):
+        return _on_cpu(machine, model, options, f"for {part} a card has no kernels yet")
+    choice = choose_gpu(machine.gpus)
     if choice is None:
         why = machine.gpu_problem or "no card is new enough"
         if options.device == "cuda":
@@ -229,7 +231,9 @@ def _on_device(
     token_bytes = model.kv_token_bytes(form, with_head=with_head)
     wishes = with_context(wishes_of(options), model.spec.context, token_bytes, budget.vram)
     shape = model.device_shape(form, wishes, with_head=with_head)
-    tiers = plan_device_tiers(shape, budget, wishes)
+    dense, shape, tiers = fit_device(
+        options.dense_format, shape, model.dense_saving, budget, wishes
+    )
     speeds = speeds_of(machine, gpu, models_drive(machine))
 
     def forecast(exact: bool) -> Forecast:
@@ -239,7 +243,7 @@ def _on_device(
     return ModelPlan(
         model=model.name, device="cuda", gpu=gpu, why=why, budget=budget, shape=shape, tiers=tiers,
         bytes=tier_bytes(shape, tiers, wishes, on_device=True), kv_format=form,
-        requests=_requests(tiers), options=options, prefix_bytes=prefix_bytes,
+        dense_format=dense, requests=_requests(tiers), options=options, prefix_bytes=prefix_bytes,
         forecast=_of_quality(options.quality, forecast(exact=False), forecast(exact=True)),
     )  # fmt: skip
 
@@ -264,7 +268,8 @@ def _on_cpu(
     return ModelPlan(
         model=model.name, device="cpu", gpu=None, why=why, budget=DeviceBudget(0, ram),
         shape=shape, tiers=tiers, bytes=tier_bytes(shape, tiers, wishes, on_device=False),
-        kv_format=form, requests=_requests(tiers), options=options, prefix_bytes=prefix_bytes,
+        kv_format=form, dense_format=cpu_dense_format(options.dense_format),
+        requests=_requests(tiers), options=options, prefix_bytes=prefix_bytes,
         forecast=_of_quality(options.quality, forecast(exact=False), forecast(exact=True)),
     )  # fmt: skip
 
@@ -291,6 +296,6 @@ def _work(
 ) -> TokenWork:
     spec = model.spec
     return token_work(
-        shape, tiers, layers=len(spec.layers), moe_layers=len(spec.main_moe_layers), exact=exact,
-        on_device=on_device,
+        shape, tiers, layers=sum(layer.n_mixers for layer in spec.layers),
+        moe_layers=len(spec.main_moe_layers), exact=exact, on_device=on_device,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -188,3 +188,34 @@ class States:
             else:
                 state = PoolState.of_bytes(mixer, form, own, length)
             self.put(layer, {length: state})
+
+
+class StateSlots(Protocol):
+    """States on a device: a slot for each sequence, which moves on in place.
+
+    `base` is the number of tokens that a slot's states lie behind; `length` is at least that, and
+    at most a step's rows more.
+    """
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's states, as `to_bytes` gives them."""
+        ...
+
+    def take(self) -> int | None:
+        """A slot for a new sequence; None if all are taken."""
+        ...
+
+    def give_back(self, slot: int) -> None: ...
+
+    def to_bytes(self, slot: int, base: int, length: int) -> NDArray[np.uint8]:
+        """States of all layers behind `length` tokens, as `States.to_bytes` has them.
+
+        Raises:
+            ValueError: they were not kept.
+        """
+        ...
+
+    def from_bytes(self, flat: NDArray[np.uint8], slot: int, length: int) -> None:
+        """Set what `to_bytes` gave; the base is the caller's."""
+        ...

@@ -13,6 +13,7 @@ from fractions import Fraction
 
 from moet_desk.kernels.kinds import SWIGLU, Glu, KvFormat, RopeScaling, Score
 from moet_desk.kernels.kv_sizes import (
+    DELTA_RING,
     gqa_entry_bytes,
     mla_entry_bytes,
     pooled_key_bytes,
@@ -140,8 +141,19 @@ class Gdn:
 
     def state_bytes(self, form: KvFormat) -> int:
         """Of a sequence in one layer, float32 whatever the format of KV."""
-        matrix = self.n_values * self.key_dim * self.value_dim
-        return 4 * (matrix + (self.kernel - 1) * self.channels)
+        return 4 * (self._matrix + (self.kernel - 1) * self.channels)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a sequence in one layer on a card (`kernels.triton.delta`): one state, and rings of
+        inputs, keys, changes and decays.
+        """
+        added = self.n_keys * self.key_dim + self.n_values * (self.value_dim + 1)
+        return 4 * (self._matrix + DELTA_RING * (self.channels + added))
+
+    @property
+    def _matrix(self) -> int:
+        return self.n_values * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +254,13 @@ def indexer_of(spec: Spec) -> Indexer | None:
     return attention.indexer if isinstance(attention, Mla) else None
 
 
+def dense_widths(spec: Spec) -> list[int]:
+    """Inner widths of the dense parts, the MTP head's too."""
+    layers = spec.layers if spec.mtp is None else (*spec.layers, spec.mtp)
+    parts = [part for layer in layers for part in (layer.ffn, layer.around)]
+    return [part.inter for part in parts if isinstance(part, DenseFfn)]
+
+
 @dataclass(frozen=True, slots=True)
 class Router:
     """How the experts of a token are chosen. The selection bias never enters the weights, a bias on
@@ -266,6 +285,11 @@ class Router:
     def n_choices(self) -> int:
         """Scores of a token: of experts with weights and of identity experts."""
         return self.n_experts + self.n_identity
+
+    @property
+    def mean_used(self) -> float:
+        """Experts with weights that a token uses on average, if all choices are as likely."""
+        return self.top_k * self.n_experts / self.n_choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +374,11 @@ class Spec:
     def recurrent(self) -> tuple[Stateful, ...]:
         """Mixers with a state, in the order of their layers."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Stateful))
+
+    @property
+    def delta(self) -> tuple[Gdn, ...]:
+        """Those of gated DeltaNets."""
+        return tuple(mixer for mixer in self.recurrent if isinstance(mixer, Gdn))
 
     @property
     def n_kv_layers(self) -> int:

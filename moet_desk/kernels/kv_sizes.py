@@ -1,4 +1,5 @@
-"""How many bytes a token's attention state takes in each storage format. No torch, for plans.
+"""How many bytes a token's attention state takes in each storage format, and a state of fixed size
+on a card. No torch, for plans.
 
 The encodings themselves are in `reference.kv_formats`. Pure.
 """
@@ -12,6 +13,11 @@ NVFP4_BLOCK = 16
 SHARED_BLOCK = 64
 """Numbers that share a scale in an FP8 entry of shared attention."""
 POOLED_KEY_BLOCK = 32
+
+DELTA_RING = 16
+"""Tokens in the rings beside a state on a card: the rows of a step and as many pending ones, or the
+convolution's inputs.
+"""
 
 
 def mla_entry_bytes(fmt: KvFormat, r: int, dr: int) -> int:

@@ -43,6 +43,8 @@ OPS: Mapping[str, Op] = MappingProxyType(
         "expand_base": _exact(ref.expand_base),
         "expand_fine": _exact(ref.expand_fine),
         "quantize_activations": _exact(ref.quantize_activations),
+        "quantize_dense": _exact(ref.quantize_dense),
+        "dense_values": _exact(ref.dense_values),
         "expert_mlp": Op(ref.expert_mlp, tolerance=1e-5),
         "expert_rows": Op(ref.expert_rows, tolerance=1e-5),
         "expert_mlp_float": Op(ref.expert_mlp_float, tolerance=1e-5),

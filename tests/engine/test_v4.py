@@ -23,7 +23,7 @@ from moet_desk.engine.planned_model import from_pack
 from moet_desk.engine.planning import ModelPlan, Refusal, plan_model
 from moet_desk.engine.prefill import PrefillExperts
 from moet_desk.engine.residency import Residency
-from moet_desk.engine.spec import Pool, PooledAttention, PoolIndexer, Spec
+from moet_desk.engine.spec import MoeFfn, Pool, PooledAttention, PoolIndexer, Spec
 from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.reference import Connections
@@ -133,9 +133,12 @@ def test_long_context__4000_tokens__equal_transformers(tmp_path: Path) -> None:
 # -- wrong parts are noticed ---------------------------------------------------------------------
 
 
-def logits_with(core: Core, spec: Spec, ids: list[int]) -> Tensor:
+def logits_with(core: Core, spec: Spec, ids: list[int], *, added_to_norms: float = 0.0) -> Tensor:
     """Logits of the core's weights and experts under another spec."""
-    load = core.reader.dense_tensor
+
+    def load(name: str) -> Tensor:
+        return core.reader.dense_tensor(name) + ("norm" in name) * added_to_norms
+
     model = model_of(spec, Weights(load), context=64)
     kv = KvCache(
         spec.attention, n_layers=0, n_pages=1, page_tokens=64, form=KvFormat.F32,
@@ -201,7 +204,25 @@ MUTATIONS: dict[str, Mutation] = {
     "not renormalised": router(renormalize=False, selection_bias=True),
     "another scale": router(scale=1.51, selection_bias=True),
     "no shared expert": experts(shared_inter=0),
+    "one expert fewer where no table says": lambda spec: _with_last_router(spec, top_k=1),
 }  # fmt: skip
+
+EPSILONS: dict[str, Mutation] = {
+    "of norms": lambda spec: replace(spec, norm_eps=2 * spec.norm_eps),
+    "of attention": attention(lambda mixer: replace(mixer, norm_eps=10 * mixer.norm_eps)),
+    "of streams": lambda spec: replace(
+        spec, streams=replace(spec.streams, eps=1000 * spec.streams.eps)
+    ),
+}
+"""Shown by small weights alone: activations are near to epsilon there."""
+
+
+def _with_last_router(spec: Spec, **changes: Any) -> Spec:
+    *others, last = spec.layers
+    ffn = last.ffn
+    assert isinstance(ffn, MoeFfn)
+    changed = replace(last, ffn=replace(ffn, router=replace(ffn.router, **changes)))
+    return replace(spec, layers=(*others, changed))
 
 
 def _no_bias_where_hashed(spec: Spec) -> Spec:
@@ -229,7 +250,21 @@ def test_mutated_spec__any_part__parity_is_lost(small: Case) -> None:
             assert mutant != core.spec
             if not (logits_with(core, mutant, ids) - want).abs().max() > 10 * near:
                 unnoticed.append(what)
+        if not (logits_with(core, core.spec, ids, added_to_norms=1.0) - want).abs().max() > near:
+            unnoticed.append("norms with 1 + w")
     assert unnoticed == []
+
+
+def test_mutated_epsilon__small_weights__parity_is_lost(tmp_path: Path) -> None:
+    pack, ids, want = packed(SMALL, 0.02, tmp_path, 20)
+    with loaded(pack, **FLOAT) as core:
+        near = allowed(core, want)
+        assert (logits_with(core, core.spec, ids) - want).abs().max() < near
+        off = {
+            what: float((logits_with(core, mutate(core.spec), ids) - want).abs().max())
+            for what, mutate in EPSILONS.items()
+        }
+    assert all(difference > near for difference in off.values()), (near, off)
 
 
 def _not_transposed(self: Connections, streams: Tensor, output: Tensor) -> Tensor:

@@ -56,8 +56,10 @@ from moet_desk.kernels.reference.pooling import OpenWindow, Running
 from moet_desk.kernels.reference.quant import (
     balance_zeros,
     base_values,
+    dense_values,
     fp4_values,
     quantize_activations,
+    quantize_dense,
     quantize_fp4,
 )
 from moet_desk.kernels.reference.routing import route, weights_of
@@ -92,6 +94,7 @@ __all__ = [
     "delta_decay",
     "delta_step",
     "delta_unit",
+    "dense_values",
     "expand_base",
     "expand_fine",
     "expert_mlp",
@@ -121,6 +124,7 @@ __all__ = [
     "pooled_key_read",
     "pooled_key_write",
     "quantize_activations",
+    "quantize_dense",
     "quantize_fp4",
     "release",
     "rms_norm",
