@@ -50,8 +50,8 @@ class PlannedModel:
         dense_bytes: weights that are no routed experts, as stored.
         dense_saving: what rounding them to 8 bits would save.
         not_yet: why it does not run here today; empty if it does.
-        stands_in: whether its attention is not written, so that what reading a prompt takes is
-            estimated with MLA of as many heads.
+        stands_in: whether a card has no kernels for its attention, so that what reading a prompt
+            takes there is estimated with MLA of as many heads.
         kv_stated: KV bytes of a token by format, where the spec cannot say them.
         state_bytes: of a request, whatever its length, where the spec cannot say it.
         pack_bytes: on the drive.
