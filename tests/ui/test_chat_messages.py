@@ -199,7 +199,9 @@ async def test_file__attached_counted_sent_and_shown(tmp_path: Path) -> None:
         await stage.ask(pilot, f"/file {tmp_path}/photo")
         await stage.settle(pilot)
         assert "MD-CHAT-04" in dump(stage.app)
-        await press(stage, pilot, "ctrl+o", *f"{tmp_path}/no", "enter")
+        await press(stage, pilot, "ctrl+o")
+        stage.app.screen.query_one(Input).value = f"{tmp_path}/no"
+        await press(stage, pilot, "enter")
         await counted(stage, pilot)
         assert "▤ notes.md, 360 B, 92 tokens" in dump(stage.app)
         await press(stage, pilot, "backspace")
@@ -350,3 +352,28 @@ async def test_writing__reader_far_away__text_there_when_he_is_back() -> None:
         block = stage.app.chat._answer
         assert block is not None
         assert "".join(segment.text for segment in block.segments) == answer
+
+
+async def test_find__words_reversed__in_text_code_and_messages_and_not_afterwards() -> None:
+    stage = Stage(Script(answers=("A *fox* and `fox`.\n\n```py\nfox = 1\n```\n",)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await asked(stage, pilot, "which FOX?")
+        await press(stage, pilot, "ctrl+f", *"fox")
+        assert reversed_words(stage) == ["fox", "fox", "fox"]
+        await press(stage, pilot, "up")
+        assert reversed_words(stage) == ["FOX"]
+        await press(stage, pilot, "escape")
+        assert reversed_words(stage) == []
+
+
+def reversed_words(stage: Stage) -> list[str]:
+    """What is drawn reversed in the transcript, row by row."""
+    region = stage.app.chat.query_one(Transcript).region
+    lines = stage.app.screen._compositor.render_strips()[region.y : region.bottom]
+    return [
+        segment.text
+        for line in lines
+        for segment in line
+        if segment.style is not None and segment.style.reverse
+    ]

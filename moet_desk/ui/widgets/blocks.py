@@ -24,10 +24,11 @@ from moet_desk.marked_text import MarkedText
 from moet_desk.telemetry import PrefillProgress
 from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.chat_records import Turn
-from moet_desk.ui.text import SEGMENT_CHARS, clean, clean_line, shown_length
+from moet_desk.ui.text import SEGMENT_CHARS, clean, clean_line, find_all, shown_length
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.folds import Fold, ThoughtFold
 from moet_desk.ui.widgets.gauges import bar, spread
+from moet_desk.ui.widgets.marked_markdown import sought
 from moet_desk.ui.widgets.problem import ProblemPanel
 from moet_desk.ui.widgets.segments import Segment, cut_segments
 from moet_desk.units import show_duration
@@ -117,6 +118,9 @@ class Block(Vertical):
     async def toggle(self) -> None:
         """Fold what can be folded, or unfold it."""
 
+    async def seek(self, wanted: str) -> None:
+        """Mark a text that is looked for; "" takes the marks away."""
+
 
 class MessageBlock(Block):
     """A message of the user: head, files, plain text; a long text is folded at first."""
@@ -136,6 +140,7 @@ class MessageBlock(Block):
         self.source = clean(text)
         self._files = files
         self._lines = self.source.split("\n")
+        self._wanted = ""
         is_long = len(self._lines) > _FOLD_LINES or len(self.source) > _FOLD_CHARS
         self._fold = Fold(glyphs) if is_long else None
         self._text = Static(self._content(), classes="body", markup=False)
@@ -160,7 +165,8 @@ class MessageBlock(Block):
         shown = self.source
         if self.folded:
             shown = "\n".join(self._lines[:_SHOWN_LINES])[:_SHOWN_CHARS]
-        return Content(shown.expandtabs(4))
+        content = Content(shown.expandtabs(4))
+        return sought(content, self._wanted) or content
 
     def _say_fold(self) -> None:
         if self._fold is not None:
@@ -173,6 +179,13 @@ class MessageBlock(Block):
             self._fold.is_open = not self._fold.is_open
             self._text.update(self._content())
             self._say_fold()
+
+    async def seek(self, wanted: str) -> None:
+        if wanted != self._wanted:
+            self._wanted = wanted
+            if self.folded and find_all(self.source, wanted):
+                await self.toggle()
+            self._text.update(self._content())
 
     async def on_fold_clicked(self, event: Fold.Clicked) -> None:
         event.stop()
@@ -240,6 +253,12 @@ class AnswerBlock(Block):
         self._body.display = rest.is_open
         rest.display = not rest.is_open
         rest.say(f"answer folded, {length:,} characters")
+
+    async def seek(self, wanted: str) -> None:
+        if wanted and not self._rest.is_open:
+            await self.toggle()
+        for segment in self.at_rest():
+            await segment.seek(wanted)
 
     async def on_fold_clicked(self, event: Fold.Clicked) -> None:
         event.stop()

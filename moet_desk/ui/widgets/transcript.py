@@ -53,8 +53,8 @@ class Transcript(VerticalScroll, can_focus=True):
         Binding("e", "screen.edit", "Edit", id="block.edit"),
         Binding("r", "screen.retry_here", "Again", id="block.again"),
         Binding("space,enter", "fold", "Fold", id="block.fold"),
-        Binding("left", "screen.version(-1)", "Version", id="block.left"),
-        Binding("right", "screen.version(1)", "Next version", id="block.right", show=False),
+        Binding("left", "screen.version(-1)", "Version before", id="block.left", show=False),
+        Binding("right", "screen.version(1)", "Version behind", id="block.right", show=False),
         Binding("k", "cursor(-1)", "Message before", id="block.up", show=False),
         Binding("j", "cursor(1)", "Message behind", id="block.down", show=False),
     ]
@@ -114,6 +114,11 @@ class Transcript(VerticalScroll, can_focus=True):
             for turn in turns[same:]:
                 await self._append(turn)
             await self._trim_top(MOST_TURNS)
+
+    async def seek(self, turn: Turn | None, wanted: str = "") -> None:
+        """Mark a text in a message, and in no other one."""
+        for block in self.blocks:
+            await block.seek(wanted if turn is not None and block.turn is turn else "")
 
     async def show_at(self, turn: Turn) -> None:
         """Bring a message into the window, put the cursor there and scroll to it."""
