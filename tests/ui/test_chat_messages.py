@@ -377,3 +377,29 @@ def reversed_words(stage: Stage) -> list[str]:
         for segment in line
         if segment.style is not None and segment.style.reverse
     ]
+
+
+async def test_click__on_a_head_only__cursor_there_and_the_keys_of_a_message() -> None:
+    stage = Stage(Script(answers=("An answer.",)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await asked(stage, pilot, "q")
+        await pilot.click(offset=(5, 6))  # on the answer's text
+        assert stage.app.focused is stage.app.chat.query_one(Prompt)
+        await pilot.click(offset=(5, 5))
+        assert "▸moet-demo" in await press(stage, pilot, "y")
+        assert stage.app.clipboard == "An answer."
+
+
+async def test_queued__app_is_closed__message_is_the_chats_draft() -> None:
+    stage = Stage(Script(answers=("word " * 99,)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "one")
+        await stage.ask(pilot, "two")
+        await press(stage, pilot, *"more")
+        stage.app.chat.save_draft()
+        chat = next(iter(stage.chats.chats.values()))
+        assert chat.draft == "two\nmore"
+        await stage.play(pilot, 9.0)
+        assert chat.draft == "more"

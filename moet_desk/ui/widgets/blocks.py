@@ -43,8 +43,8 @@ class Head(Widget):
 
     DEFAULT_CSS = "Head { height: 1; }"
 
-    class Moved(Message):
-        """A click on the arrows beside the version."""
+    class Clicked(Message):
+        """A click; on the arrows beside the version `by` is -1 or 1, else 0."""
 
         def __init__(self, by: int) -> None:
             super().__init__()
@@ -72,8 +72,10 @@ class Head(Widget):
 
     def on_click(self, event: events.Click) -> None:
         start = self.size.width - len(self._when) - 3 - len(self._branch)
+        by = 0
         if self._branch and start <= event.x < start + len(self._branch):
-            self.post_message(self.Moved(-1 if event.x < start + len(self._branch) // 2 else 1))
+            by = -1 if event.x < start + len(self._branch) // 2 else 1
+        self.post_message(self.Clicked(by))
 
 
 class Block(Vertical):
@@ -91,6 +93,13 @@ class Block(Vertical):
         def __init__(self, turn: Turn, by: int) -> None:
             super().__init__()
             self.turn, self.by = turn, by
+
+    class Chosen(Message):
+        """The reader wants the block cursor here."""
+
+        def __init__(self, turn: Turn) -> None:
+            super().__init__()
+            self.turn = turn
 
     def __init__(
         self,
@@ -110,10 +119,12 @@ class Block(Vertical):
         """Whether the block cursor is here."""
         self._head.mark(marked)
 
-    def on_head_moved(self, event: Head.Moved) -> None:
+    def on_head_clicked(self, event: Head.Clicked) -> None:
         event.stop()
-        if self.turn is not None:
+        if self.turn is not None and event.by:
             self.post_message(self.Moved(self.turn, event.by))
+        elif self.turn is not None:
+            self.post_message(self.Chosen(self.turn))
 
     async def toggle(self) -> None:
         """Fold what can be folded, or unfold it."""
