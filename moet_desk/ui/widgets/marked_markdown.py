@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from markdown_it.token import Token
 from textual.app import ComposeResult
 from textual.content import Content
-from textual.widgets import Markdown
+from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
 from moet_desk.marked_text import Ranges, cut_ranges
@@ -42,6 +42,11 @@ def mark_sought(markdown: Markdown, wanted: str) -> None:
     for block in markdown.query(MarkdownBlock):
         if isinstance(block, _MarkedCode | _MarkedText):
             block.mark_sought(wanted)
+    for cell in markdown.query("MarkdownTableCellContents").results(Static):
+        drawn = cell.content
+        content = sought(drawn, wanted) if isinstance(drawn, Content) else None
+        if content is not None:
+            cell.update(content)
 
 
 def sought(content: Content, wanted: str) -> Content | None:
