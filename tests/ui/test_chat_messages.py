@@ -12,6 +12,7 @@ from textual.widgets import Input, TextArea
 from moet_desk.engine.handle import Quality
 from moet_desk.engine.parsers.answers import THINK, AnswerFormat
 from moet_desk.engine.scripted import Script
+from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.chat_records import Status
 from moet_desk.ui.screens.chat_options import ChatOptions
 from moet_desk.ui.widgets import transcript as transcript_of_the_screen
@@ -206,6 +207,11 @@ async def test_file__attached_counted_sent_and_shown(tmp_path: Path) -> None:
         assert "▤ notes.md, 360 B, 92 tokens" in dump(stage.app)
         await press(stage, pilot, "backspace")
         assert "notes.md" not in dump(stage.app)
+        stage.app.chat.chips.put([Attachment("counted for another model", "word " * 4, 999)])
+        stage.app.chat.chips.poll(4096)
+        await counted(stage, pilot)
+        assert [file.n_tokens for file in stage.app.chat.chips.files] == [7]
+        stage.app.chat.chips.put(())
         await stage.ask(pilot, f"/file {tmp_path}/notes.md")
         await counted(stage, pilot)
         await asked(stage, pilot, "What of it?")
