@@ -211,7 +211,7 @@ class CacheScreen(Screen[None]):
     def _set(self, name: str, content: Content) -> None:
         static = self.query_one(f"#{name}", Static)
         if static.content != content:
-            static.update(content)
+            static.update(content, layout=False)  # all have fixed heights
 
     def _title_line(self, heatmap: Heatmap, width: int) -> Content:
         view = self._snapshot.cache
