@@ -26,7 +26,9 @@ FILE = "catalogue.toml"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaFacts:
     """Widths of latent attention and what else the dense weights follow from; `index_layers` is how
-    many layers have an indexer of their own (0: it sees everything).
+    many layers have an indexer of their own (0: it sees everything). With `per_layer` 2, each layer
+    has two attentions and dense parts. `identity_experts` are chosen like others and have no
+    weights.
     """
 
     heads: int
@@ -43,6 +45,8 @@ class MlaFacts:
     index_heads: int = 0
     index_dim: int = 0
     index_top_k: int = 0
+    per_layer: int = 1
+    identity_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,7 @@ class CatalogueEntry:
     active_b: float | None = None
     state_mib: float = 0.0
     download_gb: float | None = None
+    expert_bits: float | None = None
     not_yet: str = ""
     unknown: tuple[str, ...] = ()
     mla: MlaFacts | None = None
@@ -117,6 +122,12 @@ class CatalogueEntry:
     def download_bytes(self) -> int | None:
         """Of the published files, if known."""
         return None if self.download_gb is None else round(self.download_gb * GB)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the repository's weights, counted from their forms; an MTP head is not counted."""
+        bits = self.expert_bits or {"fp8": 8.0, "bf16": 16.0}[self.dense_form]
+        return round((self.params_b - self.dense_params_b) * GB * bits / 8) + self.dense_bytes
 
     @property
     def pack_bytes(self) -> int:

@@ -81,7 +81,12 @@ class ChunkSize:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes the planner needs, in bytes and counts."""
+    """The sizes the planner needs, in bytes and counts.
+
+    Attributes:
+        top_k: experts that a token may need of a layer.
+        mean_used: those that it needs on average; None: as many.
+    """
 
     n_rows: int  # experts of the layers that run
     top_k: int
@@ -93,6 +98,7 @@ class ModelShape:
     model_context: int
     chunks: tuple[ChunkSize, ...] = ()  # of a device, the largest first
     state_bytes: int = 0  # of a request, whatever its length
+    mean_used: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +232,23 @@ but its memory is lost to the slots that decode lives on.
 """
 
 
+ALLOCATOR_SHARE = 1 / 20
+"""Of dense weights, what a device's allocator loses by giving memory in pieces of 2 and 20 MiB. Its
+rules, played through for the catalogue's shapes, lose 0 to 5 %: of DeepSeek-V3.1 0.7 GiB.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
     """Bytes the tiers may take on a device and in pinned RAM."""
 
     vram: int
     ram: int
+
+
+def device_work(dense_bytes: int) -> int:
+    """Bytes of a device beside tiers: activations, graphs, and what its allocator cannot use."""
+    return WORK_BYTES + int(ALLOCATOR_SHARE * dense_bytes)
 
 
 def plan_device_tiers(shape: ModelShape, budget: DeviceBudget, wishes: Wishes) -> TierPlan:
@@ -249,7 +266,7 @@ def plan_device_tiers(shape: ModelShape, budget: DeviceBudget, wishes: Wishes) -
     _least(wishes.fine_slots, least)
     context = _context(shape, wishes)
     pages = kv_tokens(wishes, shape.model_context) // KV_PAGE_TOKENS
-    used = shape.dense_bytes + WORK_BYTES + _kv_bytes(shape, wishes, pages)
+    used = shape.dense_bytes + device_work(shape.dense_bytes) + _kv_bytes(shape, wishes, pages)
     used += least * (shape.base_stride + shape.fine_stride)
     chunk = _chunk(shape.chunks, wishes.prefill_chunk, budget.vram)
     used += chunk.n_bytes
@@ -326,7 +343,7 @@ class TierBytes:
     Attributes:
         dense: weights that are no routed experts.
         kv: attention state of all requests.
-        work: activations and graphs.
+        work: activations and graphs; on a device what its allocator loses too.
         chunk: what reading a prompt chunk takes; on a CPU its staging slot.
         base_slots, fine_slots: expert pools, 2-bit and hot FP4.
         arena_base, arena_fine: packed rows in RAM.
@@ -372,7 +389,7 @@ def tier_bytes(shape: ModelShape, plan: TierPlan, wishes: Wishes, *, on_device: 
     return TierBytes(
         dense=shape.dense_bytes,
         kv=_kv_bytes(shape, wishes, plan.kv_pages),
-        work=WORK_BYTES,
+        work=device_work(shape.dense_bytes) if on_device else WORK_BYTES,
         chunk=chunk,
         base_slots=plan.base_slots * base_slot,
         fine_slots=plan.fine_slots * fine_slot,

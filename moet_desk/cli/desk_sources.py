@@ -148,6 +148,7 @@ def planned(
     Raises:
         MoetError: MD-SRC-07 its config cannot be used, MD-PACK-01 its family does not run.
     """
+    from moet_desk.engine.dense_format import PLAIN, saving
     from moet_desk.engine.families import packed_head, spec_for
     from moet_desk.engine.model_shape import RowSizes
     from moet_desk.engine.planned_model import PlannedModel
@@ -161,6 +162,11 @@ def planned(
         spec=spec_for(config, path=config_path, has_mtp=has_mtp),
         sizes=RowSizes.of(maker.layout),
         dense_bytes=sizes[DENSE_FILE],
+        dense_saving=saving(
+            (info.name, info.shape, info.bytes)
+            for info in map(maker.index.info, maker.plan.dense)
+            if info.format.name in PLAIN
+        ),
         pack_bytes=sum(sizes.values()),
     )
 

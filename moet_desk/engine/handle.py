@@ -148,6 +148,7 @@ class ModelInfo:
     `thinks`: its reasoning has tags, so that a `thinking_budget` can end it.
     `switches`: variables about reasoning that the chat template reads (`engine.reasoning`), and
     `efforts` the levels it tells apart, the least first.
+    `has_qualities`: the quality of a request counts; another server may know none.
     """
 
     name: str
@@ -168,6 +169,7 @@ class ModelInfo:
     thinks: bool = False
     switches: tuple[str, ...] = ()
     efforts: tuple[str, ...] = ()
+    has_qualities: bool = True
 
 
 class RequestStream:
@@ -316,6 +318,7 @@ class EngineOptions:
     vram_bytes: int | None = None  # what the engine may take of the card
     device: str = "cpu"  # auto | cpu | cuda; resolved when the engine thread loads
     kv_format: str = "auto"  # auto | nvfp4 | fp8 | bf16 | f32
+    dense_format: str = "auto"  # auto | stored | int8
     threads: int | None = None
     quality: Quality = Quality.FAST  # for requests that do not say; so is the gate
     gate: float | None = None  # None: what the pack was calibrated to, else DEFAULT_GATE

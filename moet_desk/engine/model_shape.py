@@ -7,10 +7,11 @@ loaded. No torch. Pure.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from moet_desk.engine.cuda.chunk_sizes import chunk_choices
 from moet_desk.engine.handle import EngineOptions
-from moet_desk.engine.spec import STATES_KEPT, Layer, Mla, Spec
+from moet_desk.engine.spec import STATES_KEPT, Gdn, Layer, Mla, PooledAttention, Spec, Stateful
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_key_bytes
@@ -39,6 +40,13 @@ def wishes_of(options: EngineOptions) -> Wishes:
         arena_rows=options.arena_rows, prefill_chunk=options.prefill_chunk,
         max_running=options.max_running,
     )  # fmt: skip
+
+
+def without_kernels(spec: Spec) -> str:
+    """The part of a model that only a CPU computes so far; empty if there is none."""
+    if spec.streams is not None:
+        return "residual streams and pooled attention"
+    return ""
 
 
 def mtp_of(spec: Spec) -> Layer:
@@ -78,11 +86,20 @@ def running_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
 def kv_token_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
     """KV bytes of one token, all layers together, the MTP head's too if it is loaded."""
     mixer = spec.attention
+    if isinstance(mixer, PooledAttention):
+        layers = (m for m in spec.recurrent if isinstance(m, PooledAttention))
+        # windows alone grow by nothing; sizes are divided by this
+        return max(1, ceil(sum(m.token_bytes(form) for m in layers)))
     n_bytes = (spec.n_kv_layers + with_head) * mixer.entry_bytes(form)
     if isinstance(mixer, Mla) and mixer.indexer is not None:
         keys = len(index_layers(spec, with_head=with_head))
         n_bytes += keys * index_key_bytes(form, mixer.indexer.head_dim)
     return n_bytes
+
+
+def n_kv_layers(spec: Spec, *, with_head: bool) -> int:
+    """Layers of the KV cache; the MTP head's is one if it stores an entry of each token."""
+    return spec.n_kv_layers + (with_head and not isinstance(mtp_of(spec).mixer, Stateful))
 
 
 def index_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
@@ -95,9 +112,36 @@ def _has_indexer(layer: Layer) -> bool:
     return isinstance(layer.mixer, Mla) and layer.mixer.indexer is not None
 
 
-def state_bytes(spec: Spec) -> int:
+def state_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
     """Bytes of a sequence that do not grow with it: its states, as often as they are kept."""
-    return STATES_KEPT * sum(mixer.state_bytes for mixer in spec.recurrent)
+    n_bytes = sum(mixer.state_bytes(form) for mixer in spec.recurrent)
+    if with_head and isinstance(mixer := mtp_of(spec).mixer, Stateful):
+        n_bytes += mixer.state_bytes(form)
+    return STATES_KEPT * n_bytes
+
+
+def slot_bytes(spec: Spec) -> int:
+    """The same on a card, which keeps one state and what led away from it."""
+    return sum(mixer.slot_bytes for mixer in spec.delta)
+
+
+def kv_places(spec: Spec) -> tuple[int, ...]:
+    """Of each layer: its place among those that store entries, or among those with a state."""
+    places, n_kv, n_states = [], 0, 0
+    for layer in spec.layers:
+        if isinstance(layer.mixer, Gdn):
+            places.append(n_states)
+            n_states += 1
+        else:
+            places.append(n_kv)
+            n_kv += layer.n_mixers
+    return tuple(places)
+
+
+def check_kernels(spec: Spec) -> None:
+    """Raises MD-GPU-10: a card does not run the model."""
+    if part := without_kernels(spec):
+        raise fail("MD-GPU-10", model=spec.model_type, part=part)
 
 
 def _n_rows(spec: Spec, *, with_head: bool) -> int:
@@ -114,6 +158,8 @@ def cpu_kv_format(wanted: str, spec: Spec, wishes: Wishes, ram_bytes: int) -> Kv
     """Storage format of KV on a CPU with `ram_bytes` to use; "auto" leaves it to us."""
     if wanted != "auto":
         return KvFormat(wanted)
+    if isinstance(spec.attention, PooledAttention):
+        return KvFormat.FP8  # as its released forward rounds entries
     n_tokens = kv_tokens(wishes, spec.context)
     return choose_kv_format(kv_token_bytes(spec, KvFormat.F32), n_tokens, ram_bytes)
 
@@ -133,13 +179,14 @@ def device_shape(
     return ModelShape(
         n_rows=_n_rows(spec, with_head=with_head),
         top_k=spec.moe_ffn.router.top_k,
+        mean_used=spec.moe_ffn.router.mean_used,
         base_stride=sizes.base_stride,
         fine_stride=sizes.fine_stride,
         slot_bytes=0,
         dense_bytes=dense_bytes,
         kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
-        state_bytes=state_bytes(spec),
+        state_bytes=slot_bytes(spec),
         chunks=chunks,
     )
 
@@ -151,11 +198,12 @@ def cpu_shape(
     return ModelShape(
         n_rows=_n_rows(spec, with_head=with_head),
         top_k=spec.moe_ffn.router.top_k,
+        mean_used=spec.moe_ffn.router.mean_used,
         base_stride=sizes.base_stride,
         fine_stride=sizes.fine_stride,
         slot_bytes=sizes.layout.slot_floats * 4,
         dense_bytes=4 * dense_bytes,  # FP8 becomes float32
         kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
-        state_bytes=state_bytes(spec),
+        state_bytes=state_bytes(spec, form, with_head=with_head),
     )

@@ -125,6 +125,15 @@ class Residency:
         self._note_heat(layer, experts)
         return self._slots(plane, layer, experts)
 
+    def expect(self, plane: Plane, layer: int, experts: Sequence[int]) -> None:
+        """A layer's experts will be asked for soon: begin to read those from disk that are neither
+        in a slot nor in RAM. Nothing here changes by it.
+        """
+        slot_of = self._pools[plane].tables.slot_of[layer]
+        for expert in experts:
+            if slot_of[expert] < 0:
+                self._transfer.expect(plane, layer * self._n_experts + expert)
+
     def mixed_slots(self, layer: int, experts: Sequence[int]) -> list[tuple[Plane, Tensor]]:
         """For each of a token's experts its 4-bit slot if it has one now, else its 2-bit slot.
 

@@ -154,6 +154,12 @@ def split_segments(text: str) -> list[str]:
     return [*parts, text]
 
 
+def code_blocks(text: str) -> list[str]:
+    """The blocks of code in a Markdown text, without their fences."""
+    tokens = markdown_parser().parse(text)
+    return [token.content for token in tokens if token.type in ("fence", "code_block")]
+
+
 _MARKERS_ONLY = re.compile(r"[ \t]*[-+*#>`~|=_:.)\d \t]*")
 
 

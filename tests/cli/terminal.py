@@ -14,7 +14,7 @@ from tests.cli.conftest import environment
 
 ENTER, ESCAPE, UP, DOWN, RIGHT = "\r", "\x1b", "\x1b[A", "\x1b[B", "\x1b[C"
 HOME, END = "\x1b[H", "\x1b[F"
-F2, F4, F7 = "\x1bOQ", "\x1bOS", "\x1b[18~"
+F2, F3, F4, F7 = "\x1bOQ", "\x1bOR", "\x1bOS", "\x1b[18~"
 
 
 class Terminal:
@@ -74,6 +74,13 @@ class Terminal:
         """Close the app and return its exit code."""
         self.child.sendcontrol("q")
         self.child.expect(pexpect.EOF, timeout=30)
+        self.child.close()
+        return int(self.child.exitstatus)
+
+    def ended(self) -> int:
+        """Wait for an end by itself, and return its exit code."""
+        self.child.expect(pexpect.EOF, timeout=30)
+        self._stream.feed(self.child.before)
         self.child.close()
         return int(self.child.exitstatus)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.engine.loader import Core, load
+from moet_desk.engine.spec import Gdn
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.quant_formats import decode
 from moet_desk.store.sources import TensorIndex
@@ -51,7 +52,8 @@ def allowed(core: Core, want: Tensor) -> float:
     """Most difference of logits from transformers'. Of DeltaNet its own ways of computing differ by
     3e-4 of the spread.
     """
-    return (1e-3 if core.spec.recurrent else 1e-4) * float(want.std())
+    has_delta = any(isinstance(mixer, Gdn) for mixer in core.spec.recurrent)
+    return (1e-3 if has_delta else 1e-4) * float(want.std())
 
 
 def transformers_model(source: Path, *, two_bit: bool = False) -> Any:

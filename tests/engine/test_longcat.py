@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.blocks.ffn import MoeBlock
-from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.families import plan_for, spec_for
-from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.residency import Residency
 from moet_desk.engine.spec import DenseFfn, Mla
 from moet_desk.errors import MoetError
@@ -106,7 +104,7 @@ def test_layer__changed_order__parity_is_lost(
         blocks: list[Any] = list(core.model._blocks)
         for block in blocks:
             if what == "experts added early":
-                moe, first = block._moe, block._dense[0]
+                moe, first = block._moe, block._first._ffn
                 given: list[Tensor] = []
 
                 def keep(x: Tensor, experts: Any, moe: Any = moe, given: Any = given) -> Tensor:
@@ -116,9 +114,9 @@ def test_layer__changed_order__parity_is_lost(
                 def add(x: Tensor, first: Any = first, given: Any = given) -> Any:
                     return first(x) + given.pop()
 
-                block._moe, block._dense[0] = keep, add
+                block._moe, block._first._ffn = keep, add
             else:
-                block._attentions[1]._layer -= 1
+                block._second._attention._layer -= 1
         sizes = [8] + [1] * (len(ids) - 8)
         got = logits_of(core, ids, plane=Plane.FINE, sizes=sizes)
     assert (got - want).abs().max() > 1e-2 * want.std()
@@ -173,14 +171,6 @@ def test_spec__wrong_or_unknown_key__refused_by_name(change: dict[str, Any], wor
         spec_for({**RELEASED, **change}, path="config.json", has_mtp=False)
     assert caught.value.code == "MD-SRC-07"
     assert words in str(caught.value)
-
-
-def test_graphics_card__two_attentions_per_layer__refused(
-    case: tuple[Path, list[int], Tensor],
-) -> None:
-    with pytest.raises(MoetError) as caught:
-        load_cuda(case[0], EngineOptions(save_heat=False), device=torch.device("cpu"))
-    assert caught.value.code == "MD-GPU-10"
 
 
 def test_kv_bytes__a_token__counted_for_both_attentions() -> None:

@@ -149,7 +149,10 @@ DELTA_CONFIGS: dict[str, dict[str, Any]] = {
 3e-4 of the scores' spread, so 1e-3 is asked for.
 """
 
+MODELS = {**CONFIGS, **GQA_CONFIGS, **DELTA_CONFIGS}
+
 LENGTH = 40
+IDS = torch.randint(3, 256, (LENGTH,), generator=torch.Generator().manual_seed(2))
 
 
 def random_model(kwargs: dict[str, Any], init: float) -> Any:

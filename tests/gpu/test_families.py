@@ -1,4 +1,6 @@
-"""Tiny random models with grouped-query attention on a GPU: near the CPU engine, the same bits."""
+"""Tiny random models of families on a GPU: near the CPU engine, and the same bits whatever runs
+beside and whatever is where.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
 from tests.engine.test_mtp_parity import packed_with_head
-from tests.engine.tiny_models import GQA_CONFIGS, random_model, save_source
+from tests.engine.tiny_models import (
+    CONFIGS,
+    DELTA_CONFIGS,
+    GQA_CONFIGS,
+    random_model,
+    save_source,
+)
 from tests.gpu.test_engine import forced, read_anew
 from tests.kernels.triton.test_head import answered
 
@@ -26,7 +34,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+TINY = {**GQA_CONFIGS, "longcat": {**CONFIGS["longcat"], "kv_lora_rank": 32}}
 IDS = torch.randint(3, 256, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+ALL = {**CONFIGS, **DELTA_CONFIGS, **TINY}
 NEAR = 2e-3
 """Of the FP4 experts' logits, over their spread; a wrong part of attention gives 0.1 or more."""
 
@@ -44,7 +54,10 @@ def on_gpu(pack: Path, **given: object) -> CudaCore:
 
 @pytest.fixture(
     scope="module",
-    params=[(name, form) for name in GQA_CONFIGS for form in ("f32", "bf16", "fp8", "nvfp4")],
+    params=[
+        *((name, form) for name in TINY for form in ("f32", "bf16", "fp8", "nvfp4")),
+        *((name, form) for name in DELTA_CONFIGS for form in ("f32", "bf16")),
+    ],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def case(
@@ -52,7 +65,7 @@ def case(
 ) -> Iterator[Case]:
     name, form = request.param
     folder = tmp_path_factory.mktemp("family")
-    save_source(random_model(GQA_CONFIGS[name], 0.25), folder / "source")
+    save_source(random_model(ALL[name], 0.25), folder / "source")
     pack = pack_source(folder / "source", folder / "pack")
     with loaded(pack, kv_format=form) as cpu:
         want = logits_of(cpu, IDS, plane=Plane.FINE, sizes=[1] * len(IDS))
@@ -95,4 +108,37 @@ def test_answers__glm_with_its_head__equal_those_without(
     core.close()
     core = on_gpu(pack, kv_format="bf16", drafts="mtp", draft_depth=2)
     assert {plane: answered(core, plane).out_ids for plane in Plane} == want
+    core.close()
+
+
+def test_longcat__tiers_and_branches__same_bits(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("longcat")
+    save_source(random_model(TINY["longcat"], 0.25), folder / "source")
+    pack = pack_source(folder / "source", folder / "pack")
+    found = []
+    for tiers in ({}, {"pool_slots": 24, "fine_slots": 24, "arena_rows": 1}):
+        core = on_gpu(pack, kv_format="bf16", prefill_chunk=16, **tiers)
+        steps = [forced(core, IDS, plane, rows=rows) for plane in Plane for rows in (1, 3)]
+        prompts = [read_anew(core, IDS, plane)[None] for plane in Plane]
+        found.append(torch.cat([*steps, *prompts]))
+        core.close()
+    assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", ["glm_dsa", "longcat", "glm"])
+def test_dense_weights__rounded__near_the_cpu_engine(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("rounded")
+    save_source(random_model(ALL[name], 0.25), folder / "source")
+    pack = pack_source(folder / "source", folder / "pack")
+    with loaded(pack, kv_format="bf16", dense_format="int8") as cpu:
+        want = logits_of(cpu, IDS, plane=Plane.FINE, sizes=[1] * len(IDS))
+    core = on_gpu(pack, kv_format="bf16", prefill_chunk=16, dense_format="int8")
+    steps = forced(core, IDS, Plane.FINE, rows=1)
+    assert off(steps, want) < NEAR
+    assert torch.equal(forced(core, IDS, Plane.FINE, rows=3), steps)
+    assert off(read_anew(core, IDS, Plane.FINE), want[-1]) < 2 * NEAR
     core.close()

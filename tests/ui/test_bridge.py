@@ -113,7 +113,7 @@ def test_live_answer__pulls__clean_text_counts_and_rate() -> None:
     while not live.ended:
         time.seconds += 0.1
         engine.advance(0.1)
-        text += live.pull()
+        text += live.pull()[1]
     assert text == live.text == MarkedText("one two three four five")
     assert live.finished is not None
     assert live.n_tokens == live.finished.usage.completion_tokens
@@ -132,7 +132,7 @@ def test_live_answer__balanced__marks_of_the_clean_text_tokens_and_seconds() -> 
     text = MarkedText()
     while not live.ended:
         engine.advance(0.1)
-        text += live.pull()
+        text += live.pull()[1]
     assert text == live.text
     assert text.text == "one two three four five"
     assert [text.text[start:end] for start, end in text.marks] == ["one", "mtwo"[1:], " four"]

@@ -143,7 +143,7 @@ def _encode_nvfp4(x: Tensor) -> Tensor:
     real = scales.float() * NVFP4_GLOBAL
     unit = blocks / torch.where(real == 0, 1.0, real)[..., None]
     unit = torch.where(real[..., None] == 0, torch.zeros_like(unit), unit)
-    codes = _to_e2m1(unit).flatten(-2)
+    codes = e2m1_nibbles(unit).flatten(-2)
     packed = codes[..., 0::2] | (codes[..., 1::2] << 4)  # even dim in the low nibble
     return torch.cat([packed, _bytes_of(scales)], -1)
 
@@ -159,7 +159,7 @@ def _to_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def _to_e2m1(x: Tensor) -> Tensor:
+def e2m1_nibbles(x: Tensor) -> Tensor:
     """Nearest even, saturating at 6: nibbles with the sign in bit 3."""
     size = x.abs().clamp(max=6.0)
     # The step of e2m1 is 0.5 below 2, 1 below 4, then 2; round() goes to even, as the codes do.

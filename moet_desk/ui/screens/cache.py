@@ -47,6 +47,13 @@ Experts that are in a slot answer at once. The others are fetched first:
 Where an expert is changes how fast an answer comes, never its words."""
 
 
+_ELSEWHERE = """\
+The answers come from {server}.
+Its experts are not on this computer, so there is nothing to show here.
+
+This screen needs a model of this computer:
+open moet-desk without --connect."""
+
 _OTHER_ROWS = 12  # waiting, title, header, cursor and story, tier bars, precision, legend
 _SLOW_S = 1.0
 """Between two sortings of the list, and two looks at ages: 11,000 experts take 10 ms."""
@@ -145,6 +152,10 @@ class CacheScreen(Screen[None]):
         if view is not None and resident_words(view, snapshot.sizes) and not self._measure_chosen:
             heatmap.measure = Measure.HEAT
         self._arrange()
+        words = _ELSEWHERE if snapshot.remote else _EXPLANATION
+        self._set("explanation", Content(words.replace("{server}", snapshot.remote)))
+        for name in ("WaitLine", "TierBars", "#precision", "#legend"):
+            self.query_one(name).display = not snapshot.remote
         if view is not None:
             self._draw_view(view)
         self.query_one(WaitLine).show(snapshot)
@@ -227,6 +238,8 @@ class CacheScreen(Screen[None]):
         else:
             state = "idle"
         right = Content.styled(f"{state}  [Space] ", "$dim")
+        if self._snapshot.remote:
+            return Content.styled(" No experts here", "bold")
         if view is None:
             return spread(Content.styled(" No model is loaded yet", "bold"), right, width)
         text = resident_words(view, self._snapshot.sizes)

@@ -344,6 +344,8 @@ class Rail(_SnapshotGauge):
 
     def make_text(self, width: int) -> Content:
         snapshot, glyphs = self._snapshot, self._glyphs
+        if snapshot.remote:
+            return self._of_server()
         lines = [Content.styled("Tiers, recent look-ups", "bold")]
         for tier in _TIERS:
             share = None if snapshot.tier_share is None else snapshot.tier_share[tier]
@@ -367,6 +369,21 @@ class Rail(_SnapshotGauge):
             Content(
                 f"requests   {snapshot.requests_running} now, {snapshot.requests_waiting} next"
             ),
+        ]
+        return Content("\n").join(lines)
+
+    def _of_server(self) -> Content:
+        """Of a server elsewhere only this is known."""
+        snapshot = self._snapshot
+        lines = [
+            Content.styled("Another server", "bold"),
+            Content(snapshot.device),
+            Content(""),
+            Content.assemble(
+                ("Speed      ", "bold"), show_number(snapshot.decode_tok_per_s, "pieces/s")
+            ),
+            Content.styled(sparkline(self._history.tok_per_s, HISTORY, self._glyphs), "$status-ok"),
+            Content(f"requests   {snapshot.requests_running} now"),
         ]
         return Content("\n").join(lines)
 
