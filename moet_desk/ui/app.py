@@ -219,7 +219,7 @@ class MoetDeskApp(App[int]):
         )  # fmt: skip
         self.cache = CacheScreen(
             self.glyphs, self._history, clock=clock, plain=plain,
-            per_second=round(1 / self._gauge_period_s()),
+            period_s=self._gauge_period_s(),
         )  # fmt: skip
         self.models = ModelsScreen(desk, self.glyphs, clock=clock, plain=plain)
         self.doctor = DoctorScreen(desk, self.glyphs, clock=clock, plain=plain)
