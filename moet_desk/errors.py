@@ -673,6 +673,13 @@ _ROWS: tuple[ErrorSpec, ...] = (
         'Use: moet-desk run "your question"   or: moet-desk serve',
         exit=ExitCode.USAGE,
     ),
+    ErrorSpec(
+        "MD-TERM-04",
+        "This terminal cannot draw screens",
+        "The app moves the cursor, and a terminal of the type {term} cannot.",
+        "Talk line by line instead: moet-desk run -i --plain",
+        exit=ExitCode.USAGE,
+    ),
     # process and engine ----------------------------------------------------------------------
     ErrorSpec(
         "MD-ENG-01",

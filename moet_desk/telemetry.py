@@ -348,3 +348,64 @@ class Failed:
 
 
 Event = PrefillProgress | TextDelta | Finished | Failed
+
+
+# -- calls of the endpoint -------------------------------------------------------------------
+
+
+class CallState(Enum):
+    """How far a call of the endpoint is; the values are shown to people."""
+
+    QUEUED = "waiting"
+    READING = "reading"
+    WRITING = "writing"
+    DONE = "done"
+    FAILED = "failed"
+    STOPPED = "stopped"  # here, by its client, or as the model was put away
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointCall:
+    """One call as it is now. Times are seconds since it came in; None: not known, or no answer."""
+
+    number: int
+    wall_s: float  # when it came in, since the epoch
+    client: str  # the program's name
+    route: str  # "chat, stream"
+    model: str = ""
+    state: CallState = CallState.QUEUED
+    prompt_tokens: int | None = None
+    prompt_done: int = 0
+    n_tokens: int | None = None  # written so far
+    queue_s: float | None = None
+    first_s: float | None = None
+    total_s: float = 0.0
+    tok_per_s: float | None = None
+    status: int | None = None  # of HTTP
+    error: str = ""  # code and cause
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it can still be stopped."""
+        return self.state in (CallState.QUEUED, CallState.READING, CallState.WRITING)
+
+
+class EndpointState(Enum):
+    """Whether programs can connect; the values are shown to people."""
+
+    OFF = "off"
+    WAITS = "waits for a model"
+    RUNNING = "running"
+    FAILED = "not running"
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointView:
+    """The endpoint as it is now. `address` is without "/v1"; "" before it was known. `error` is
+    `MoetError.to_dict()` of why it does not run.
+    """
+
+    state: EndpointState = EndpointState.OFF
+    address: str = ""
+    calls: tuple[EndpointCall, ...] = ()
+    error: Mapping[str, Any] | None = None

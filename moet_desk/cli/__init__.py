@@ -17,7 +17,7 @@ import click
 
 from moet_desk import __version__
 from moet_desk.cli.context import Invocation, global_options
-from moet_desk.cli.output import Format, report_error
+from moet_desk.cli.output import Format, be_plain, report_error
 from moet_desk.errors import ExitCode, MoetError, fail
 
 PROGRAM = "moet-desk"
@@ -126,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code. Never raises, never prints a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     invocation = Invocation()
+    be_plain(False)
     try:
         status = cli.main(given, prog_name=PROGRAM, standalone_mode=False, obj=invocation)
         return int(status or 0)

@@ -45,7 +45,9 @@ def open_recording(invocation: Invocation, wanted: str) -> int:
     settings = invocation.load_settings().settings
 
     from moet_desk import runtime
+    from moet_desk.cli.app_endpoint import AppEndpoint
     from moet_desk.cli.desk import AppDesk
+    from moet_desk.cli.serve import endpoint_options
     from moet_desk.engine.replay import ReplayEngine
     from moet_desk.store.chats import ChatStore
     from moet_desk.ui import app
@@ -55,6 +57,8 @@ def open_recording(invocation: Invocation, wanted: str) -> int:
     with runtime.instance_lock(places), tempfile.TemporaryDirectory() as folder:
         runtime.start_logging(places, settings.log.level)
         chats = ChatStore.open(Path(folder) / "chats.sqlite3")
+        endpoint = AppEndpoint(endpoint_options(settings.endpoint, places))
+        open_real = partial(open_pack, invocation, settings, endpoint)
         with runtime.terminal_guard(places):
             return app.run(
                 settings,
@@ -62,7 +66,8 @@ def open_recording(invocation: Invocation, wanted: str) -> int:
                 open_engine=lambda: engine,
                 pack_job=None,
                 chats=chats,
-                desk=AppDesk(invocation, settings, partial(open_pack, invocation, settings)),
+                desk=AppDesk(invocation, settings, open_real),
+                endpoint=endpoint,
                 model=trace.header.model.name,
                 setup=None,
                 playback=engine,

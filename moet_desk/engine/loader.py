@@ -169,7 +169,8 @@ def _expert_math(
 
 
 def _has_mtp(reader: PackReader) -> bool:
-    return packed_head(reader.config(), reader.meta.moe_layers, path=str(reader.path))
+    names, path = reader.dense.names(), str(reader.path)
+    return packed_head(reader.config(), reader.meta.moe_layers, names, path=path)
 
 
 def _dense_bytes(reader: PackReader) -> int:

@@ -16,6 +16,7 @@ from moet_desk.engine.spec import (
     Gqa,
     Layer,
     Mla,
+    MoeFfn,
     PooledAttention,
     Rings,
     Spec,
@@ -84,12 +85,15 @@ def check_head(spec: Spec, options: EngineOptions) -> None:
 
 
 def running_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
-    """Model layer numbers of the MoE layers that run: the head's is the last one if it guesses.
+    """Model layer numbers of the MoE layers that run: the head's is the last one if it guesses and
+    has experts.
 
     Raises:
         MoetError: as `mtp_of`.
     """
-    return (*spec.main_moe_layers, mtp_of(spec).index) if with_head else spec.main_moe_layers
+    if with_head and isinstance(mtp_of(spec).ffn, MoeFfn):
+        return (*spec.main_moe_layers, mtp_of(spec).index)
+    return spec.main_moe_layers
 
 
 def kv_token_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
@@ -177,8 +181,8 @@ def check_kernels(spec: Spec) -> None:
 
 
 def _n_rows(spec: Spec, *, with_head: bool) -> int:
-    """Experts of the layers that run: the MTP head's is one of them if it is loaded."""
-    return (len(spec.main_moe_layers) + with_head) * spec.moe_ffn.router.n_experts
+    """Experts of the layers that run: the MTP head's too if it is loaded."""
+    return len(running_layers(spec, with_head=with_head)) * spec.moe_ffn.router.n_experts
 
 
 def device_kv_format(wanted: str) -> KvFormat:

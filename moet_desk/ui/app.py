@@ -6,7 +6,9 @@ decides nothing about chats, models or the engine. UI thread.
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -40,7 +42,7 @@ from moet_desk.ui.bridge import (
 )
 from moet_desk.ui.chat_records import ChatStoreLike, Wishes
 from moet_desk.ui.conversation import Conversation
-from moet_desk.ui.desk import Desk, JobView, PlanWishes
+from moet_desk.ui.desk import Desk, EndpointControl, JobView, NoEndpoint, PlanWishes
 from moet_desk.ui.palette import COMMANDS, GO, PLAYBACK, show_key
 from moet_desk.ui.playback import Player, Record, Tape
 from moet_desk.ui.quality_words import precision_line
@@ -174,7 +176,8 @@ class MoetDeskApp(App[int]):
         clock: Clock | None = None,
         log_dir: str = "",
         log_name: str = LOG_FILE,
-        endpoint: EndpointSettings | None = None,
+        endpoint: EndpointControl | None = None,
+        endpoint_settings: EndpointSettings | None = None,
         config_file: Path = Path("config.toml"),
         no_loading: str = "",
         timers: bool = True,
@@ -216,11 +219,14 @@ class MoetDeskApp(App[int]):
         )  # fmt: skip
         self.cache = CacheScreen(
             self.glyphs, self._history, clock=clock, plain=plain,
-            per_second=round(1 / self._gauge_period_s()),
+            period_s=self._gauge_period_s(),
         )  # fmt: skip
         self.models = ModelsScreen(desk, self.glyphs, clock=clock, plain=plain)
         self.doctor = DoctorScreen(desk, self.glyphs, clock=clock, plain=plain)
-        self.endpoint = EndpointScreen(endpoint or EndpointSettings(), self.glyphs, plain=plain)
+        self.endpoint = EndpointScreen(
+            endpoint or NoEndpoint(), endpoint_settings or EndpointSettings(), self.glyphs,
+            plain=plain,
+        )  # fmt: skip
         self.settings = SettingsScreen(config_file, self.glyphs, plain=plain)
         self.log_screen = LogScreen(Path(log_dir) / log_name, self.glyphs, plain=plain)
         quality = self.conversation.wishes.quality.value
@@ -254,11 +260,24 @@ class MoetDeskApp(App[int]):
                 self.set_interval(self._gauge_period_s(), self.pull_gauges),
             )
             self.call_after_refresh(gc.freeze)
+            self._watch_terminal()
         self.pull_gauges()
 
     def _gauge_period_s(self) -> float:
         """Pictures that move are slower for people who want less motion."""
         return GAUGE_PERIOD_S if self._look.motion == "full" else CALM_PERIOD_S
+
+    def _watch_terminal(self) -> None:
+        """Draw everything after a pause in the shell; leave well when the window is closed."""
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            loop.add_signal_handler(number, self.hang_up)
+
+    def hang_up(self) -> None:
+        """The terminal is gone, or this process was asked to end: keep everything, and leave."""
+        self.conversation.keep()
+        self._leave_now(ExitCode.TERMINATED)
 
     def _screens(self) -> dict[str, Screen[None]]:
         return {
@@ -551,11 +570,11 @@ class MoetDeskApp(App[int]):
         )
         self.push_screen(dialog, answered)
 
-    def _leave_now(self) -> None:
+    def _leave_now(self, code: ExitCode = ExitCode.OK) -> None:
         if self.chat.is_mounted:
             self.chat.save_draft()
         self.stop_pulling()
-        self.exit(0)
+        self.exit(int(code))
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Our own variables, for themes that are not ours."""
@@ -622,6 +641,7 @@ def run(
     pack_job: PackJob | None,
     chats: ChatStoreLike,
     desk: Desk,
+    endpoint: EndpointControl,
     model: str,
     setup: Setup | None,
     playback: Playback | None = None,
@@ -638,6 +658,7 @@ def run(
         pack_job: the pack being made on the first start, None if it is there.
         chats: the store; closed with the app.
         desk: what the models, doctor and set-up screens ask.
+        endpoint: what the endpoint screen shows and starts.
         model: name of the pack that `open_engine` opens.
         setup: where the wizard is to begin or to go on, None to begin with the chat.
         playback: controls of the recording that `open_engine` gives, None for a real engine.
@@ -649,8 +670,9 @@ def run(
     app = MoetDeskApp(
         open_engine, chats, desk, model=model, setup=setup, look=look,
         wishes=wishes_of(settings), pack_job=pack_job, log_dir=str(locations.logs_dir),
-        endpoint=settings.endpoint, config_file=locations.config_file, playback=playback,
-        record=record, log_name=log_name, no_loading=no_loading,
+        endpoint=endpoint, endpoint_settings=settings.endpoint,
+        config_file=locations.config_file, playback=playback, record=record, log_name=log_name,
+        no_loading=no_loading,
     )  # fmt: skip
     app.run()
     if app.bridge.phase is Phase.FAILED and app.bridge.error is not None:

@@ -28,7 +28,7 @@ from moet_desk.kernels.reference import (
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from tests.engine.conftest import TinyPack
-from tests.engine.family_mutations import MUTATIONS, attention, fitted
+from tests.engine.family_mutations import CODE, MUTATIONS, attention, fitted
 from tests.engine.oracle import allowed, loaded, logits_of
 from tests.engine.tiny_models import IDS, MODELS
 
@@ -80,6 +80,23 @@ def test_mutated_spec__any_part__parity_is_lost(
                 unnoticed.append(what)
         if not (logits_with(core, core.spec, ids, added_to_norms=1.0) - want).abs().max() > near:
             unnoticed.append("norms with 1 + w")
+    assert unnoticed == []
+
+
+def test_mutated_block__any_part__parity_is_lost(
+    case: tuple[str, Path, list[int], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, pack, ids, want = case
+    unnoticed = []
+    with loaded(pack, activations="float", kv_format="f32") as core:
+        concerned = {what: wrong for what, wrong in CODE.items() if wrong.concerns(core.spec)}
+        for what, wrong in concerned.items():
+            with monkeypatch.context() as patch:
+                for owner, name, instead in wrong.patches:
+                    patch.setattr(owner, name, instead)
+                off = (logits_with(core, core.spec, ids) - want).abs().max()
+            if not off > 10 * allowed(core, want):
+                unnoticed.append(what)
     assert unnoticed == []
 
 

@@ -19,6 +19,7 @@ from moet_desk.engine.handle import EngineOptions
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
+from tests.engine.test_longcat import save_longcat_head
 from tests.engine.test_mtp_parity import packed_with_head
 from tests.engine.tiny_models import (
     CONFIGS,
@@ -89,7 +90,10 @@ def test_step__teacher_forced__near_the_cpu_engine(case: Case, rows: int) -> Non
 def test_step__any_number_of_rows__same_bits(case: Case) -> None:
     for plane in Plane:
         want = forced(case.core, IDS, plane, rows=1)
-        for rows in (2, 3, 8):
+        most = case.core.model.most_rows  # and a look-up's pairs must fit the slots
+        slots = min(case.core.plan.base_slots, case.core.plan.fine_slots)
+        most = min(most, slots // case.core.spec.moe_ffn.router.top_k)
+        for rows in {2, 3, min(8, most)}:
             assert torch.equal(forced(case.core, IDS, plane, rows=rows), want), (plane, rows)
 
 
@@ -109,6 +113,22 @@ def test_answers__glm_with_its_head__equal_those_without(
     core.close()
     core = on_gpu(pack, kv_format="bf16", drafts="mtp", draft_depth=2)
     assert {plane: answered(core, plane).out_ids for plane in Plane} == want
+    core.close()
+
+
+def test_answers__longcat_with_its_dense_head__equal_those_without(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("longcat_head")
+    save_source(random_model(TINY["longcat"], 0.25), folder / "source")
+    save_longcat_head(folder / "source")
+    pack = pack_source(folder / "source", folder / "pack")
+    core = on_gpu(pack, kv_format="bf16")
+    want = {plane: answered(core, plane).out_ids for plane in Plane}
+    core.close()
+    core = on_gpu(pack, kv_format="bf16", drafts="mtp", draft_depth=2)
+    assert {plane: answered(core, plane).out_ids for plane in Plane} == want
+    assert core.decoder.drafting.acceptance.counters().guessed[0] > 0
     core.close()
 
 

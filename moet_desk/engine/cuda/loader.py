@@ -233,7 +233,7 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     """Read the index and plan the tiers; says how prompts and rows on disk will be read."""
     reader = PackReader.open(pack)
     config, path = reader.config(), str(pack / "config.json")
-    has_mtp = packed_head(config, reader.meta.moe_layers, path=path)
+    has_mtp = packed_head(config, reader.meta.moe_layers, reader.dense.names(), path=path)
     spec = spec_for(config, path=path, has_mtp=has_mtp)
     try:
         check_kernels(spec)
