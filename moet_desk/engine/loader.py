@@ -36,6 +36,8 @@ from moet_desk.engine.model_shape import (
     kv_token_bytes,
     loads_head,
     mtp_of,
+    n_kv_layers,
+    rings_of,
     running_layers,
     wishes_of,
 )
@@ -43,6 +45,7 @@ from moet_desk.engine.mtp import MtpHead
 from moet_desk.engine.prefill import Prefiller, PrefillExperts
 from moet_desk.engine.residency import Residency
 from moet_desk.engine.spec import Spec
+from moet_desk.engine.stream_model import StreamHead, StreamModel
 from moet_desk.engine.transfer import Transfer
 from moet_desk.kernels.kinds import Activations, KvFormat
 from moet_desk.kernels.reference import dense_values, quantize_dense
@@ -108,16 +111,17 @@ def load(
 
     report.begin("Dense layers", total=_dense_bytes(reader))
     weights = Weights(_counted(reader, report, cpu_dense_format(options.dense_format)))
-    model = Model(spec, weights, context=plan.context)
+    model = model_of(spec, weights, context=plan.context)
     experts = load_form(spec, weights)
     kv = KvCache(
         spec.attention,
-        n_layers=spec.n_kv_layers + with_head,
+        n_layers=n_kv_layers(spec, with_head=with_head),
         n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS,
         form=form,
         index_layers=index_layers(spec, with_head=with_head),
         recurrent=spec.recurrent,
+        rings=rings_of(spec, plan, options.max_running),
     )
     report.end()
 
@@ -134,8 +138,7 @@ def load(
     prefill = {plane: PrefillExperts(residency, math[plane], plane) for plane in Plane}
     head = None
     if with_head:
-        mtp = MtpHead(model, mtp_of(spec), weights)
-        head = MtpDrafter(CpuHead(mtp, model, kv, one=decode, many=prefill))
+        head = MtpDrafter(CpuHead(head_of(model, weights), kv, one=decode, many=prefill))
     decoder = Decoder(
         model, kv, residency, decode, drafting=drafting_of(options, head, one_by_one=True)
     )
@@ -144,6 +147,21 @@ def load(
         reader, spec, plan, model, kv, arena, residency, decoder, prefiller, prefix_bytes,
         cpu_dense_format(options.dense_format),
     )  # fmt: skip
+
+
+def model_of(spec: Spec, weights: Weights, *, context: int) -> Model:
+    """The model of a spec, for sequences of up to `context` tokens."""
+    if spec.streams is not None:
+        return StreamModel(spec, spec.streams, weights)
+    return Model(spec, weights, context=context)
+
+
+def head_of(model: Model, weights: Weights) -> MtpHead | StreamHead:
+    """Its MTP head. Raises MD-ENG-05: it has none."""
+    layer, streams = mtp_of(model.spec), model.spec.streams
+    if isinstance(model, StreamModel) and streams is not None:
+        return StreamHead(model, streams, layer, weights)
+    return MtpHead(model, layer, weights)
 
 
 def _expert_math(

@@ -69,3 +69,7 @@ class MtpHead:
         x = self._block(x, self._eps, cos, sin, kv, sequence, experts)
         sequence.length, sequence.choice = start + n_tokens, None
         return rms_norm(x, self._final_norm, self._eps)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Scores of what follows: states [T, H] -> [T, V] float32."""
+        return self._model.logits(states)

@@ -50,10 +50,10 @@ class PlannedModel:
         dense_bytes: weights that are no routed experts, as stored.
         dense_saving: what rounding them to 8 bits would save.
         not_yet: why it does not run here today; empty if it does.
-        stands_in: whether its attention is not written, so that what reading a prompt takes is
-            estimated with MLA of as many heads.
+        stands_in: whether a card has no kernels for its attention, so that what reading a prompt
+            takes there is estimated with MLA of as many heads.
         kv_stated: KV bytes of a token by format, where the spec cannot say them.
-        state_bytes: of a request, whatever its length.
+        state_bytes: of a request, whatever its length, where the spec cannot say it.
         pack_bytes: on the drive.
         download_bytes: of the source; None: not known, or it is here already.
         is_installed: whether its pack is on this computer.
@@ -95,8 +95,11 @@ class PlannedModel:
         return self._with_state(shape, form, with_head=with_head)
 
     def _with_state(self, shape: ModelShape, form: KvFormat, *, with_head: bool) -> ModelShape:
+        if self.kv_stated is None:
+            return shape
         kv = self.kv_token_bytes(form, with_head=with_head)
-        return replace(shape, kv_token_bytes=kv, state_bytes=self.state_bytes)
+        states = self.state_bytes or shape.state_bytes
+        return replace(shape, kv_token_bytes=kv, state_bytes=states)
 
 
 def from_pack(pack: Path) -> PlannedModel:
@@ -198,7 +201,10 @@ def spec_of(entry: CatalogueEntry) -> Spec:
 
 def _mixers_of(entry: CatalogueEntry) -> list[Mixer]:
     """Of each layer; of those with sparse attention, the first ones have the indexers."""
-    mixer, mla = _mixer_of(entry), entry.mla
+    mixer, mla, gqa = _mixer_of(entry), entry.mla, entry.gqa
+    if gqa is not None and gqa.window and isinstance(mixer, Gqa):
+        near = replace(mixer, window=gqa.window)
+        return [mixer if i % gqa.window_every else near for i in range(entry.layers)]
     if mla is None or not mla.index_layers or not isinstance(mixer, Mla):
         return [mixer] * entry.layers
     indexer = Indexer(mla.index_heads, mla.index_dim, mla.index_top_k, interleaved=True)

@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 
 from moet_desk.engine.dense_format import DenseFormat, cpu_dense_format, fit_device
 from moet_desk.engine.handle import EngineOptions, Quality
-from moet_desk.engine.model_shape import device_kv_format, loads_head, wishes_of
+from moet_desk.engine.model_shape import (
+    check_kernels,
+    cpu_kv_format,
+    device_kv_format,
+    loads_head,
+    wishes_of,
+    without_kernels,
+)
 from moet_desk.engine.planned_model import PlannedModel
 from moet_desk.errors import MoetError, fail
 from moet_desk.forecast import (
@@ -199,6 +206,10 @@ def _contexts(model: PlannedModel, options: EngineOptions) -> Iterator[int]:
 def _fitting(machine: MachineFacts, model: PlannedModel, options: EngineOptions) -> ModelPlan:
     if options.device == "cpu":
         return _on_cpu(machine, model, options, "that is what was asked for")
+    if options.device == "cuda":
+        check_kernels(model.spec)
+    elif part := without_kernels(model.spec):
+        return _on_cpu(machine, model, options, f"for {part} a card has no kernels yet")
     choice = choose_gpu(machine.gpus)
     if choice is None:
         why = machine.gpu_problem or "no card is new enough"
@@ -264,8 +275,8 @@ def _on_cpu(
 
 
 def _cpu_form(model: PlannedModel, options: EngineOptions, wishes: Wishes, ram: int) -> KvFormat:
-    if options.kv_format != "auto":
-        return KvFormat(options.kv_format)
+    if options.kv_format != "auto" or model.kv_stated is None:
+        return cpu_kv_format(options.kv_format, model.spec, wishes, ram)
     n_tokens = kv_tokens(wishes, model.spec.context)
     return choose_kv_format(model.kv_token_bytes(KvFormat.F32), n_tokens, ram)
 

@@ -76,6 +76,8 @@ class RowSource(Protocol):
 
     def read_row(self, plane: Plane, row: int, out: memoryview) -> None: ...
 
+    def expect(self, plane: Plane, row: int) -> None: ...
+
     def unreadable_row(self, row: int, reason: str) -> MoetError: ...
 
 
@@ -154,6 +156,11 @@ class Arena:
 
     def holds(self, plane: Plane, row: int) -> bool:
         return row in self._regions[plane].place_of_row
+
+    def expect(self, plane: Plane, row: int) -> None:
+        """A row will be asked for soon: begin to read it from the file, unless it is here."""
+        if not self.holds(plane, row):
+            self._reader.expect(plane, row)
 
     def present(self, plane: Plane) -> NDArray[np.bool_]:
         """Which rows are in RAM now, bool [n_rows]."""

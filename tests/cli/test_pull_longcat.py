@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from moet_desk.store.pack_reader import PackReader
-from tests.cli.conftest import Command
-from tests.store.hub_server import HubServer, Repo
+from tests.cli.conftest import Command, HubOf
 from tests.store.longcat import write_longcat
 
 
 def test_pull__released_layout__packed_and_answers(
     moet: Command,
+    hub_of: HubOf,
     data_dir: Path,
     demo_source: Path,
     tmp_path: Path,
@@ -24,14 +23,8 @@ def test_pull__released_layout__packed_and_answers(
 ) -> None:
     source = tmp_path / "source"
     write_longcat(source, tokenizer=demo_source / "tokenizer.json")
-    server = HubServer()
-    server.repos["maker/longcat"] = Repo(source)
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    try:
-        pulled = moet("pull", "maker/longcat", "--yes", "--format", "ndjson")
-    finally:
-        server.close()
+    hub_of("maker/longcat", source)
+    pulled = moet("pull", "maker/longcat", "--yes", "--format", "ndjson")
     assert pulled.code == 0, pulled.err
     plan = pulled.events[0]
     assert (plan["family"], plan["experts"]) == ("longcat_flash", 16)

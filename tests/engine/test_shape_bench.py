@@ -16,6 +16,7 @@ import torch
 
 from moet_desk.catalogue import find_entry, load_catalogue
 from moet_desk.engine.cuda import measure as measuring
+from moet_desk.engine.cuda import synthetic
 from moet_desk.engine.cuda.bandwidth import Bandwidth
 from moet_desk.engine.cuda.blocks import Branch, GqaLaunches, LayerLaunches
 from moet_desk.engine.cuda.buffers import MAX_ROWS
@@ -149,6 +150,27 @@ def test_loader__every_tensor__takes_the_bytes_that_are_counted() -> None:
         assert sum(t.numel() * t.element_size() for t in made) == stored_bytes(name, shape), name
     shape = tiny(0).shape
     assert dense_bytes(shape) - dense_read_bytes(shape, 4) == 60 * 32 * 2
+
+
+def test_loader__many_weights__made_in_one_piece_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pieces that are freed between weights are cut up for the next ones and lost."""
+    monkeypatch.setattr(synthetic, "_PIECE_FLOATS", 100)
+    loader = SyntheticLoader(tiny_spec(), CPU)
+    made = [loader.matrix("lm_head").values, loader.table("model.embed_tokens")]
+    piece = loader._piece
+    assert piece is not None
+    assert piece.shape == (100,)
+    made.append(loader.matrix("lm_head").values)
+    assert loader._piece is piece
+    for values in made:  # every piece is filled, with numbers of its own
+        flat = values.float().flatten()
+        assert len(flat) > 300
+        assert (flat[:100] != flat[100:200]).float().mean() > 0.9
+        assert flat[-20:].abs().min() > 0
+    loader.forget_piece()
+    assert loader._piece is None
 
 
 def test_loader__rounded_products__integers_with_a_gain_of_one() -> None:

@@ -10,7 +10,7 @@ from moet_desk.engine.blocks.gdn import GdnBlock
 from moet_desk.engine.blocks.gqa import GqaBlock
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache, KvSequence
-from moet_desk.engine.spec import Gdn, Layer, Mla, MoeFfn
+from moet_desk.engine.spec import Gdn, Layer, Mla, MoeFfn, PooledAttention
 from moet_desk.kernels.reference import rms_norm
 
 
@@ -43,6 +43,8 @@ class Block:
             self._attention = GdnBlock(mixer, weights.below("linear_attn."), layer=kv_layer)
         elif isinstance(mixer, Mla):
             self._attention = MlaBlock(mixer, attention, layer=kv_layer)
+        elif isinstance(mixer, PooledAttention):
+            raise TypeError("pooled attention stands between streams")
         else:
             self._attention = GqaBlock(mixer, attention, layer=kv_layer)
         self._ffn: MoeBlock | SwigluFfn

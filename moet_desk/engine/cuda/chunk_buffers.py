@@ -111,6 +111,24 @@ class ChunkBuffers:
         return own + (0 if self.index is None else self.index.n_bytes())
 
 
+class Room:
+    """Hands out a flat buffer from its beginning on."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer, self._at = buffer, 0
+
+    def take(self, *shape: int) -> Tensor:
+        """The next piece, contiguous."""
+        size = prod(shape)
+        piece = self._buffer[self._at : self._at + size]
+        self._at += size
+        return piece.view(shape)
+
+    def rest(self) -> Tensor:
+        """What was not taken yet."""
+        return self._buffer[self._at :]
+
+
 def shaped(flat: Tensor, *shape: int) -> Tensor:
     """The beginning of a flat buffer as a tensor of some shape."""
     return flat[: prod(shape)].view(shape)

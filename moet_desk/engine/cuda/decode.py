@@ -123,7 +123,7 @@ class CudaDecoder:
     def _note(self, request: ActiveRequest, first: int, count: int) -> None:
         """Let the head know what the newest step knew at rows that count."""
         if count and not request.ended and self.drafting.follows(request):
-            self.drafting.note(request, self._model.states(first, count).clone())
+            self.drafting.note(request, self._model.states(first, count))
 
     def _confidence(self, runs: Sequence[Run]) -> Sequence[float]:
         """How sure each row of the newest step is; NaN, which nobody reads, if no one asks.

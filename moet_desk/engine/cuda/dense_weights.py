@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moet_desk.engine.dense_format import PLAIN, DenseFormat, may_round
 from moet_desk.kernels.reference import quantize_dense
-from moet_desk.kernels.triton.dense import DenseWeight
+from moet_desk.kernels.triton.dense import DenseWeight, WeightKind
 from moet_desk.store.pack_reader import PackReader
 from moet_desk.store.quant_formats import e8m0
 from moet_desk.store.sources import Format, TensorInfo
@@ -30,27 +30,37 @@ class DenseSource(Protocol):
 
     def vector(self, name: str) -> Tensor: ...
 
+    def norm(self, name: str) -> Tensor: ...
+
     def matrix(self, *names: str) -> DenseWeight: ...
 
     def table(self, name: str) -> Tensor: ...
 
 
 class DenseLoader:
-    """Reads a pack's dense tensors onto `device`."""
+    """Reads a pack's dense tensors onto `device`; `norm_offset` as `Spec` has it."""
 
     def __init__(
         self,
         reader: PackReader,
         device: torch.device,
         form: DenseFormat = DenseFormat.STORED,
+        *,
+        norm_offset: float = 0.0,
     ) -> None:
         self._reader = reader
         self._device = device
         self._form = form
+        self._norm_offset = norm_offset
 
     def vector(self, name: str) -> Tensor:
         """A norm, a bias or a small table as float32."""
         return self._reader.dense_tensor(name).to(self._device)
+
+    def norm(self, name: str) -> Tensor:
+        """The factor of a norm as float32: its weight, and the offset if the model has one."""
+        weight = self.vector(name)
+        return weight + self._norm_offset if self._norm_offset else weight
 
     def matrix(self, *names: str) -> DenseWeight:
         """One matrix, or several below each other, in the stored format or rounded.
@@ -96,6 +106,31 @@ class DenseLoader:
 
     def _put(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous().to(self._device)
+
+
+def reordered(weight: DenseWeight, order: Tensor) -> DenseWeight:
+    """The same rows in another order: row i is the old row `order[i]`. Where blocks of scales would
+    be torn apart, the weight is decoded to float32 instead.
+
+    Shapes:
+        order [N] int64
+    """
+    order = order.to(weight.values.device)
+    if weight.scales is None:
+        return DenseWeight(weight.values[order])
+    if weight.kind is WeightKind.INT8:
+        return DenseWeight(weight.values[order], weight.scales[order])
+    codes = weight.raw[order].view(torch.float8_e4m3fn)
+    if weight.scale_rows == 1:
+        return DenseWeight(codes, weight.scales[order])
+    firsts = order[::SCALE_BLOCK]
+    whole = firsts.repeat_interleave(SCALE_BLOCK)[: len(order)]
+    inner = torch.arange(len(order), device=order.device) % SCALE_BLOCK
+    if bool((firsts % SCALE_BLOCK == 0).all()) and torch.equal(order, whole + inner):
+        return DenseWeight(codes, weight.scales[firsts // SCALE_BLOCK])
+    by_row = weight.scales.repeat_interleave(SCALE_BLOCK, 0)[: weight.n]
+    scales = by_row.repeat_interleave(SCALE_BLOCK, 1)[:, : weight.k]
+    return DenseWeight((weight.values.float() * scales)[order])
 
 
 def _is_rounded(info: TensorInfo) -> bool:

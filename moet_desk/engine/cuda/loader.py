@@ -23,6 +23,7 @@ from moet_desk.engine import heat
 from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.decode import CudaDecoder
+from moet_desk.engine.cuda.delta import DeviceStates
 from moet_desk.engine.cuda.dense_weights import DenseLoader
 from moet_desk.engine.cuda.draft import DeviceHead
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading, bounce_memory
@@ -42,18 +43,20 @@ from moet_desk.engine.load_report import LoadReport
 from moet_desk.engine.model_shape import (
     RowSizes,
     check_head,
+    check_kernels,
     device_kv_format,
     device_shape,
     index_layers,
     kv_token_bytes,
     loads_head,
+    rings_of,
     running_layers,
     wishes_of,
 )
 from moet_desk.engine.planned_model import dense_saving
 from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import Spec
-from moet_desk.errors import fail
+from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.mailbox import MAILBOX
 from moet_desk.kernels.triton import fetch
@@ -151,21 +154,25 @@ def _load(
     arena = _to_ram(opened, allocate, report)
     report.begin("Dense layers")
     pools = {plane: _pool(plane, arena, opened, device) for plane in Plane}
+    states: DeviceStates | None = None
+    if spec.delta:
+        states = DeviceStates(spec.delta, options.max_running, device)
     kv = KvCache(
         spec.attention, n_layers=spec.n_kv_layers + opened.with_head, n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
-        index_layers=index_layers(spec, with_head=opened.with_head),
+        index_layers=index_layers(spec, with_head=opened.with_head), slots=states,
+        rings=rings_of(spec, plan, options.max_running),
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32, device=device)
     mailbox, server = _mailbox(arena, opened, allocate, error)
     if server is not None:
         undo.callback(server.close)
-    dense = DenseLoader(reader, device, opened.dense_format)
+    dense = DenseLoader(reader, device, opened.dense_format, norm_offset=spec.norm_offset)
     form = load_form(spec, dense.table)
     model = StepModel(
         spec, dense, kv, _step_experts(opened, pools, mailbox, arena, form),
         context=plan.context, device=device, error=error, server=server,
-        with_head=opened.with_head,
+        with_head=opened.with_head, states=states,
     )  # fmt: skip
     report.end()
     widths = tuple(sorted({min(width, model.most_rows) for width in widths}))
@@ -181,7 +188,7 @@ def _load(
     head = MtpDrafter(DeviceHead(model, widths)) if opened.with_head else None
     decoder = CudaDecoder(model, drafting_of(options, head, widths=widths))
     prefiller = CudaPrefiller(
-        ChunkModel(model, kv, buffers, streamed), decoder, chunk=plan.prefill_chunk,
+        ChunkModel(model, buffers, streamed), decoder, chunk=plan.prefill_chunk,
         fast=fast_reading(plan, len(opened.order)),
     )  # fmt: skip
     residency = CudaResidency(
@@ -229,11 +236,13 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     config, path = reader.config(), str(pack / "config.json")
     has_mtp = packed_head(config, reader.meta.moe_layers, reader.dense.names(), path=path)
     spec = spec_for(config, path=path, has_mtp=has_mtp)
-    if spec.recurrent:
+    try:
+        check_kernels(spec)
+        check_head(spec, options)
+    except MoetError:
         reader.close()
-        raise fail("MD-GPU-10", model=spec.model_type, part="gated DeltaNet")
+        raise
     form = device_kv_format(options.kv_format)
-    check_head(spec, options)
     with_head = loads_head(spec, options, on_card=True)
     dense_format, plan, prefix_bytes = _plan(
         reader, spec, form, options, device, with_head=with_head

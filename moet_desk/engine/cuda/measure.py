@@ -48,7 +48,7 @@ from moet_desk.engine.cuda.synthetic_drive import SyntheticDrive
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model_shape import index_layers
 from moet_desk.engine.sampling import GREEDY, Draw
-from moet_desk.engine.spec import Gdn, Gqa, Mixer, Spec, indexer_of
+from moet_desk.engine.spec import Gdn, Gqa, Mixer, PooledAttention, Spec, indexer_of
 from moet_desk.errors import fail
 from moet_desk.kernels.kv_sizes import index_key_bytes
 from moet_desk.kernels.mailbox import MAILBOX
@@ -152,8 +152,9 @@ class ShapeBench:
             context=self.kv.free_tokens, device=device,
             error=error, server=server, with_head=spec.mtp is not None,
         )  # fmt: skip
+        self.loader.forget_piece()
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # the pieces that weights were made from
+            torch.cuda.empty_cache()
         self._random = np.random.default_rng(0)
         popular = self.loader.rows_by_popularity()
         self._fill_ram(popular)
@@ -238,6 +239,7 @@ class ShapeBench:
             prefill_tok_per_s=prefill_tok_per_s,
             peak_vram_bytes=self._peak_vram(),
             drafts=drafts,
+            popularity=popularity,
         )
 
     def _warm_up(self, popularity: float) -> None:
@@ -277,6 +279,20 @@ class ShapeBench:
             return 0, 0
         counters = self._host.counters
         return counters.from_nvme, counters.bytes_read
+
+    def play(self, go_on: Callable[[float], bool]) -> None:
+        """Run steps one after another for as long as `go_on`, told the seconds of each, says so.
+
+        Raises:
+            MoetError: MD-ENG-04, as `steps`.
+        """
+        rows = self._setup.rows
+        sequence, going = self._sequence(rows), True
+        while going:
+            began = time.perf_counter()
+            self._step(sequence, rows)
+            going = go_on(time.perf_counter() - began)
+        self.kv.release(sequence)
 
     def _drafts(self) -> DraftFigures | None:
         """Steps that check guesses, and the head by itself: a row behind the sequence's end."""
@@ -388,7 +404,7 @@ class ShapeBench:
                 n_experts=spec.moe_ffn.router.n_experts, readers=readers, bounce=self._bounce(),
                 form=self._form,
             )  # fmt: skip
-            model = ChunkModel(self.model, self.kv, buffers, experts)
+            model = ChunkModel(self.model, buffers, experts)
             prompt = self._random.integers(spec.vocab, size=setup.prefill).tolist()
             reading = Reading.FAST if setup.plane is Plane.BASE else Reading.EXACT
             times = [read_prompt(model, self.kv, prompt, reading) for _ in range(PROMPTS)]
@@ -421,7 +437,7 @@ def _host(setup: Setup, drive: SyntheticDrive | None, allocate: Allocate) -> Syn
 
 def _read_bytes(mixer: Mixer, spec: Spec, entries: int) -> int:
     """KV bytes that a token reads of one attention: what it sees, and all keys of an indexer."""
-    if isinstance(mixer, Gdn):
+    if isinstance(mixer, Gdn | PooledAttention):
         return 0
     seen, keys = entries, 0
     if isinstance(mixer, Gqa):

@@ -23,7 +23,9 @@ from moet_desk.units import GIB, show_memory
 
 KV_FORM = KvFormat.NVFP4
 RESERVE_BYTES = 3 * GIB // 2
-"""VRAM for activations, graphs and what the allocator cannot use."""
+"""VRAM for activations, graphs, the place where weights are made, and what the allocator cannot use
+(`plan.ALLOCATOR_SHARE`).
+"""
 
 PAGE_TOKENS = 64
 
@@ -221,7 +223,7 @@ class Figures:
         drafts: of steps with guesses.
         vram_bytes, pcie_bytes: per step, read in VRAM and brought over PCIe.
         by_group: milliseconds of a step by kernel group.
-        attempts: popularities tried.
+        attempts: popularities tried; `popularity` is the one measured at.
         drive: what its reads reached; None if all rows are in RAM.
     """
 
@@ -236,6 +238,7 @@ class Figures:
     prefill_tok_per_s: float | None
     peak_vram_bytes: int | None
     drafts: DraftFigures | None = None
+    popularity: float = 0.0
     drive: DriveFigures | None = None
 
     @property

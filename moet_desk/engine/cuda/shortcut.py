@@ -30,7 +30,6 @@ from moet_desk.engine.cuda.chunk_blocks import (
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.spec import Layer, MoeFfn
-from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.prepare import Rotation
 
@@ -99,18 +98,17 @@ class ChunkShortcut:
     def launch(
         self,
         chunk: ChunkRows,
-        pages: Sequence[Tensor],
-        form: KvFormat,
+        memory: Sequence[KvPages],
         experts: RoutedExperts,
     ) -> None:
-        """x of the chunk through the layer; `pages` are those of both attentions."""
+        """x of the chunk through the layer; `memory` has the pages of both attentions."""
         (first, second), b, moe = self._halves, self._b, self._layer.moe
         dense = [dense_of(half) for half in self._layer.halves]
         for here in blocks_of(chunk, b):
-            first.attend(here, chunk, pages[0], form)
+            first.attend(here, chunk, memory[0])
             first.route(moe, here, chunk)
             first.feed(dense[0], here)
-            second.attend(here, chunk, pages[1], form)
+            second.attend(here, chunk, memory[1])
             second.feed(dense[1], here)
             if moe.router.n_identity:
                 b.x[here].add_(b.kept[: here.stop - here.start])

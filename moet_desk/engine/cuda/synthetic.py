@@ -34,7 +34,7 @@ ARENA_BYTES = 4 * GIB
 """Pinned rows at most: far more than a processor's caches hold, and pinned in a second or two."""
 
 _SCALE_BLOCK = 128
-_PIECE_ROWS = 4096  # made at a time: random float32 takes four times the room of FP8
+_PIECE_FLOATS = 1 << 24  # made at a time, 64 MiB: random float32 takes four times the room of FP8
 _ROW_SCALE = 120  # E8M0, 2**-7: products of unit activations stay near one
 _BIAS = "e_score_correction_bias"
 _EXPERT_BIAS = "_proj_bias"
@@ -96,6 +96,7 @@ class SyntheticLoader:
     _biases: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # bias, ranks; by MoE layer
     _shapes: dict[str, tuple[int, ...]] = field(init=False)
     _random: torch.Generator = field(init=False)
+    _piece: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._shapes = dict(dense_shapes(self.spec))
@@ -114,6 +115,10 @@ class SyntheticLoader:
         self._biases.append((bias, ranks))
         return bias
 
+    def norm(self, name: str) -> Tensor:
+        """One, whatever a model adds to it."""
+        return self.vector(name)
+
     def matrix(self, *names: str) -> DenseWeight:
         """FP8 with unit-gain scales, or bfloat16 as head and router, whose scores spread over
         0..1.
@@ -131,9 +136,7 @@ class SyntheticLoader:
 
     def _integers(self, rows: int, width: int) -> DenseWeight:
         values = torch.empty((rows, width), dtype=torch.int8, device=self.device)
-        for at in range(0, rows, _PIECE_ROWS):
-            piece = values[at : at + _PIECE_ROWS]
-            piece.random_(-DENSE_LEVEL, DENSE_LEVEL + 1, generator=self._random)
+        values.random_(-DENSE_LEVEL, DENSE_LEVEL + 1, generator=self._random)
         scale = width**-0.5 / (DENSE_LEVEL / 3**0.5)  # of even integers: a gain of one
         scales = torch.full((rows, width // GROUP), scale, device=self.device)
         return DenseWeight(values, scales.bfloat16())
@@ -158,6 +161,14 @@ class SyntheticLoader:
         for bias, ranks in self._biases:
             bias.copy_(ranks.float() * -popularity)
 
+    def change_topic(self, share: float, popularity: float) -> None:
+        """Let a share of each layer's experts trade their popularity, as another topic would."""
+        for bias, ranks in self._biases:
+            order = torch.randperm(ranks.numel(), generator=self._random, device=self.device)
+            some = order[: round(share * ranks.numel())]
+            ranks[some] = ranks[some.roll(1)]
+            bias.copy_(ranks.float() * -popularity)
+
     def rows_by_popularity(self) -> list[int]:
         """Rows of all MoE layers, the most popular first; identity experts have no rows."""
         n_experts = self.spec.moe_ffn.router.n_experts
@@ -166,12 +177,22 @@ class SyntheticLoader:
         return found
 
     def _values(self, shape: tuple[int, ...], dtype: torch.dtype, gain: float) -> Tensor:
+        """Random values, made piece by piece in the same memory: the allocator cut the pieces that
+        were freed for other weights, and 2.2 GiB of scraps were left of GLM-4.5-Air.
+        """
         made = torch.empty(shape, dtype=dtype, device=self.device)
-        for at in range(0, shape[0], _PIECE_ROWS):
-            piece = made[at : at + _PIECE_ROWS]
-            values = torch.randn(piece.shape, generator=self._random, device=self.device)
-            piece.copy_(values * gain)
+        if self._piece is None:
+            self._piece = torch.empty(_PIECE_FLOATS, device=self.device)
+        flat = made.view(-1)
+        for at in range(0, len(flat), _PIECE_FLOATS):
+            target = flat[at : at + _PIECE_FLOATS]
+            piece = self._piece[: len(target)].normal_(generator=self._random)
+            target.copy_(piece.mul_(gain))
         return made
+
+    def forget_piece(self) -> None:
+        """Give back what weights were made in; the next one makes it anew."""
+        self._piece = None
 
 
 def make_arena(

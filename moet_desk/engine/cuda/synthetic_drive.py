@@ -98,6 +98,9 @@ class SyntheticDrive:
             self._fds[plane] = os.open(path, os.O_RDONLY)
             self.direct = False
 
+    def expect(self, plane: Plane, row: int) -> None:
+        """Nothing: made-up experts are known no sooner than they are asked for."""
+
     def read_row(self, plane: Plane, row: int, out: memoryview) -> None:
         """Fill `out` with a row and check it.
 

@@ -17,6 +17,7 @@ from moet_desk.store.pack_format import PackPlan
 MODULE_OF_TYPE = {
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
+    "kimi_k25": "kimi_k25",
     "deepseek_v32": "deepseek_v32",
     "glm_moe_dsa": "glm_moe_dsa",
     "glm4_moe": "glm4_moe",
@@ -30,8 +31,12 @@ MODULE_OF_TYPE = {
     "minimax_m2": "minimax_m2",
     "gpt_oss": "gpt_oss",
     "longcat_flash": "longcat_flash",
+    "deepseek_v4": "deepseek_v4",
 }
 """model_type -> module. Kimi-K2's text model is DeepSeek-V3's with other sizes."""
+
+
+_MOST_COUNTED = 10_000  # layers, or experts of one
 
 
 def runs(model_type: str) -> bool:
@@ -53,7 +58,7 @@ class Family(Protocol):
 
     def plan(self, spec: Spec) -> PackPlan: ...
 
-    def mtp_prefix(self, config: Mapping[str, Any]) -> str | None: ...
+    def mtp_prefix(self, config: Mapping[str, Any]) -> str | tuple[str, ...] | None: ...
 
 
 def _family(config: Mapping[str, Any], path: str) -> Family:
@@ -64,7 +69,21 @@ def _family(config: Mapping[str, Any], path: str) -> Family:
     if module is None:
         supported = ", ".join(sorted(MODULE_OF_TYPE))
         raise fail("MD-PACK-01", model_type=model_type, supported=supported)
+    _check_counts(config, path)
     return cast("Family", importlib.import_module(f"moet_desk.engine.families.{module}"))
+
+
+def _check_counts(config: Mapping[str, Any], path: str) -> None:
+    """Refuse counts that no model has, before something is made of each: a damaged file must not
+    keep this program busy for hours.
+    """
+    inner = config.get("text_config")
+    for name, value in (inner if isinstance(inner, Mapping) else config).items():
+        is_count = name.endswith(("layers", "experts", "expert_num")) and isinstance(
+            value, int | float
+        )
+        if is_count and not abs(value) <= _MOST_COUNTED:
+            raise fail("MD-SRC-07", path=path, reason=f"{name} is {value}")
 
 
 def spec_for(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:

@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from moet_desk.engine.families.config_keys import Keys
-from moet_desk.engine.families.parts import COMMON_KEYS, mla, spec_of
+from moet_desk.engine.families.parts import COMMON_KEYS, mla, softmax_router, spec_of
 from moet_desk.engine.families.tensors import plan_of
-from moet_desk.engine.spec import DenseFfn, Layer, Mla, MoeFfn, Router, Spec
-from moet_desk.kernels.kinds import Score
+from moet_desk.engine.spec import DenseFfn, Layer, Mla, MoeFfn, Spec
 from moet_desk.store.pack_format import PackPlan
 
 MATHS_KEYS = (COMMON_KEYS - {"num_hidden_layers"}) | frozenset(
@@ -75,16 +74,9 @@ def _moe(keys: Keys) -> MoeFfn:
     n_experts = keys.count("n_routed_experts", aliases=("num_local_experts",))
     n_identity = keys.count("zero_expert_num", default=0, least=0)
     top_k = keys.count("moe_topk", aliases=("num_experts_per_tok",))
-    if top_k > n_experts:
-        raise keys.wrong(f"{top_k} of {n_experts} experts per token cannot be")
-    router = Router(
-        n_experts=n_experts,
-        top_k=top_k,
-        score=Score.SOFTMAX,
+    router = replace(
+        softmax_router(keys, n_experts, top_k, renormalize=False),
         selection_bias=True,
-        n_groups=1,
-        kept_groups=1,
-        renormalize=False,
         scale=keys.number("routed_scaling_factor", default=1.0),
         n_identity=n_identity,
     )
