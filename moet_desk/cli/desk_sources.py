@@ -161,7 +161,7 @@ def planned(
     from moet_desk.store.pack_folder import pack_sizes
     from moet_desk.store.pack_format import DENSE_FILE
 
-    has_mtp = packed_head(config, maker.plan.moe_layers, path=config_path)
+    has_mtp = packed_head(config, maker.plan.moe_layers, maker.plan.dense, path=config_path)
     sizes = pack_sizes(maker)
     return PlannedModel(
         name=name,

@@ -37,6 +37,7 @@ from moet_desk.engine.model_shape import (
     loads_head,
     mtp_of,
     n_kv_layers,
+    rings_of,
     running_layers,
     wishes_of,
 )
@@ -119,6 +120,7 @@ def load(
         form=form,
         index_layers=index_layers(spec, with_head=with_head),
         recurrent=spec.recurrent,
+        rings=rings_of(spec, plan, options.max_running),
     )
     report.end()
 
@@ -167,7 +169,8 @@ def _expert_math(
 
 
 def _has_mtp(reader: PackReader) -> bool:
-    return packed_head(reader.config(), reader.meta.moe_layers, path=str(reader.path))
+    names, path = reader.dense.names(), str(reader.path)
+    return packed_head(reader.config(), reader.meta.moe_layers, names, path=path)
 
 
 def _dense_bytes(reader: PackReader) -> int:

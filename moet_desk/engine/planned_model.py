@@ -35,7 +35,7 @@ from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.row_sizes import ExpertLayout
 from moet_desk.plan import ModelShape, Wishes
-from moet_desk.store.headers import read_header
+from moet_desk.store.headers import HeaderEntry, read_header
 from moet_desk.store.pack_format import DENSE_FILE
 from moet_desk.store.pack_meta import read_meta
 
@@ -50,8 +50,8 @@ class PlannedModel:
         dense_bytes: weights that are no routed experts, as stored.
         dense_saving: what rounding them to 8 bits would save.
         not_yet: why it does not run here today; empty if it does.
-        stands_in: whether its attention is not written, so that what reading a prompt takes is
-            estimated with MLA of as many heads.
+        stands_in: whether a card has no kernels for its attention, so that what reading a prompt
+            takes there is estimated with MLA of as many heads.
         kv_stated: KV bytes of a token by format, where the spec cannot say them.
         state_bytes: of a request, whatever its length, where the spec cannot say it.
         pack_bytes: on the drive.
@@ -112,7 +112,8 @@ def from_pack(pack: Path) -> PlannedModel:
     path = pack / "config.json"
     try:
         config = json.loads(path.read_bytes())
-        has_mtp = packed_head(config, meta.moe_layers, path=str(path))
+        names = [entry.name.removesuffix(".weight") for entry in _dense_entries(pack)]
+        has_mtp = packed_head(config, meta.moe_layers, names, path=str(path))
         dense_bytes = (pack / DENSE_FILE).stat().st_size
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise fail("MD-PACK-07", path=str(path), reason=str(error), model=pack.name) from error
@@ -131,16 +132,19 @@ def dense_saving(pack: Path) -> int:
     Raises:
         MoetError: MD-PACK-07 there is no such file, or it is damaged.
     """
-    path = pack / DENSE_FILE
-    try:
-        entries = read_header(path)
-    except (OSError, MoetError) as error:
-        raise fail("MD-PACK-07", path=str(path), reason=str(error), model=pack.name) from error
     return saving(
         (entry.name.removesuffix(".weight"), entry.shape, entry.end - entry.begin)
-        for entry in entries
+        for entry in _dense_entries(pack)
         if entry.dtype in PLAIN
     )
+
+
+def _dense_entries(pack: Path) -> list[HeaderEntry]:
+    path = pack / DENSE_FILE
+    try:
+        return read_header(path)
+    except (OSError, MoetError) as error:
+        raise fail("MD-PACK-07", path=str(path), reason=str(error), model=pack.name) from error
 
 
 def _stated_saving(entry: CatalogueEntry, spec: Spec) -> int:
@@ -197,7 +201,10 @@ def spec_of(entry: CatalogueEntry) -> Spec:
 
 def _mixers_of(entry: CatalogueEntry) -> list[Mixer]:
     """Of each layer; of those with sparse attention, the first ones have the indexers."""
-    mixer, mla = _mixer_of(entry), entry.mla
+    mixer, mla, gqa = _mixer_of(entry), entry.mla, entry.gqa
+    if gqa is not None and gqa.window and isinstance(mixer, Gqa):
+        near = replace(mixer, window=gqa.window)
+        return [mixer if i % gqa.window_every else near for i in range(entry.layers)]
     if mla is None or not mla.index_layers or not isinstance(mixer, Mla):
         return [mixer] * entry.layers
     indexer = Indexer(mla.index_heads, mla.index_dim, mla.index_top_k, interleaved=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.content import Content
 
 from moet_desk import __version__
-from moet_desk.ui.conversation import Status, Turn
+from moet_desk.ui.chat_records import Status, Turn
 from moet_desk.ui.quality_words import again_words
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.gauges import show_percent
@@ -23,7 +23,8 @@ def welcome_content(model: str) -> Content:
         Content(""),
         *(Content(example) for example in _EXAMPLES),
         Content(""),
-        Content.styled("/ for commands, Ctrl+L for earlier chats, F1 for help", "$dim"),
+        Content.styled("/ for commands, Ctrl+O attaches a file, Ctrl+L earlier chats", "$dim"),
+        Content.styled("Alt+Up picks a message to copy, edit or answer again, F1 helps", "$dim"),
     ]
     return Content("\n").join(lines)
 
@@ -52,7 +53,7 @@ def closing_line(turn: Turn, glyphs: Glyphs) -> Content:
         if decode_s > 0:
             parts.append(f"{tokens / decode_s:.1f} tok/s")
             waiting = float(meta.get("wait_s") or 0.0) / decode_s
-            parts.append(f"waiting {show_percent(waiting, 0)} of time")
+            parts.append("" if "server" in meta else f"waiting {show_percent(waiting, 0)} of time")
         if meta.get("first_token_s") is not None:
             parts.append(f"first token {show_duration(float(meta['first_token_s']))}")
         parts.append(str(meta.get("quality", "")))

@@ -371,18 +371,19 @@ def test_card__auto__the_cpu_computes_and_the_plan_says_why(
     plan = plan_model(desk, model, EngineOptions(device="auto"))
     assert isinstance(plan, ModelPlan)
     assert plan.device == "cpu"
-    assert "residual streams" in plan.why
+    assert "for residual streams and pooled attention a card has no kernels" in plan.why
     assert plan.shape.state_bytes == state_bytes(model.spec, plan.kv_format)
     assert plan.kv_format is KvFormat.FP8
     refused = plan_model(desk, model, EngineOptions(device="cuda"))
     assert isinstance(refused, Refusal)
     assert refused.error.code == "MD-GPU-10"
     assert refused.changes == ("--device cpu",)
-    monkeypatch.setattr(serving, "_device", lambda wanted, pack: "cuda")
+    caplog.set_level("INFO")
     core = serving._load(pack, EngineOptions(device="auto", save_heat=False), lambda steps: None)
     core.close()
     assert isinstance(core, Core)
-    assert "a CPU computes them" in caplog.text
+    assert "for which a card has no kernels yet" in caplog.text
+    monkeypatch.setattr(serving, "_device", lambda wanted, pack: "cuda")
     with pytest.raises(MoetError) as caught:
         serving._load(pack, EngineOptions(device="cuda", save_heat=False), lambda steps: None)
     assert caught.value.code == "MD-GPU-10"
