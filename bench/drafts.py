@@ -1,12 +1,13 @@
 """How often guesses of the demo model are right, and what they gain, over answers to held-out chats.
 
-    python -m bench.drafts [PROMPTS [TOKENS [DEVICE]]]
+    python -m bench.drafts [PROMPTS [TOKENS [DEVICE [WAYS]]]]
 
 One JSON line for each quality and way to guess: greedy answers, the first turns of
 tests/data/heldout/chat.jsonl. On a CPU (default) all engines are open at once and take turns, prompt
 by prompt, so that whatever else the computer does meets all of them, and rows are read one by one, so a
 right guess saves nothing: tokens per step is what a GPU can use. On a GPU, which belongs to one engine,
 they run one after the other. `cpu_ms_per_token` is this process's own time.
+WAYS are places in the list below, 0,4,5; all if there are none.
 """
 
 from __future__ import annotations
@@ -86,15 +87,17 @@ def line(quality: Quality, way: Mapping[str, Any], handle: EngineHandle, sums: S
 
 
 def main() -> None:
-    given = [*sys.argv[1:], *("60", "64", "cpu")[len(sys.argv) - 1 :]]
+    everyone = ",".join(map(str, range(len(WAYS))))
+    given = [*sys.argv[1:], *("60", "64", "cpu", everyone)[len(sys.argv) - 1 :]]
     n_prompts, n_tokens, device = int(given[0]), int(given[1]), given[2]
+    ways = [WAYS[int(place)] for place in given[3].split(",")]
     with tempfile.TemporaryDirectory() as folder:
         pack = pack_source(DEMO, Path(folder) / "demo")
         prompts = first_turns(CHATS, n_prompts)
-        together = [WAYS] if device == "cpu" else [(way,) for way in WAYS]
+        together = [ways] if device == "cpu" else [[way] for way in ways]
         for quality in (Quality.FAST, Quality.EXACT):
-            for ways in together:
-                compare(pack, prompts, quality, n_tokens, ways, device)
+            for beside in together:
+                compare(pack, prompts, quality, n_tokens, beside, device)
 
 
 def compare(

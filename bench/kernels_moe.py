@@ -62,12 +62,19 @@ POOL_BYTES = 3 << 30
 class Layers:
     """Layers of a step with distinct experts each, in one pool, and the buffers between kernels."""
 
-    def __init__(self, shape: str, n_tokens: int, *, fine: bool) -> None:
-        hidden, inter, top_k = SHAPES[shape]
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        n_tokens: int,
+        *,
+        fine: bool,
+        pool_bytes: int = POOL_BYTES,
+    ) -> None:
+        hidden, inter, top_k = shape
         self.layout = ExpertLayout(hidden, inter)
         self.n_pairs = n_tokens * top_k
         row = self.layout.base_stride + (self.layout.fine_stride if fine else 0)
-        n_slots = max(2 * self.n_pairs, POOL_BYTES // row)
+        n_slots = max(2 * self.n_pairs, pool_bytes // row)
         base = random_rows(self.layout, n_slots)
         digits = random_digits(self.layout, n_slots) if fine else None
         self.pools = list(self._steps(base, digits, n_slots, n_tokens))
@@ -181,7 +188,7 @@ def experts(names: list[str]) -> None:
 
 
 def experts_of(name: str, n_tokens: int, *, fine: bool) -> None:
-    layers = Layers(name, n_tokens, fine=fine)
+    layers = Layers(SHAPES[name], n_tokens, fine=fine)
     layout, facts = layers.layout, {"shape": name, "tokens": n_tokens, "fine": fine}
     sizes = [
         matrix.base_bytes + (matrix.fine_bytes if fine else 0)

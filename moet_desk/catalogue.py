@@ -26,7 +26,9 @@ FILE = "catalogue.toml"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaFacts:
     """Widths of latent attention and what else the dense weights follow from; `index_layers` is how
-    many layers have an indexer of their own (0: it sees everything).
+    many layers have an indexer of their own (0: it sees everything). With `per_layer` 2, each layer
+    has two attentions and dense parts. `identity_experts` are chosen like others and have no
+    weights.
     """
 
     heads: int
@@ -43,11 +45,15 @@ class MlaFacts:
     index_heads: int = 0
     index_dim: int = 0
     index_top_k: int = 0
+    per_layer: int = 1
+    identity_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GqaFacts:
-    """The same of grouped-query attention; `qk_norm` is "none", "head" or "full"."""
+    """The same of grouped-query attention; `qk_norm` is "none", "head" or "full". Of each
+    `window_every` layers the first one has a `window` (0: none has).
+    """
 
     keys: int
     has_bias: bool
@@ -57,6 +63,8 @@ class GqaFacts:
     shared_inter: int
     vocab: int
     expert_bias: bool = False
+    window: int = 0
+    window_every: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +96,7 @@ class CatalogueEntry:
     active_b: float | None = None
     state_mib: float = 0.0
     download_gb: float | None = None
+    expert_bits: float | None = None
     not_yet: str = ""
     unknown: tuple[str, ...] = ()
     mla: MlaFacts | None = None
@@ -119,6 +128,12 @@ class CatalogueEntry:
         return None if self.download_gb is None else round(self.download_gb * GB)
 
     @property
+    def weight_bytes(self) -> int:
+        """Of the repository's weights, counted from their forms; an MTP head is not counted."""
+        bits = self.expert_bits or {"fp8": 8.0, "bf16": 16.0}[self.dense_form]
+        return round((self.params_b - self.dense_params_b) * GB * bits / 8) + self.dense_bytes
+
+    @property
     def pack_bytes(self) -> int:
         """What its pack will take on the drive: both rows of every expert, and the dense weights.
 
@@ -128,7 +143,9 @@ class CatalogueEntry:
         return self.n_rows * (layout.base_stride + layout.fine_stride) + self.dense_bytes
 
     def kv_token_bytes(self, form: KvFormat) -> int:
-        """KV bytes of a token, all layers; float32 takes twice of what bfloat16 does."""
+        """KV bytes of a token in the layers that keep every token; float32 takes twice of what
+        bfloat16 does.
+        """
         if form is KvFormat.F32:
             return 2 * self.kv_bytes["bf16"]
         return self.kv_bytes[form.value]

@@ -17,7 +17,12 @@ from typing import Any
 
 from moet_desk import locations
 from moet_desk.errors import MoetError, fail
-from moet_desk.locations import DATA_DIR_VARIABLE, Locations, TerminalFacts
+from moet_desk.locations import (
+    CONNECT_KEY_VARIABLE,
+    DATA_DIR_VARIABLE,
+    Locations,
+    TerminalFacts,
+)
 from moet_desk.settings import (
     AUTOMATIC,
     GROUPS,
@@ -54,6 +59,7 @@ class ValueSource:
         return self.kind in (SourceKind.ENVIRONMENT, SourceKind.COMMAND_LINE)
 
 
+_NO_SETTINGS = (DATA_DIR_VARIABLE, CONNECT_KEY_VARIABLE)
 _FROM_DEFAULT = ValueSource(SourceKind.DEFAULT)
 
 
@@ -179,10 +185,10 @@ def _from_environment(environment: Mapping[str, str]) -> list[_Found]:
     by_variable = {setting.variable: setting for setting in SETTINGS.values()}
     found: list[_Found] = []
     for variable, value in sorted(environment.items()):
-        if not variable.startswith(PREFIX) or variable == DATA_DIR_VARIABLE:
+        if not variable.startswith(PREFIX) or variable in _NO_SETTINGS:
             continue
         if variable not in by_variable:
-            raise unknown(variable, "the environment", [*by_variable, DATA_DIR_VARIABLE])
+            raise unknown(variable, "the environment", [*by_variable, *_NO_SETTINGS])
         source = ValueSource(SourceKind.ENVIRONMENT, variable)
         found.append((by_variable[variable], value, source))
     return found
@@ -240,7 +246,8 @@ def save_setting(config_file: Path, name: str, value: Any) -> Any:
         table.pop(key, None)
     else:
         table[key] = AUTOMATIC if typed is None else _to_toml(setting, typed)
-    holds_key = bool(document.get("endpoint", {}).get("key"))
+    endpoint = document.get("endpoint")
+    holds_key = isinstance(endpoint, Mapping) and bool(endpoint.get("key"))
     _replace(config_file, tomlkit.dumps(document), old, private=holds_key)
     return setting.default if value is None else typed
 
@@ -301,6 +308,11 @@ def read_terminal() -> TerminalFacts:
 def c_compiler() -> str | None:
     """Return the compiler that the environment names for building C."""
     return os.environ.get("CC")
+
+
+def connect_key() -> str:
+    """Return the key that the environment has for another server; empty if none."""
+    return os.environ.get(CONNECT_KEY_VARIABLE, "")
 
 
 def certificates() -> Path | None:

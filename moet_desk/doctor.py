@@ -112,6 +112,10 @@ def _has_ready_pack(machine: MachineFacts) -> bool:
     return any(pack.has_gate is not None for pack in machine.packs)
 
 
+def _has_pack_on_card(machine: MachineFacts) -> bool:
+    return _uses_card(machine) and any(pack.dense_bytes is not None for pack in machine.packs)
+
+
 CHECKS: Mapping[str, Check] = {
     "card": Check(checks.card, "The graphics card can be used"),
     "several-cards": Check(checks.several_cards, "There is one card to choose", _uses_card),
@@ -135,6 +139,7 @@ CHECKS: Mapping[str, Check] = {
     ),
     "packs": Check(checks.packs, "All packs are in order", lambda m: bool(m.packs)),
     "gates": Check(checks.gates, "Balanced answers are calibrated", _has_ready_pack),
+    "dense": Check(checks.dense, "All models' dense weights fit the card", _has_pack_on_card),
     "measured": Check(checks.measured, "The computer was measured"),
     "clock": Check(checks.clock, "The clock is plausible", lambda m: m.clock is not None),
     "certificates": Check(

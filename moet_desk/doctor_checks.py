@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 from moet_desk.errors import Severity
 from moet_desk.machine import LEAST_CAPABILITY, Drive, Gpu, MachineFacts, choose_gpu
+from moet_desk.plan import vram_budget
 from moet_desk.units import GB, GIB, show_disk, show_memory, show_rate
 
 LOW_DISK = 20 * GB
@@ -238,6 +239,26 @@ def gates(machine: MachineFacts) -> Rows:
             cause = f"Balanced answers of {pack.name} use the general gate of 0.6."
             fix = f"Fit it to texts: moet-desk calibrate gate {pack.name}"
             yield Severity.INFO, "A model's gate is not calibrated", cause, fix
+
+
+def dense(machine: MachineFacts) -> Rows:
+    gpu = used_card(machine)
+    if gpu is None:
+        return
+    budget = vram_budget(gpu.vram_free)
+    for pack in machine.packs:
+        stored, rounded = pack.dense_bytes, pack.dense_rounded_bytes
+        if stored is None or rounded is None or stored <= budget:
+            continue
+        sizes = f"{show_memory(stored)} of weights of {pack.name} besides the experts"
+        if rounded < stored and rounded <= budget:
+            cause = f"{sizes} do not fit {gpu.name}; rounded they take {show_memory(rounded)}."
+            fix = f"Nothing has to be done. See: moet-desk plan {pack.name}"
+            yield Severity.INFO, "A model's dense weights are rounded to 8 bits", cause, fix
+        else:
+            cause = f"{sizes} do not fit {gpu.name}, which may use {show_memory(budget)}."
+            fix = "Answer on the CPU (--device cpu), or use a card with more memory"
+            yield Severity.LOWER, "A model does not fit the card", cause, fix
 
 
 def measured(machine: MachineFacts) -> Rows:

@@ -170,7 +170,7 @@ class TokenWork:
 
     Attributes:
         layers: of the model.
-        pairs: experts that a token asks for, all layers together.
+        pairs: experts that a token asks for on average, all layers together.
         n_rows: experts of the model.
         read_bytes: read where it computes: dense weights, experts, KV.
         slot_bytes: of an expert where it computes; on a CPU larger than its rows.
@@ -178,7 +178,7 @@ class TokenWork:
     """
 
     layers: int
-    pairs: int
+    pairs: float
     n_rows: int
     read_bytes: int
     slot_bytes: int
@@ -202,9 +202,11 @@ def token_work(
         planes = (Plane(shape.base_stride, plan.fine_slots, plan.arena_base_rows), fine)
     rows = sum(plane.row_bytes for plane in planes)
     slot = rows if on_device else shape.slot_bytes
-    pairs = shape.top_k * moe_layers
-    kv = shape.kv_token_bytes * min(HISTORY_TOKENS, shape.model_context) + shape.state_bytes
-    read = shape.dense_bytes + pairs * slot + kv
+    pairs = (shape.top_k if shape.mean_used is None else shape.mean_used) * moe_layers
+    history, windows = min(HISTORY_TOKENS, shape.model_context), shape.windows
+    kv = shape.kv_token_bytes * history + shape.state_bytes
+    kv += windows.token_bytes * min(history, windows.tokens)
+    read = round(shape.dense_bytes + pairs * slot + kv)
     return TokenWork(layers, pairs, shape.n_rows, read, slot, planes)
 
 

@@ -13,6 +13,7 @@ import platformdirs
 
 APP_NAME = "moet-desk"
 DATA_DIR_VARIABLE = "MOET_DESK_DATA_DIR"
+CONNECT_KEY_VARIABLE = "MOET_DESK_CONNECT_KEY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,24 @@ class Locations:
         return self.data_dir / "responses.sqlite3"
 
     @property
+    def server_keys_file(self) -> Path:
+        """Keys of other servers, by address."""
+        return self.data_dir / "server-keys.json"
+
+    @property
     def logs_dir(self) -> Path:
         """Log files and crash reports."""
         return self.data_dir / "logs"
 
     @property
     def run_dir(self) -> Path:
-        """The lock of the running program."""
+        """The lock of the running program, and where its endpoint listens."""
         return self.data_dir / "run"
+
+    @property
+    def endpoint_file(self) -> Path:
+        """Where the endpoint listens, while it does."""
+        return self.run_dir / "endpoint.json"
 
 
 @dataclass(frozen=True, slots=True)

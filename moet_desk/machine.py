@@ -133,6 +133,8 @@ class PackFact:
     state: str
     has_gate: bool | None = None
     problem: str = ""
+    dense_bytes: int | None = None  # of all weights but the experts
+    dense_rounded_bytes: int | None = None  # of them, rounded to 8 bits where that is less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

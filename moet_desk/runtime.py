@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import fcntl
+import io
 import logging
 import os
 import platform
@@ -34,6 +35,7 @@ LOG_FILE = "moet-desk.log"
 OUTPUT_FILE = "output.log"  # what libraries print to stdout and stderr while the app is open
 FAULT_FILE = "fault.log"  # stacks of all threads if the process dies of a signal
 LOCK_FILE = "lock"
+CONNECTED_LOG, CONNECTED_LOCK = "connected.log", "connected.lock"  # of the app on another server
 
 _LOG_BYTES, _LOG_FILES = 4 * 2**20, 3
 _RECENT_LINES = 200  # what the log screen shows
@@ -125,7 +127,7 @@ class _Recent(logging.Handler):
         self.lines.append(self.format(record))
 
 
-def start_logging(places: Locations, level: str) -> Log:
+def start_logging(places: Locations, level: str, name: str = LOG_FILE) -> Log:
     """Write this process's log to a file, from its own thread.
 
     Also keeps stacks of crashes by signal, and writes a report for an exception that ends a thread.
@@ -134,11 +136,12 @@ def start_logging(places: Locations, level: str) -> Log:
     Args:
         places: the log goes into `logs_dir`.
         level: "debug", "info", "warning" or "error".
+        name: of the file; two processes must not rotate the same one.
 
     Raises:
         MoetError: MD-DISK-03, the log cannot be written.
     """
-    path = places.logs_dir / LOG_FILE
+    path = places.logs_dir / name
     try:
         places.logs_dir.mkdir(parents=True, exist_ok=True)
         file = _File(path, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES, encoding="utf-8")
@@ -164,15 +167,15 @@ def _formatter() -> logging.Formatter:
 
 
 @contextmanager
-def instance_lock(places: Locations) -> Iterator[None]:
-    """Be the only program that runs on this data folder.
+def instance_lock(places: Locations, name: str = LOCK_FILE) -> Iterator[None]:
+    """Be the only program that runs on this data folder, or the only one that takes this lock.
 
     The lock belongs to the process, so a killed one leaves none behind; the file stays.
 
     Raises:
         MoetError: MD-ENG-01 with the process that has it; MD-DISK-03 no lock can be made.
     """
-    path = places.run_dir / LOCK_FILE
+    path = places.run_dir / name
     try:
         places.run_dir.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -221,7 +224,8 @@ def terminal_guard(places: Locations) -> Iterator[None]:
         raise _unwritable(path, problem) from problem
     saved = os.dup(1), os.dup(2)
     terminal = saved[1] if os.isatty(2) else saved[0]
-    screen = os.fdopen(terminal, "w", encoding="utf-8", errors="replace", closefd=False)
+    raw = os.fdopen(terminal, "wb", closefd=False)
+    screen = _Screen(raw, encoding="utf-8", errors="replace")
     streams = sys.__stdout__, sys.__stderr__
     _flush()
     os.dup2(output, 1)
@@ -231,14 +235,28 @@ def terminal_guard(places: Locations) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # the terminal may be gone
-            screen.flush()
+        screen.flush()
         _flush()
         sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]
         os.dup2(saved[0], 1)
         os.dup2(saved[1], 2)
         for fd in saved:
             os.close(fd)
+
+
+class _Screen(io.TextIOWrapper):
+    """The terminal. That it is gone ends no thread that draws: the app has to come to where it
+    keeps what was written.
+    """
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            return super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
 
 
 def _flush() -> None:

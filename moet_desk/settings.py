@@ -165,6 +165,10 @@ class Memory:
         Literal["auto", "nvfp4", "fp8", "bf16", "f32"],
         _About("How the memory of a chat is stored; smaller holds more text.", _R),
     ] = "auto"
+    dense_format: Annotated[
+        Literal["auto", "stored", "int8"],
+        _About("Weights of all but the experts: int8 rounds, auto where a card needs it.", _R),
+    ] = "auto"
     ram: Annotated[
         int | None, _About("RAM the program may use in all.", _R, "bytes", least=64 * 2**20)
     ] = None
@@ -412,14 +416,15 @@ def _read_bool(value: Any, _: Setting) -> bool:
 def _read_text(value: Any, _: Setting) -> str:
     if not isinstance(value, str):
         raise ValueError("not text")
+    value.encode()  # half of a character cannot be saved; that is a ValueError too
     return value
 
 
-def _read_list(value: Any, _: Setting) -> tuple[str, ...]:
+def _read_list(value: Any, setting: Setting) -> tuple[str, ...]:
     if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
-        return tuple(value)
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, list | tuple):
+        return tuple(_read_text(part, setting) for part in value)
     raise ValueError("not a list of texts")
 
 

@@ -41,6 +41,7 @@ from moet_desk.ui.screens.models import ModelList, ModelsScreen
 from moet_desk.ui.screens.pack_plan import PackPlan
 from moet_desk.ui.screens.settings import SettingsScreen
 from moet_desk.ui.screens.setup import SetupScreen
+from moet_desk.ui.widgets.cache_lists import CacheLines
 from moet_desk.ui.widgets.filter_line import FilterLine
 from moet_desk.ui.widgets.find_line import FindLine
 from moet_desk.ui.widgets.heatmap import Heatmap
@@ -97,10 +98,12 @@ _AREAS: Mapping[str, str] = {
     "TERM": "Terminal",
     "ENG": "Process and engine",
     "API": "Endpoint",
+    "CONN": "Another server",
     "CLI": "Command line",
     "EVAL": "Measuring quality",
     "CHAT": "Chats and templates",
     "GRAM": "Answers of a given form",
+    "TRACE": "Recordings",
     "BUG": "Our mistakes",
 }
 
@@ -283,7 +286,7 @@ _SCREENS: Mapping[str, tuple[Any, ...]] = {
     "Find in the chat": (FindLine,),
     "Options of a chat": (ChatOptions, Choice),
     "Attaching a file": (AttachDialog,),
-    "Cache (F3)": (CacheScreen, Heatmap),
+    "Cache (F3)": (CacheScreen, Heatmap, CacheLines),
     "Models (F4)": (ModelsScreen, ModelList),
     "Plan of a model": (PackPlan,),
     "Endpoint (F5)": (EndpointScreen,),

@@ -17,15 +17,17 @@ import click
 
 from moet_desk import __version__
 from moet_desk.cli.context import Invocation, global_options
-from moet_desk.cli.output import Format, report_error
+from moet_desk.cli.output import Format, be_plain, report_error
 from moet_desk.errors import ExitCode, MoetError, fail
 
 PROGRAM = "moet-desk"
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "chat": ("moet_desk.cli.chat:chat", "Open the app, also on a server elsewhere."),
     "run": ("moet_desk.cli.run:run", "Ask a model one question, or talk with it line by line."),
     "serve": ("moet_desk.cli.serve:serve", "Serve a model to OpenAI clients."),
     "launch": ("moet_desk.cli.launch:launch", "Point a coding agent at the model here."),
+    "handoff": ("moet_desk.cli.handoff:handoff", "Write a larger server's settings for a model."),
     "pull": ("moet_desk.cli.pull:pull", "Fetch a model from the hub and pack it; resumes."),
     "login": ("moet_desk.cli.login:login", "Sign in to the hub, for models that ask for it."),
     "pack": ("moet_desk.cli.models:pack", "Make a pack from a model's files; resumes."),
@@ -96,10 +98,24 @@ class LazyGroup(click.Group):
     epilog="Without a command it opens the app.",
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
+@click.option(
+    "--demo-trace",
+    is_flag=False,
+    flag_value="",
+    metavar="[NAME|FILE]",
+    help="Open the app on a recording: no model and no GPU are needed.",
+)
 @global_options
 @click.pass_context
-def cli(ctx: click.Context) -> int | None:
+def cli(ctx: click.Context, demo_trace: str | None) -> int | None:
     """Very large mixture-of-experts models on one consumer GPU."""
+    if demo_trace is not None:
+        if ctx.invoked_subcommand is not None:
+            raise click.UsageError("--demo-trace opens the app and takes no command", ctx)
+        played: int = importlib.import_module("moet_desk.cli.recording").open_recording(
+            ctx.obj, demo_trace
+        )
+        return played
     if ctx.invoked_subcommand is not None:
         return None
     opened: int = importlib.import_module("moet_desk.cli.app").open_app(ctx.obj)
@@ -110,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code. Never raises, never prints a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     invocation = Invocation()
+    be_plain(False)
     try:
         status = cli.main(given, prog_name=PROGRAM, standalone_mode=False, obj=invocation)
         return int(status or 0)

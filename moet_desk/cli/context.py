@@ -127,6 +127,7 @@ def engine_options(settings: Settings, locations: Locations | None = None) -> En
         arena_rows=memory.arena_rows,
         ram_bytes=memory.ram,
         kv_format=memory.kv_format,
+        dense_format=memory.dense_format,
         threads=memory.threads,
         prefix_bytes=memory.prefixes,
         saved_prefixes=None if locations is None else locations.prefixes_dir,

@@ -73,11 +73,28 @@ def _packs(invocation: Invocation) -> tuple[PackFact, ...]:
     from moet_desk.machine import PackFact
 
     return tuple(
-        PackFact(
+        PackFact(name=pack.name, state=pack.state.value, problem=pack.error.cause)
+        if pack.error is not None
+        else PackFact(
             name=pack.name,
             state=pack.state.value,
-            has_gate=read_gate(pack.path) is not None if pack.error is None else None,
-            problem=pack.error.cause if pack.error is not None else "",
+            has_gate=read_gate(pack.path) is not None,
+            dense_bytes=sizes[0],
+            dense_rounded_bytes=sizes[1],
         )
         for pack in invocation.library.packs()
+        for sizes in [_dense(pack.path)]
     )
+
+
+def _dense(pack: Path) -> tuple[int, int] | tuple[None, None]:
+    """Bytes of the dense weights, as stored and rounded; None if the file cannot be read."""
+    from moet_desk.engine.planned_model import dense_saving
+    from moet_desk.errors import MoetError
+    from moet_desk.store.pack_format import DENSE_FILE
+
+    try:
+        stored = (pack / DENSE_FILE).stat().st_size
+        return stored, stored - dense_saving(pack)
+    except (OSError, MoetError):
+        return None, None

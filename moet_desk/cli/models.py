@@ -285,7 +285,8 @@ def _details(path: Path, meta: PackMeta, wished_gate: float | None) -> dict[str,
 def _model_context(path: Path) -> int | None:
     try:
         config = json.loads((path / "config.json").read_bytes())
-        found = config.get("max_position_embeddings")
+        text = config.get("text_config") or {}
+        found = config.get("max_position_embeddings", text.get("max_position_embeddings"))
     except (OSError, ValueError, AttributeError):
         return None
     return found if isinstance(found, int) else None

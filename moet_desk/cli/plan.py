@@ -49,6 +49,11 @@ def complete_known(ctx: click.Context, param: click.Parameter, incomplete: str) 
     type=click.Choice(["auto", "nvfp4", "fp8", "bf16", "f32"]),
     help="How the memory of a chat is stored.",
 )
+@click.option(
+    "--dense-format",
+    type=click.Choice(["auto", "stored", "int8"]),
+    help="How weights that are no experts are kept; auto rounds them where a card needs it.",
+)
 @device_option
 @machine_option
 @output_options
@@ -61,6 +66,7 @@ def plan(
     vram: int | None,
     quality: str | None,
     kv_format: str | None,
+    dense_format: str | None,
     device: str | None,
     machine: Path | None,
 ) -> int:
@@ -77,6 +83,7 @@ def plan(
         memory__context=context,
         memory__ram=ram,
         memory__kv_format=kv_format,
+        memory__dense_format=dense_format,
         answers__quality=quality,
         engine__device=device,
     ).settings

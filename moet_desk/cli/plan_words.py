@@ -28,11 +28,11 @@ def as_text(model: PlannedModel, answer: ModelPlan | Refusal, facts: MachineFact
     if plan is not answer:
         lines += [_refusal(answer), f"The nearest plan that fits: {_changes(model, answer)}"]
     lines += ["", *table(tier_rows(model, plan)), *_disk_line(model, facts), ""]
-    lines += forecast_lines(plan.forecast)
+    lines += [*forecast_lines(plan.forecast), *_identity_lines(model)]
     for title in obstacles(plan, facts):
         lines.append(f"Before the card can be used: {title}. See: moet-desk doctor")
     if model.stands_in:
-        lines.append("Its attention is not written yet: what reading a prompt takes is estimated.")
+        lines.append("What reading a prompt takes on a card is estimated: it has no kernels yet.")
     return "\n".join(lines)
 
 
@@ -91,7 +91,7 @@ def tier_rows(model: PlannedModel, plan: ModelPlan) -> list[Row]:
     context = f"{tiers.context:,} tokens, {plan.requests} requests, {plan.kv_format.value}"
     rows: list[Row] = [
         ("Part", "Where", "Size", "What"),
-        ("dense stack", place, show_memory(sizes.dense), "weights that are no routed experts"),
+        ("dense stack", place, show_memory(sizes.dense), _dense_words(model, plan)),
         ("context", place, show_memory(sizes.kv), context),
         ("work, graphs", place, show_memory(sizes.work), "activations, captured steps"),
         ("prompt chunk", place, show_memory(sizes.chunk), f"{tiers.prefill_chunk:,} tokens"),
@@ -111,6 +111,15 @@ def tier_rows(model: PlannedModel, plan: ModelPlan) -> list[Row]:
     rows.append(("only there", "drive", show_disk(sizes.nvme_only), "read while answering"))
     rows.append(("pack", "drive", show_disk(model.pack_bytes), "all experts and the dense stack"))
     return rows
+
+
+def _dense_words(model: PlannedModel, plan: ModelPlan) -> str:
+    from moet_desk.engine.dense_format import DenseFormat
+
+    if plan.dense_format is DenseFormat.STORED:
+        return "weights that are no routed experts"
+    stored = show_memory(model.dense_bytes)
+    return f"weights that are no routed experts, rounded to 8 bits ({stored} as stored)"
 
 
 def table(rows: list[Row]) -> list[str]:
@@ -142,6 +151,16 @@ def forecast_lines(forecast: Forecast) -> list[str]:
         f"Forecast, not a measurement: {show_range(forecast)} tokens/s, one answer at a time.",
         f"Limited by {forecast.limit}. Assumed: {low} to {high} of look-ups find their expert in a",
         f"slot, {near} to {far} in a slot or in RAM. Rates: {basis}.",
+    ]
+
+
+def _identity_lines(model: PlannedModel) -> list[str]:
+    router = model.spec.moe_ffn.router
+    if not router.n_identity:
+        return []
+    chosen, used = router.top_k, f"{router.mean_used:.0f}"
+    return [
+        f"Of the {chosen} experts that a token chooses in a layer, {used} on average have weights."
     ]
 
 
@@ -215,6 +234,7 @@ def plan_fields(plan: ModelPlan) -> dict[str, Any]:
         },
         "parts": {
             "dense_bytes": sizes.dense,
+            "dense_format": plan.dense_format.value,
             "kv_bytes": sizes.kv,
             "work_bytes": sizes.work,
             "chunk_bytes": sizes.chunk,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -241,6 +241,7 @@ def _say_figures(invocation: Invocation, prepared: Prepared, *, is_all: bool) ->
         "free_bytes": free,
         "reclaim": asked.reclaim,
         "has_tokenizer": has_tokenizer,
+        "left_out": prepared.maker.left_out,
         "fits": figures.need <= free,
     }
     if invocation.format is Format.NDJSON:
@@ -255,6 +256,8 @@ def _say_figures(invocation: Invocation, prepared: Prepared, *, is_all: bool) ->
     )
     if not asked.reclaim:
         invocation.say("With --reclaim each file is deleted once it is packed.")
+    if left_out := left_out_words(prepared.maker.left_out):
+        invocation.say(left_out)
     if not has_tokenizer:
         invocation.say("It has no tokenizer.json: it can be packed, and not run until it has one.")
     if prepared.moved:
@@ -262,6 +265,14 @@ def _say_figures(invocation: Invocation, prepared: Prepared, *, is_all: bool) ->
             f"{asked.repo} has moved on to {prepared.moved[:12]}; this pull keeps to the commit"
             f" it began with. For the new one: moet-desk rm {asked.dest.name}, then pull again."
         )
+
+
+def left_out_words(left_out: Mapping[str, int]) -> str:
+    """What of a model's files will not be in the pack, such as a vision part; empty for nothing."""
+    if not left_out:
+        return ""
+    named = ", ".join(f"{start.rstrip('.')} ({count:,})" for start, count in left_out.items())
+    return f"Left out, tensors that begin with: {named}."
 
 
 def is_agreed(model: str, n_bytes: int, options: dict[str, Any], *, code: str, ask: str) -> bool:

@@ -15,7 +15,7 @@ import click
 from moet_desk.cli.context import Invocation
 from moet_desk.cli.models import pack_folder
 from moet_desk.cli.output import Format, print_document, print_event, say
-from moet_desk.cli.pull import is_agreed
+from moet_desk.cli.pull import is_agreed, left_out_words
 from moet_desk.errors import ExitCode
 from moet_desk.units import show_disk
 
@@ -84,6 +84,7 @@ def _figures(invocation: Invocation, path: Path, name: str) -> dict[str, Any]:
         "need_bytes": need,
         "free_bytes": free_bytes(dest),
         "has_tokenizer": "tokenizer.json" in small,
+        "left_out": maker.left_out,
     }
 
 
@@ -101,6 +102,8 @@ def _say_figures(
         f" {size['fine']} more for 4 bits, {size['dense']} of other weights);"
         f" {size['free']} are free."
     )
+    if left_out := left_out_words(fields["left_out"]):
+        invocation.say(left_out)
     if not fields["has_tokenizer"]:
         invocation.say("It has no tokenizer.json: it can be packed, and not run until it has one.")
 

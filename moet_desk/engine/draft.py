@@ -18,8 +18,8 @@ from torch import Tensor
 from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.draft_control import FOLLOWED_TOKENS
 from moet_desk.engine.kv_cache import KvCache, KvSequence
-from moet_desk.engine.model import Model
 from moet_desk.engine.mtp import MtpHead
+from moet_desk.engine.stream_model import StreamHead
 from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import DraftCounters
 
@@ -77,14 +77,21 @@ class DraftState:
     Attributes:
         sequence: the head's own count, on the request's pages.
         follows: whether the head reads along; a head that missed something cannot guess.
-        pending: states [H] behind tokens whose next token the head has not read.
+        pending: states [n, H] behind tokens whose next token the head has not read, as they came.
+        waiting: how many these are together.
         text: for guesses from the text.
     """
 
     sequence: KvSequence
     follows: bool = True
     pending: list[Tensor] = field(default_factory=list)
+    waiting: int = 0
     text: TextIndex = field(default_factory=TextIndex)
+
+    def part(self) -> None:
+        """The head reads along no further, and can guess no more."""
+        self.follows = False
+        self.pending, self.waiting = [], 0
 
 
 class Drafted(Protocol):
@@ -164,7 +171,7 @@ class CpuHead:
     """The head over the CPU's model.
 
     Args:
-        head, model, kv: the head, its model, and pages with a layer for it.
+        head, kv: the head, and pages with a layer for it.
         one, many: routed experts of each plane for one token and for several.
     """
 
@@ -172,14 +179,13 @@ class CpuHead:
 
     def __init__(
         self,
-        head: MtpHead,
-        model: Model,
+        head: MtpHead | StreamHead,
         kv: KvCache,
         *,
         one: Mapping[Plane, Experts],
         many: Mapping[Plane, Experts],
     ) -> None:
-        self.head, self._model, self._kv = head, model, kv
+        self.head, self._kv = head, kv
         self._one, self._many = one, many
 
     def read(
@@ -190,7 +196,7 @@ class CpuHead:
         found = self.head.forward(torch.tensor(ids), states, self._kv, sequence, experts[plane])[
             -1:
         ]
-        return int(self._model.logits(found)[0].argmax()), found
+        return int(self.head.logits(found)[0].argmax()), found
 
 
 class MtpDrafter:
@@ -203,20 +209,22 @@ class MtpDrafter:
         """The model has read tokens of the request, whose states are `hidden` [T, H].
 
         Of a prompt's chunk the head reads at once all but the last: the states of a long prompt
-        would take more memory than its KV. Raises as `Head.read`.
+        would take more memory than its KV. What is kept is copied. Raises as `Head.read`.
         """
         state = state_of(request)
-        state.pending += hidden
-        if not request.out_ids:
-            self._catch_up(request, state, 1)
-        elif len(state.pending) > FOLLOWED_TOKENS:
-            state.follows = False
-            state.pending.clear()
+        state.waiting += len(hidden)
+        if request.out_ids:
+            state.pending.append(hidden.clone())
+            if state.waiting > FOLLOWED_TOKENS:
+                state.part()
+            return
+        state.pending.append(hidden)
+        self._catch_up(request, state, 1)
+        state.pending = [torch.cat(state.pending)]
 
     def behind(self, request: Drafted) -> int:
         """Reads that the head must make up for before the one that guesses."""
-        waiting = len(state_of(request).pending)
-        return max(0, -(-waiting // self.head.most_rows) - 1)
+        return max(0, -(-state_of(request).waiting // self.head.most_rows) - 1)
 
     def catch_up(self, request: Drafted) -> None:
         """Read as much as leaves one read before a guess. Raises as `Head.read`."""
@@ -228,9 +236,9 @@ class MtpDrafter:
         if depth < 1:
             return []
         self.catch_up(request)
-        guess, hidden = self._read(request, state, len(state.pending))
+        guess, hidden = self._read(request, state, state.waiting)
         guesses: list[int] = []
-        ahead = replace(state.sequence)  # what is read from here on are guesses
+        ahead = state.sequence.fork()  # what is read from here on are guesses
         while guess is not None:
             guesses.append(guess)
             if len(guesses) == depth:
@@ -239,16 +247,16 @@ class MtpDrafter:
         return guesses
 
     def _catch_up(self, request: Drafted, state: DraftState, left: int) -> None:
-        while len(state.pending) > left:
-            self._read(request, state, min(self.head.most_rows, len(state.pending) - left))
+        while state.waiting > left:
+            self._read(request, state, min(self.head.most_rows, state.waiting - left))
 
     def _read(self, request: Drafted, state: DraftState, count: int) -> tuple[int | None, Tensor]:
         """Let the head read the first `count` pending states with the tokens behind them."""
         start = state.sequence.length + 1
         ids = _tokens(request, start, start + count)
-        states = torch.stack(state.pending[:count])
-        found = self.head.read(ids, states, state.sequence, request.plane)
-        del state.pending[:count]
+        states = state.pending[0] if len(state.pending) == 1 else torch.cat(state.pending)
+        found = self.head.read(ids, states[:count], state.sequence, request.plane)
+        state.pending, state.waiting = [states[count:]], state.waiting - count
         return found
 
 
@@ -260,7 +268,7 @@ def room_of(request: Drafted) -> int:
 def state_of(request: Drafted) -> DraftState:
     """What is kept of the request; nothing yet at first."""
     if request.draft is None:
-        request.draft = DraftState(replace(request.kv, length=0))
+        request.draft = DraftState(replace(request.kv, length=0, slot=None, base=0))
     return request.draft
 
 

@@ -6,9 +6,10 @@ is decided changes how soon an answer comes, never what it says.
 
 Guessing is bounded by an account in plain steps (steps without guesses). Every token earns a
 hundredth of one; a step that took longer than its tokens would have without guesses pays the
-difference; no step is taken that could overdraw. So over any 500 tokens at most
-`MOST_SPARE + 500 * EARNED` = 11 plain steps are lost, 2.2 %, whatever the estimates say. Engine
-thread.
+difference, and every step what was spent on its way: where one takes half a millisecond, asking is
+dear. No step is taken that could overdraw, and with an empty account nobody asks. So over any 500
+tokens at most `MOST_SPARE + 500 * EARNED` = 10 plain steps are lost, 2 %, whatever the estimates
+say. Engine thread.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ HOPELESS_GAIN = 0.9  # a probe ends early
 LEAST_GAIN = 1.03
 """Below this speed over plain steps guessing is not worth its trouble (design §10)."""
 
-EARNED, MOST_SPARE = 0.01, 6.0
+EARNED, MOST_SPARE = 0.01, 5.0
+SAVED_UP = 2.0  # from an empty account on nothing is spent until there is this much
 REFRESH_STEPS, PLAIN_STEPS = 40, 3
 """Steps with guesses, and the plain ones behind them, so that their time stays known."""
 
@@ -41,8 +43,7 @@ FIRST_REST, LONGEST_REST = 48, 4096  # tokens between fruitless probes
 WON_STEPS = 32  # steps with a gain after which rests are short again
 DEEPER_STEPS = 128  # steps with a gain before one place more is looked at again
 HELD_STEPS = 6
-"""Steps for which a decision against guesses stands unasked: where a step takes half a millisecond,
-asking in each would cost more than guesses may."""
+"""Steps for which a decision against guesses stands unasked."""
 
 FOLLOWED_TOKENS = 64  # that a head nobody asks may be behind; with more it stops reading along
 
@@ -100,6 +101,10 @@ class Policy(Protocol):
         """Whether the head should read along with a request that begins."""
         ...
 
+    def saves(self) -> bool:
+        """Whether nothing may be spent now: a head that reads along stops."""
+        ...
+
     def holds(self, regime: Regime) -> bool:
         """Whether there is no guessing in the next step, whatever could be offered."""
         ...
@@ -110,6 +115,12 @@ class Policy(Protocol):
 
     def note(self, regime: Regime, choice: Choice, seen: Seen) -> None:
         """The step that was chosen last has been made."""
+        ...
+
+    def passed(self, regime: Regime, n_tokens: int, aside_s: float) -> None:
+        """The step for which the policy held has been made: `n_tokens` of all its requests, and
+        `aside_s` as in `Seen`.
+        """
         ...
 
     def view(self) -> DraftChoice:
@@ -133,6 +144,10 @@ class Fixed:
         """See `Policy`."""
         return self.source is Source.MTP
 
+    def saves(self) -> bool:
+        """See `Policy`."""
+        return False
+
     def holds(self, regime: Regime) -> bool:
         """See `Policy`."""
         return self.source is Source.OFF
@@ -142,6 +157,9 @@ class Fixed:
         return Choice(self.source, self.depth)
 
     def note(self, regime: Regime, choice: Choice, seen: Seen) -> None:
+        """See `Policy`."""
+
+    def passed(self, regime: Regime, n_tokens: int, aside_s: float) -> None:
         """See `Policy`."""
 
     def view(self) -> DraftChoice:
@@ -197,12 +215,13 @@ class Control:
     one_by_one: bool = False
     spare: float = MOST_SPARE  # plain steps that may be lost now
     probes: int = 0
+    _saving: bool = False
     _books: dict[Regime, _Book] = field(default_factory=dict)
     _newest: tuple[Regime, Choice] | None = None
 
     def follows(self, plane: Plane) -> bool:
         """See `Policy`: if the head guesses, or will be tried again before it is far behind."""
-        if Source.MTP not in self.sources:
+        if Source.MTP not in self.sources or self._saving:
             return False
         books = [book for regime, book in self._books.items() if regime.plane is plane]
         rests = [(book.rests[Source.MTP], book.n_tokens) for book in books]
@@ -211,12 +230,16 @@ class Control:
             for rest, n_tokens in rests
         )
 
+    def saves(self) -> bool:
+        """See `Policy`."""
+        return self._saving
+
     def holds(self, regime: Regime) -> bool:
-        """See `Policy`: in the steps behind one in which there were guesses and no use for them."""
+        """See `Policy`: in steps behind one whose guesses were of no use, and while it saves."""
         book = self._book(regime)
-        if not book.held:
+        if not book.held and not self._saving:
             return False
-        book.held -= 1
+        book.held = max(0, book.held - 1)
         self._newest = (regime, OFF)
         return True
 
@@ -322,11 +345,22 @@ class Control:
     def note(self, regime: Regime, choice: Choice, seen: Seen) -> None:
         """See `Policy`."""
         book = self._book(regime)
-        self.spare += EARNED * seen.n_tokens / regime.n_requests
-        if choice.source is not Source.OFF:
-            self.spare -= book.estimates.lost(seen)
-        self.spare = min(self.spare, MOST_SPARE)
+        lost = 0.0 if choice.source is Source.OFF else book.estimates.lost(seen)
+        self._account(book, seen.n_tokens, seen.aside_s, lost)
         book.note(choice.source, seen)
+
+    def passed(self, regime: Regime, n_tokens: int, aside_s: float) -> None:
+        """See `Policy`."""
+        book = self._book(regime)
+        book.n_tokens += max(1, n_tokens // book.n_requests)
+        book.since_plain = 0
+        self._account(book, n_tokens, aside_s, 0.0)
+
+    def _account(self, book: _Book, n_tokens: int, aside_s: float, lost: float) -> None:
+        plain = book.estimates.plain_s
+        spent = lost if plain is None else lost + aside_s / plain
+        self.spare = min(self.spare + EARNED * n_tokens / book.n_requests - spent, MOST_SPARE)
+        self._saving = self.spare < (SAVED_UP if self._saving else 0.0)
 
     def view(self) -> DraftChoice:
         """See `Policy`."""

@@ -37,6 +37,7 @@ class Seen:
         check_s: seconds of its rows, without reruns of the gate: a token has these anyway.
         guess_s: seconds of guessing.
         behind_s: seconds in which heads read what they had not read yet.
+        aside_s: seconds of asking what to guess, and of keeping what a head may be asked about.
     """
 
     results: tuple[tuple[int, int], ...]
@@ -44,6 +45,7 @@ class Seen:
     check_s: float
     guess_s: float = 0.0
     behind_s: float = 0.0
+    aside_s: float = 0.0
 
     @property
     def rows(self) -> int:

@@ -52,16 +52,20 @@ class Round(Generic[R]):
     """A step on its way.
 
     Attributes:
+        held: nobody was asked.
         runs: requests whose guessing did not fail, with the guesses of each.
         began: seconds, when its rows could begin.
+        asked_s: seconds in which it was found out what to do.
     """
 
     regime: Regime
+    held: bool
     choice: Choice
     runs: list[tuple[R, list[int]]]
     began: float
     n_tokens_before: int
     rerun_s_before: float
+    asked_s: float
     guess_s: float
     behind_s: float
     results: list[tuple[int, int]] = field(default_factory=list)
@@ -91,6 +95,7 @@ class Drafting:
         self._lookup: Drafter = LookupDrafter() if lookup is None else lookup
         self._most_rows, self._clock = most_rows, clock
         self.acceptance = Acceptance()
+        self._kept_s = 0.0  # seconds of this step, so far, in which heads were told of it
 
     def follows(self, request: Drafted) -> bool:
         """Whether the head reads what the request reads. Decided when it is first asked."""
@@ -112,9 +117,17 @@ class Drafting:
             state_of(request).follows = False
 
     def note(self, request: Drafted, hidden: Tensor) -> None:
-        """The model has read tokens of the request, whose states are `hidden` [T, H]."""
-        if self.mtp is not None and self.follows(request):
+        """The model has read tokens of the request, whose states are `hidden` [T, H]; they may be
+        overwritten afterwards.
+        """
+        if self.mtp is None or not self.follows(request):
+            return
+        began = self._clock()
+        if request.out_ids and self.policy.saves():
+            state_of(request).part()
+        else:
             self.mtp.note(request, hidden)
+        self._kept_s += self._clock() - began
 
     def begin(self, requests: Sequence[R], rerun_s: float) -> Round[R]:
         """Have tokens guessed for requests of one plane; one whose guessing fails ends.
@@ -122,8 +135,10 @@ class Drafting:
         `rerun_s`: what the gate has spent so far.
         """
         regime = Regime(requests[0].plane, any(r.tau is not None for r in requests), len(requests))
+        began = self._clock()
         held = self.policy.holds(regime)
         choice = OFF if held else self.policy.choose(regime, self._offer(requests))
+        self._kept_s = 0.0
         marks = [self._clock()]
         runs = [(r, list[int]()) for r in requests]
         if choice.source is Source.MTP:
@@ -134,7 +149,8 @@ class Drafting:
             runs = [(r, guesses) for r, guesses in found if guesses is not None]
         marks.append(self._clock())
         return Round(
-            regime, choice, runs, began=marks[2], rerun_s_before=rerun_s,
+            regime, held, choice, runs, began=marks[2], rerun_s_before=rerun_s,
+            asked_s=marks[0] - began,
             n_tokens_before=sum(len(r.out_ids) for r in requests),
             guess_s=marks[2] - marks[1], behind_s=marks[1] - marks[0],
         )  # fmt: skip
@@ -149,10 +165,14 @@ class Drafting:
         """The step is made. One in which a request failed teaches nothing."""
         if len(step.results) != step.regime.n_requests:
             return
-        again_s = rerun_s - step.rerun_s_before
         n_tokens = sum(len(r.out_ids) for r, _ in step.runs) - step.n_tokens_before
-        check_s = self._clock() - step.began - again_s
-        seen = Seen(tuple(step.results), n_tokens, check_s, step.guess_s, step.behind_s)
+        aside_s = step.asked_s + self._kept_s
+        if step.held:
+            self.policy.passed(step.regime, n_tokens, aside_s)
+            return
+        again_s = rerun_s - step.rerun_s_before
+        check_s = self._clock() - step.began - again_s - self._kept_s
+        seen = Seen(tuple(step.results), n_tokens, check_s, step.guess_s, step.behind_s, aside_s)
         self.policy.note(step.regime, step.choice, seen)
 
     def _offer(self, requests: Sequence[R]) -> Offer:

@@ -148,6 +148,7 @@ class ModelInfo:
     `thinks`: its reasoning has tags, so that a `thinking_budget` can end it.
     `switches`: variables about reasoning that the chat template reads (`engine.reasoning`), and
     `efforts` the levels it tells apart, the least first.
+    `has_qualities`: the quality of a request counts; another server may know none.
     """
 
     name: str
@@ -168,6 +169,7 @@ class ModelInfo:
     thinks: bool = False
     switches: tuple[str, ...] = ()
     efforts: tuple[str, ...] = ()
+    has_qualities: bool = True
 
 
 class RequestStream:
@@ -191,6 +193,7 @@ class RequestStream:
         self._events: deque[Event] = deque()
         self._ready = threading.Event()
         self._wake: Callable[[], None] | None = None
+        self._watch: Callable[[Event], None] | None = None
         self._done = False
 
     def push(self, event: Event) -> None:
@@ -213,6 +216,10 @@ class RequestStream:
         if self._events:
             wake()
 
+    def watch(self, watch: Callable[[Event], None]) -> None:
+        """Have each event told to `watch` too, in the reader's thread, when it is taken."""
+        self._watch = watch
+
     def cancel(self) -> None:
         """Ask the engine to stop; a `Finished(CANCELLED)` follows unless it ended already."""
         self._cancel(self.id)
@@ -227,6 +234,9 @@ class RequestStream:
         taken: list[Event] = []
         while self._events:
             taken.append(self._events.popleft())
+        if self._watch is not None:
+            for event in taken:
+                self._watch(event)
         if taken and isinstance(taken[-1], Finished | Failed):
             self._done = True
         return taken
@@ -308,6 +318,7 @@ class EngineOptions:
     vram_bytes: int | None = None  # what the engine may take of the card
     device: str = "cpu"  # auto | cpu | cuda; resolved when the engine thread loads
     kv_format: str = "auto"  # auto | nvfp4 | fp8 | bf16 | f32
+    dense_format: str = "auto"  # auto | stored | int8
     threads: int | None = None
     quality: Quality = Quality.FAST  # for requests that do not say; so is the gate
     gate: float | None = None  # None: what the pack was calibrated to, else DEFAULT_GATE

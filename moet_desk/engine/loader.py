@@ -19,6 +19,7 @@ from moet_desk.engine.blocks.expert_math import ExpertForm, ExpertMath, load_for
 from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.decode import DecodeExperts, Decoder, OpportunisticExperts
+from moet_desk.engine.dense_format import PLAIN, DenseFormat, cpu_dense_format, may_round
 from moet_desk.engine.draft import CpuHead, MtpDrafter
 from moet_desk.engine.drafting import drafting_of
 from moet_desk.engine.families import packed_head, spec_for
@@ -35,6 +36,8 @@ from moet_desk.engine.model_shape import (
     kv_token_bytes,
     loads_head,
     mtp_of,
+    n_kv_layers,
+    rings_of,
     running_layers,
     wishes_of,
 )
@@ -42,8 +45,10 @@ from moet_desk.engine.mtp import MtpHead
 from moet_desk.engine.prefill import Prefiller, PrefillExperts
 from moet_desk.engine.residency import Residency
 from moet_desk.engine.spec import Spec
+from moet_desk.engine.stream_model import StreamHead, StreamModel
 from moet_desk.engine.transfer import Transfer
 from moet_desk.kernels.kinds import Activations, KvFormat
+from moet_desk.kernels.reference import dense_values, quantize_dense
 from moet_desk.plan import (
     KV_PAGE_TOKENS,
     TierPlan,
@@ -104,17 +109,18 @@ def load(
     report.end()
 
     report.begin("Dense layers", total=_dense_bytes(reader))
-    weights = Weights(_counted(reader, report))
-    model = Model(spec, weights, context=plan.context)
+    weights = Weights(_counted(reader, report, cpu_dense_format(options.dense_format)))
+    model = model_of(spec, weights, context=plan.context)
     experts = load_form(spec, weights)
     kv = KvCache(
         spec.attention,
-        n_layers=spec.n_kv_layers + with_head,
+        n_layers=n_kv_layers(spec, with_head=with_head),
         n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS,
         form=form,
         index_layers=index_layers(spec, with_head=with_head),
         recurrent=spec.recurrent,
+        rings=rings_of(spec, plan, options.max_running),
     )
     report.end()
 
@@ -131,13 +137,27 @@ def load(
     prefill = {plane: PrefillExperts(residency, math[plane], plane) for plane in Plane}
     head = None
     if with_head:
-        mtp = MtpHead(model, mtp_of(spec), weights)
-        head = MtpDrafter(CpuHead(mtp, model, kv, one=decode, many=prefill))
+        head = MtpDrafter(CpuHead(head_of(model, weights), kv, one=decode, many=prefill))
     decoder = Decoder(
         model, kv, residency, decode, drafting=drafting_of(options, head, one_by_one=True)
     )
     prefiller = Prefiller(model, kv, prefill, decoder=decoder, chunk=plan.prefill_chunk)
     return Core(reader, spec, plan, model, kv, arena, residency, decoder, prefiller, prefix_bytes)
+
+
+def model_of(spec: Spec, weights: Weights, *, context: int) -> Model:
+    """The model of a spec, for sequences of up to `context` tokens."""
+    if spec.streams is not None:
+        return StreamModel(spec, spec.streams, weights)
+    return Model(spec, weights, context=context)
+
+
+def head_of(model: Model, weights: Weights) -> MtpHead | StreamHead:
+    """Its MTP head. Raises MD-ENG-05: it has none."""
+    layer, streams = mtp_of(model.spec), model.spec.streams
+    if isinstance(model, StreamModel) and streams is not None:
+        return StreamHead(model, streams, layer, weights)
+    return MtpHead(model, layer, weights)
 
 
 def _expert_math(
@@ -149,7 +169,8 @@ def _expert_math(
 
 
 def _has_mtp(reader: PackReader) -> bool:
-    return packed_head(reader.config(), reader.meta.moe_layers, path=str(reader.path))
+    names, path = reader.dense.names(), str(reader.path)
+    return packed_head(reader.config(), reader.meta.moe_layers, names, path=path)
 
 
 def _dense_bytes(reader: PackReader) -> int:
@@ -172,10 +193,14 @@ def _plan(
     return form, plan_tiers(shape, ram, wishes)
 
 
-def _counted(reader: PackReader, report: LoadReport) -> Callable[[str], torch.Tensor]:
+def _counted(
+    reader: PackReader, report: LoadReport, form: DenseFormat
+) -> Callable[[str], torch.Tensor]:
     def load_one(name: str) -> torch.Tensor:
-        tensor = reader.dense_tensor(name)
-        report.advance(reader.dense.info(name).bytes)
+        tensor, info = reader.dense_tensor(name), reader.dense.info(name)
+        report.advance(info.bytes)
+        if form is DenseFormat.INT8 and info.format.name in PLAIN and may_round(name, info.shape):
+            return dense_values(*quantize_dense(tensor))
         return tensor
 
     return load_one

@@ -13,14 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moet_desk.engine.blocks.attention import MlaBlock
-from moet_desk.engine.blocks.ffn import Experts, MoeBlock, SwigluFfn
-from moet_desk.engine.blocks.gdn import GdnBlock
-from moet_desk.engine.blocks.gqa import GqaBlock
+from moet_desk.engine.blocks.ffn import Experts
+from moet_desk.engine.blocks.layer import Block
 from moet_desk.engine.blocks.shortcut import ShortcutBlock
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache, KvSequence
-from moet_desk.engine.spec import Gdn, Layer, Mla, MoeFfn, Rope, Spec
+from moet_desk.engine.spec import Gdn, MoeFfn, Rope, Spec
 from moet_desk.kernels.reference import linear, rms_norm, rope_frequencies
 
 
@@ -31,48 +29,6 @@ class RopeTable:
         inv_freq, magnitude = rope_frequencies(rope.dim, rope.base, rope.yarn)
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), inv_freq)
         self.cos, self.sin = angles.cos() * magnitude, angles.sin() * magnitude
-
-
-class Block:
-    """One decoder layer: x += attention(norm x); x += ffn(norm x).
-
-    `kv_layer` is its place among the layers that store entries, or among those with a state.
-    """
-
-    def __init__(self, layer: Layer, weights: Weights, *, kv_layer: int, moe_layer: int) -> None:
-        self._attention_norm = weights.norm("input_layernorm")
-        self._ffn_norm = weights.norm("post_attention_layernorm")
-        mixer, attention = layer.mixer, weights.below("self_attn.")
-        self._attention: MlaBlock | GqaBlock | GdnBlock
-        if isinstance(mixer, Gdn):
-            self._attention = GdnBlock(mixer, weights.below("linear_attn."), layer=kv_layer)
-        elif isinstance(mixer, Mla):
-            self._attention = MlaBlock(mixer, attention, layer=kv_layer)
-        else:
-            self._attention = GqaBlock(mixer, attention, layer=kv_layer)
-        self._ffn: MoeBlock | SwigluFfn
-        if isinstance(layer.ffn, MoeFfn):
-            below = weights.below(layer.ffn.name)
-            self._ffn = MoeBlock(layer.ffn, below, moe_layer=moe_layer)
-        else:
-            self._ffn = SwigluFfn(weights.below("mlp."))
-
-    def __call__(
-        self,
-        x: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        kv: KvCache,
-        sequence: KvSequence,
-        experts: Experts,
-    ) -> Tensor:
-        normed = rms_norm(x, self._attention_norm, eps)
-        x = x + self._attention(normed, cos, sin, kv, sequence)
-        normed = rms_norm(x, self._ffn_norm, eps)
-        if isinstance(self._ffn, MoeBlock):
-            return x + self._ffn(normed, experts)
-        return x + self._ffn(normed)
 
 
 class Model:

@@ -6,16 +6,27 @@ loaded. No torch. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
-from moet_desk.engine.cuda.chunk_sizes import chunk_choices
+from moet_desk.engine.cuda.chunk_sizes import BLOCK_ROWS, chunk_choices
 from moet_desk.engine.handle import EngineOptions
-from moet_desk.engine.spec import STATES_KEPT, Layer, Mla, Spec
+from moet_desk.engine.spec import (
+    STATES_KEPT,
+    Gqa,
+    Layer,
+    Mla,
+    MoeFfn,
+    PooledAttention,
+    Rings,
+    Spec,
+    Stateful,
+)
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_key_bytes
 from moet_desk.kernels.row_sizes import ExpertLayout
-from moet_desk.plan import ModelShape, Wishes, choose_kv_format, kv_tokens
+from moet_desk.plan import ModelShape, TierPlan, Windows, Wishes, choose_kv_format, kv_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +50,13 @@ def wishes_of(options: EngineOptions) -> Wishes:
         arena_rows=options.arena_rows, prefill_chunk=options.prefill_chunk,
         max_running=options.max_running,
     )  # fmt: skip
+
+
+def without_kernels(spec: Spec) -> str:
+    """The part of a model that only a CPU computes so far; empty if there is none."""
+    if spec.streams is not None:
+        return "residual streams and pooled attention"
+    return ""
 
 
 def mtp_of(spec: Spec) -> Layer:
@@ -67,22 +85,35 @@ def check_head(spec: Spec, options: EngineOptions) -> None:
 
 
 def running_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
-    """Model layer numbers of the MoE layers that run: the head's is the last one if it guesses.
+    """Model layer numbers of the MoE layers that run: the head's is the last one if it guesses and
+    has experts.
 
     Raises:
         MoetError: as `mtp_of`.
     """
-    return (*spec.main_moe_layers, mtp_of(spec).index) if with_head else spec.main_moe_layers
+    if with_head and isinstance(mtp_of(spec).ffn, MoeFfn):
+        return (*spec.main_moe_layers, mtp_of(spec).index)
+    return spec.main_moe_layers
 
 
 def kv_token_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
-    """KV bytes of one token, all layers together, the MTP head's too if it is loaded."""
+    """KV bytes of one token in the layers that keep every token, the MTP head's too if loaded."""
     mixer = spec.attention
-    n_bytes = (spec.n_kv_layers + with_head) * mixer.entry_bytes(form)
+    if isinstance(mixer, PooledAttention):
+        layers = (m for m in spec.recurrent if isinstance(m, PooledAttention))
+        # windows alone grow by nothing; sizes are divided by this
+        return max(1, ceil(sum(m.token_bytes(form) for m in layers)))
+    n_layers = spec.n_kv_layers + with_head - len(ring_layers(spec))
+    n_bytes = n_layers * mixer.entry_bytes(form)
     if isinstance(mixer, Mla) and mixer.indexer is not None:
         keys = len(index_layers(spec, with_head=with_head))
         n_bytes += keys * index_key_bytes(form, mixer.indexer.head_dim)
     return n_bytes
+
+
+def n_kv_layers(spec: Spec, *, with_head: bool) -> int:
+    """Layers of the KV cache; the MTP head's is one if it stores an entry of each token."""
+    return spec.n_kv_layers + (with_head and not isinstance(mtp_of(spec).mixer, Stateful))
 
 
 def index_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
@@ -91,18 +122,67 @@ def index_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
     return tuple(i for i, layer in enumerate(layers) if _has_indexer(layer))
 
 
+def ring_layers(spec: Spec) -> tuple[int, ...]:
+    """Layers of the KV cache that keep the last entries alone: those with a window, if others have
+    none.
+    """
+    places = [
+        place
+        for place, layer in zip(kv_places(spec), spec.layers, strict=True)
+        if isinstance(layer.mixer, Gqa) and layer.mixer.window
+    ]
+    return tuple(places) if len(places) < spec.n_kv_layers else ()
+
+
+def rings_of(spec: Spec, plan: TierPlan, max_running: int) -> Rings:
+    """Those layers as the cache takes them."""
+    return Rings(ring_layers(spec), spec.window, plan.ring_pages, max_running)
+
+
+def _windows(spec: Spec, form: KvFormat) -> Windows:
+    layers = len(ring_layers(spec))
+    return Windows(spec.window if layers else 0, layers * spec.attention.entry_bytes(form))
+
+
 def _has_indexer(layer: Layer) -> bool:
     return isinstance(layer.mixer, Mla) and layer.mixer.indexer is not None
 
 
-def state_bytes(spec: Spec) -> int:
+def state_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
     """Bytes of a sequence that do not grow with it: its states, as often as they are kept."""
-    return STATES_KEPT * sum(mixer.state_bytes for mixer in spec.recurrent)
+    n_bytes = sum(mixer.state_bytes(form) for mixer in spec.recurrent)
+    if with_head and isinstance(mixer := mtp_of(spec).mixer, Stateful):
+        n_bytes += mixer.state_bytes(form)
+    return STATES_KEPT * n_bytes
+
+
+def slot_bytes(spec: Spec) -> int:
+    """The same on a card, which keeps one state and what led away from it."""
+    return sum(mixer.slot_bytes for mixer in spec.delta)
+
+
+def kv_places(spec: Spec) -> tuple[int, ...]:
+    """Of each layer: its place among those that store entries, or among those with a state."""
+    places, n_kv, n_states = [], 0, 0
+    for layer in spec.layers:
+        if isinstance(layer.mixer, Stateful):
+            places.append(n_states)
+            n_states += 1
+        else:
+            places.append(n_kv)
+            n_kv += layer.n_mixers
+    return tuple(places)
+
+
+def check_kernels(spec: Spec) -> None:
+    """Raises MD-GPU-10: a card does not run the model."""
+    if part := without_kernels(spec):
+        raise fail("MD-GPU-10", model=spec.model_type, part=part)
 
 
 def _n_rows(spec: Spec, *, with_head: bool) -> int:
-    """Experts of the layers that run: the MTP head's is one of them if it is loaded."""
-    return (len(spec.main_moe_layers) + with_head) * spec.moe_ffn.router.n_experts
+    """Experts of the layers that run: the MTP head's too if it is loaded."""
+    return len(running_layers(spec, with_head=with_head)) * spec.moe_ffn.router.n_experts
 
 
 def device_kv_format(wanted: str) -> KvFormat:
@@ -114,6 +194,8 @@ def cpu_kv_format(wanted: str, spec: Spec, wishes: Wishes, ram_bytes: int) -> Kv
     """Storage format of KV on a CPU with `ram_bytes` to use; "auto" leaves it to us."""
     if wanted != "auto":
         return KvFormat(wanted)
+    if isinstance(spec.attention, PooledAttention):
+        return KvFormat.FP8  # as its released forward rounds entries
     n_tokens = kv_tokens(wishes, spec.context)
     return choose_kv_format(kv_token_bytes(spec, KvFormat.F32), n_tokens, ram_bytes)
 
@@ -133,14 +215,16 @@ def device_shape(
     return ModelShape(
         n_rows=_n_rows(spec, with_head=with_head),
         top_k=spec.moe_ffn.router.top_k,
+        mean_used=spec.moe_ffn.router.mean_used,
         base_stride=sizes.base_stride,
         fine_stride=sizes.fine_stride,
         slot_bytes=0,
         dense_bytes=dense_bytes,
         kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
-        state_bytes=state_bytes(spec),
+        state_bytes=slot_bytes(spec),
         chunks=chunks,
+        windows=replace(_windows(spec, form), most_rows=BLOCK_ROWS),
     )
 
 
@@ -151,11 +235,13 @@ def cpu_shape(
     return ModelShape(
         n_rows=_n_rows(spec, with_head=with_head),
         top_k=spec.moe_ffn.router.top_k,
+        mean_used=spec.moe_ffn.router.mean_used,
         base_stride=sizes.base_stride,
         fine_stride=sizes.fine_stride,
         slot_bytes=sizes.layout.slot_floats * 4,
         dense_bytes=4 * dense_bytes,  # FP8 becomes float32
         kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
-        state_bytes=state_bytes(spec),
+        state_bytes=state_bytes(spec, form, with_head=with_head),
+        windows=_windows(spec, form),
     )

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.blocks.ffn import Experts
+from moet_desk.engine.blocks.layer import Block
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache, KvSequence
-from moet_desk.engine.model import Block, Model
+from moet_desk.engine.model import Model
 from moet_desk.engine.spec import Layer
 from moet_desk.kernels.reference import linear, rms_norm
 
@@ -68,3 +69,7 @@ class MtpHead:
         x = self._block(x, self._eps, cos, sin, kv, sequence, experts)
         sequence.length, sequence.choice = start + n_tokens, None
         return rms_norm(x, self._final_norm, self._eps)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Scores of what follows: states [T, H] -> [T, V] float32."""
+        return self._model.logits(states)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moet_desk.catalogue import CatalogueEntry
+from moet_desk.engine.dense_format import PLAIN, saving
 from moet_desk.engine.families import packed_head, runs, spec_for
+from moet_desk.engine.families.tensors import dense_shapes
 from moet_desk.engine.model_shape import (
     RowSizes,
     cpu_shape,
@@ -28,10 +31,11 @@ from moet_desk.engine.spec import (
     Router,
     Spec,
 )
-from moet_desk.errors import fail
+from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.row_sizes import ExpertLayout
 from moet_desk.plan import ModelShape, Wishes
+from moet_desk.store.headers import HeaderEntry, read_header
 from moet_desk.store.pack_format import DENSE_FILE
 from moet_desk.store.pack_meta import read_meta
 
@@ -44,11 +48,12 @@ class PlannedModel:
 
     Attributes:
         dense_bytes: weights that are no routed experts, as stored.
+        dense_saving: what rounding them to 8 bits would save.
         not_yet: why it does not run here today; empty if it does.
-        stands_in: whether its attention is not written, so that what reading a prompt takes is
-            estimated with MLA of as many heads.
+        stands_in: whether a card has no kernels for its attention, so that what reading a prompt
+            takes there is estimated with MLA of as many heads.
         kv_stated: KV bytes of a token by format, where the spec cannot say them.
-        state_bytes: of a request, whatever its length.
+        state_bytes: of a request, whatever its length, where the spec cannot say it.
         pack_bytes: on the drive.
         download_bytes: of the source; None: not known, or it is here already.
         is_installed: whether its pack is on this computer.
@@ -59,6 +64,7 @@ class PlannedModel:
     sizes: RowSizes
     dense_bytes: int
     pack_bytes: int
+    dense_saving: int = 0
     not_yet: str = ""
     stands_in: bool = False
     kv_stated: Mapping[KvFormat, int] | None = None
@@ -89,8 +95,11 @@ class PlannedModel:
         return self._with_state(shape, form, with_head=with_head)
 
     def _with_state(self, shape: ModelShape, form: KvFormat, *, with_head: bool) -> ModelShape:
+        if self.kv_stated is None:
+            return shape
         kv = self.kv_token_bytes(form, with_head=with_head)
-        return replace(shape, kv_token_bytes=kv, state_bytes=self.state_bytes)
+        states = self.state_bytes or shape.state_bytes
+        return replace(shape, kv_token_bytes=kv, state_bytes=states)
 
 
 def from_pack(pack: Path) -> PlannedModel:
@@ -103,7 +112,8 @@ def from_pack(pack: Path) -> PlannedModel:
     path = pack / "config.json"
     try:
         config = json.loads(path.read_bytes())
-        has_mtp = packed_head(config, meta.moe_layers, path=str(path))
+        names = [entry.name.removesuffix(".weight") for entry in _dense_entries(pack)]
+        has_mtp = packed_head(config, meta.moe_layers, names, path=str(path))
         dense_bytes = (pack / DENSE_FILE).stat().st_size
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise fail("MD-PACK-07", path=str(path), reason=str(error), model=pack.name) from error
@@ -112,8 +122,36 @@ def from_pack(pack: Path) -> PlannedModel:
     rows = meta.n_rows * (meta.base_stride + meta.fine_stride)
     return PlannedModel(
         name=pack.name, spec=spec, sizes=sizes, dense_bytes=dense_bytes,
-        pack_bytes=rows + dense_bytes, is_installed=True,
+        dense_saving=dense_saving(pack), pack_bytes=rows + dense_bytes, is_installed=True,
     )  # fmt: skip
+
+
+def dense_saving(pack: Path) -> int:
+    """Bytes that rounding a pack's dense weights to 8 bits would save, from the file's header.
+
+    Raises:
+        MoetError: MD-PACK-07 there is no such file, or it is damaged.
+    """
+    return saving(
+        (entry.name.removesuffix(".weight"), entry.shape, entry.end - entry.begin)
+        for entry in _dense_entries(pack)
+        if entry.dtype in PLAIN
+    )
+
+
+def _dense_entries(pack: Path) -> list[HeaderEntry]:
+    path = pack / DENSE_FILE
+    try:
+        return read_header(path)
+    except (OSError, MoetError) as error:
+        raise fail("MD-PACK-07", path=str(path), reason=str(error), model=pack.name) from error
+
+
+def _stated_saving(entry: CatalogueEntry, spec: Spec) -> int:
+    """The same of published sizes; 0 if they are not known in full."""
+    if entry.dense_form != "bf16" or (entry.mla is None and entry.gqa is None):
+        return 0
+    return saving((name, shape, 2 * math.prod(shape)) for name, shape in dense_shapes(spec))
 
 
 def from_catalogue(entry: CatalogueEntry) -> PlannedModel:
@@ -122,9 +160,11 @@ def from_catalogue(entry: CatalogueEntry) -> PlannedModel:
     if not not_yet and not runs(entry.family):
         not_yet = f"the family {entry.family} is not written yet"
     stands_in = entry.mla is None and entry.gqa is None
+    spec = spec_of(entry)
     return PlannedModel(
         name=entry.name,
-        spec=spec_of(entry),
+        spec=spec,
+        dense_saving=_stated_saving(entry, spec),
         sizes=RowSizes.of(entry.layout),
         dense_bytes=entry.dense_bytes,
         pack_bytes=entry.pack_bytes,
@@ -139,25 +179,32 @@ def from_catalogue(entry: CatalogueEntry) -> PlannedModel:
 def spec_of(entry: CatalogueEntry) -> Spec:
     """A spec with the sizes of an entry: right in every width, not meant to be computed with."""
     facts = entry.mla or entry.gqa
-    router = Router(entry.experts, entry.top_k, Score.SIGMOID, True, 1, 1, True, 1.0)
+    n_identity = 0 if entry.mla is None else entry.mla.identity_experts
+    router = Router(
+        entry.experts, entry.top_k, Score.SIGMOID, True, 1, 1, True, 1.0, n_identity=n_identity
+    )
     has_bias = entry.gqa is not None and entry.gqa.expert_bias
     shared = facts.shared_inter if facts else entry.inter
     moe = MoeFfn(router, entry.inter, shared, expert_bias=has_bias)
     dense = DenseFfn(facts.dense_inter if facts else entry.inter)
+    around = dense if entry.mla is not None and entry.mla.per_layer > 1 else None
     n_dense = entry.layers - entry.moe_layers
     mixers = _mixers_of(entry)
     return Spec(
         model_type=entry.family, vocab=facts.vocab if facts else 1, hidden=entry.hidden,
         context=entry.context, norm_eps=1e-6, tied_head=False, mtp=None,
         layers=tuple(
-            Layer(i, mixers[i], dense if i < n_dense else moe) for i in range(entry.layers)
+            Layer(i, mixers[i], dense if i < n_dense else moe, around) for i in range(entry.layers)
         ),
     )  # fmt: skip
 
 
 def _mixers_of(entry: CatalogueEntry) -> list[Mixer]:
     """Of each layer; of those with sparse attention, the first ones have the indexers."""
-    mixer, mla = _mixer_of(entry), entry.mla
+    mixer, mla, gqa = _mixer_of(entry), entry.mla, entry.gqa
+    if gqa is not None and gqa.window and isinstance(mixer, Gqa):
+        near = replace(mixer, window=gqa.window)
+        return [mixer if i % gqa.window_every else near for i in range(entry.layers)]
     if mla is None or not mla.index_layers or not isinstance(mixer, Mla):
         return [mixer] * entry.layers
     indexer = Indexer(mla.index_heads, mla.index_dim, mla.index_top_k, interleaved=True)

@@ -10,8 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from moet_desk.engine.dense_format import DenseFormat, cpu_dense_format, fit_device
 from moet_desk.engine.handle import EngineOptions, Quality
-from moet_desk.engine.model_shape import device_kv_format, loads_head, wishes_of
+from moet_desk.engine.model_shape import (
+    check_kernels,
+    cpu_kv_format,
+    device_kv_format,
+    loads_head,
+    wishes_of,
+    without_kernels,
+)
 from moet_desk.engine.planned_model import PlannedModel
 from moet_desk.errors import MoetError, fail
 from moet_desk.forecast import (
@@ -35,7 +43,6 @@ from moet_desk.plan import (
     choose_kv_format,
     kv_tokens,
     pinned_budget,
-    plan_device_tiers,
     plan_tiers,
     ram_budget,
     split_ram,
@@ -73,6 +80,7 @@ class ModelPlan:
     tiers: TierPlan
     bytes: TierBytes
     kv_format: KvFormat
+    dense_format: DenseFormat
     requests: int
     options: EngineOptions
     prefix_bytes: int
@@ -198,6 +206,10 @@ def _contexts(model: PlannedModel, options: EngineOptions) -> Iterator[int]:
 def _fitting(machine: MachineFacts, model: PlannedModel, options: EngineOptions) -> ModelPlan:
     if options.device == "cpu":
         return _on_cpu(machine, model, options, "that is what was asked for")
+    if options.device == "cuda":
+        check_kernels(model.spec)
+    elif part := without_kernels(model.spec):
+        return _on_cpu(machine, model, options, f"for {part} a card has no kernels yet")
     choice = choose_gpu(machine.gpus)
     if choice is None:
         why = machine.gpu_problem or "no card is new enough"
@@ -219,7 +231,9 @@ def _on_device(
     token_bytes = model.kv_token_bytes(form, with_head=with_head)
     wishes = with_context(wishes_of(options), model.spec.context, token_bytes, budget.vram)
     shape = model.device_shape(form, wishes, with_head=with_head)
-    tiers = plan_device_tiers(shape, budget, wishes)
+    dense, shape, tiers = fit_device(
+        options.dense_format, shape, model.dense_saving, budget, wishes
+    )
     speeds = speeds_of(machine, gpu, models_drive(machine))
 
     def forecast(exact: bool) -> Forecast:
@@ -229,7 +243,7 @@ def _on_device(
     return ModelPlan(
         model=model.name, device="cuda", gpu=gpu, why=why, budget=budget, shape=shape, tiers=tiers,
         bytes=tier_bytes(shape, tiers, wishes, on_device=True), kv_format=form,
-        requests=_requests(tiers), options=options, prefix_bytes=prefix_bytes,
+        dense_format=dense, requests=_requests(tiers), options=options, prefix_bytes=prefix_bytes,
         forecast=_of_quality(options.quality, forecast(exact=False), forecast(exact=True)),
     )  # fmt: skip
 
@@ -254,14 +268,15 @@ def _on_cpu(
     return ModelPlan(
         model=model.name, device="cpu", gpu=None, why=why, budget=DeviceBudget(0, ram),
         shape=shape, tiers=tiers, bytes=tier_bytes(shape, tiers, wishes, on_device=False),
-        kv_format=form, requests=_requests(tiers), options=options, prefix_bytes=prefix_bytes,
+        kv_format=form, dense_format=cpu_dense_format(options.dense_format),
+        requests=_requests(tiers), options=options, prefix_bytes=prefix_bytes,
         forecast=_of_quality(options.quality, forecast(exact=False), forecast(exact=True)),
     )  # fmt: skip
 
 
 def _cpu_form(model: PlannedModel, options: EngineOptions, wishes: Wishes, ram: int) -> KvFormat:
-    if options.kv_format != "auto":
-        return KvFormat(options.kv_format)
+    if options.kv_format != "auto" or model.kv_stated is None:
+        return cpu_kv_format(options.kv_format, model.spec, wishes, ram)
     n_tokens = kv_tokens(wishes, model.spec.context)
     return choose_kv_format(model.kv_token_bytes(KvFormat.F32), n_tokens, ram)
 
@@ -281,6 +296,6 @@ def _work(
 ) -> TokenWork:
     spec = model.spec
     return token_work(
-        shape, tiers, layers=len(spec.layers), moe_layers=len(spec.main_moe_layers), exact=exact,
-        on_device=on_device,
+        shape, tiers, layers=sum(layer.n_mixers for layer in spec.layers),
+        moe_layers=len(spec.main_moe_layers), exact=exact, on_device=on_device,
     )  # fmt: skip

@@ -18,6 +18,7 @@ import torch
 from moet_desk import __version__, hardware
 from moet_desk.engine import heat
 from moet_desk.engine.checks import check_gate, check_ids, check_stops
+from moet_desk.engine.families import spec_for
 from moet_desk.engine.gate_file import gate_in_use
 from moet_desk.engine.grammar import Grammars
 from moet_desk.engine.handle import (
@@ -30,6 +31,7 @@ from moet_desk.engine.handle import (
 from moet_desk.engine.hot_set import HotSet
 from moet_desk.engine.loader import Core, load
 from moet_desk.engine.meter import Meter
+from moet_desk.engine.model_shape import without_kernels
 from moet_desk.engine.prefix_cache import Prefix, PrefixCache
 from moet_desk.engine.request import ActiveRequest
 from moet_desk.engine.sampling import Sampler
@@ -37,6 +39,7 @@ from moet_desk.engine.scheduler import Scheduler
 from moet_desk.engine.text import Text
 from moet_desk.engine.thinking import budget_of
 from moet_desk.errors import MoetError, fail
+from moet_desk.store.pack_reader import PackReader
 from moet_desk.store.saved_prefixes import SavedPrefixes
 from moet_desk.telemetry import EngineSnapshot, EngineState, LoadStep
 
@@ -52,17 +55,20 @@ SAVE_HEAT_EVERY_S = 60.0
 def _load(
     pack: Path, options: EngineOptions, show: Callable[[tuple[LoadStep, ...]], None]
 ) -> Core | CudaCore:
-    if _device(options.device) == "cpu":
+    if _device(options.device, pack) == "cpu":
         return load(pack, options, show)
     from moet_desk.engine.cuda.loader import load as load_cuda  # brings in triton
 
     return load_cuda(pack, options, show, device=torch.device("cuda"))
 
 
-def _device(wanted: str) -> str:
-    """What computes. Raises MD-GPU-01, MD-GPU-02."""
+def _device(wanted: str, pack: Path) -> str:
+    """What computes. Raises MD-GPU-01, MD-GPU-02; for "auto", what reading the pack raises."""
     if wanted == "cpu":
         return wanted
+    if wanted == "auto" and (why := _left_to_cpu(pack)):
+        log.info("computing on cpu: %s", why)
+        return "cpu"
     found = hardware.probe_accelerator()
     if not found.missing and (card := hardware.take_card()) is not None:
         log.info("of several cards %s (%s): %s", card.gpu.name, card.gpu.uuid, card.why)
@@ -70,6 +76,17 @@ def _device(wanted: str) -> str:
     choice = hardware.choose_device(wanted, found)
     log.info("computing on %s: %s", choice.device, choice.why)
     return choice.device
+
+
+def _left_to_cpu(pack: Path) -> str:
+    """Why no card computes this model, whatever this computer has; empty if one may."""
+    reader = PackReader.open(pack)
+    try:
+        spec = spec_for(reader.config(), path=str(pack / "config.json"), has_mtp=False)
+    finally:
+        reader.close()
+    part = without_kernels(spec)
+    return part and f"layers of {spec.model_type} have {part}, for which a card has no kernels yet"
 
 
 class Serving:

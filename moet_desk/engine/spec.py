@@ -9,9 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 
 from moet_desk.kernels.kinds import SWIGLU, Glu, KvFormat, RopeScaling, Score
-from moet_desk.kernels.kv_sizes import gqa_entry_bytes, mla_entry_bytes
+from moet_desk.kernels.kv_sizes import (
+    DELTA_RING,
+    gqa_entry_bytes,
+    mla_entry_bytes,
+    pooled_key_bytes,
+    shared_entry_bytes,
+)
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""The usual names of the matrices of an expert: gate, up and down."""
 
 STATES_KEPT = 3
 """Most states that a sequence keeps of a layer with one, to go back to (`engine.recurrent`)."""
@@ -103,7 +113,7 @@ class Gqa:
     out_gate: bool = False
 
     def entry_bytes(self, form: KvFormat) -> int:
-        """KV bytes of a token in one layer. Entries behind a window are kept too."""
+        """KV bytes of a token in one layer."""
         return gqa_entry_bytes(form, self.n_keys, self.head_dim, self.head_dim)
 
 
@@ -129,26 +139,145 @@ class Gdn:
         """Of the convolution: queries, keys and values of all heads."""
         return 2 * self.n_keys * self.key_dim + self.n_values * self.value_dim
 
+    def state_bytes(self, form: KvFormat) -> int:
+        """Of a sequence in one layer, float32 whatever the format of KV."""
+        return 4 * (self._matrix + (self.kernel - 1) * self.channels)
+
     @property
-    def state_bytes(self) -> int:
-        """Of a sequence in one layer, float32."""
-        matrix = self.n_values * self.key_dim * self.value_dim
-        return 4 * (matrix + (self.kernel - 1) * self.channels)
+    def slot_bytes(self) -> int:
+        """Of a sequence in one layer on a card (`kernels.triton.delta`): one state, and rings of
+        inputs, keys, changes and decays.
+        """
+        added = self.n_keys * self.key_dim + self.n_values * (self.value_dim + 1)
+        return 4 * (self._matrix + DELTA_RING * (self.channels + added))
+
+    @property
+    def _matrix(self) -> int:
+        return self.n_values * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """Layers with a window, whose pages a sequence takes in turn: entry p lies in page
+    `p // page_tokens` modulo their number.
+
+    Attributes:
+        layers: their places among the layers that store.
+        window: tokens that a token sees, itself included.
+        pages: of a sequence; they hold the window, and the most tokens that are stored before all
+            of them have looked.
+        sequences: most of them.
+    """
+
+    layers: tuple[int, ...]
+    window: int
+    pages: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolIndexer:
+    """Chooses the `top_k` pooled entries that a token sees; its keys are pooled like them."""
+
+    n_heads: int
+    head_dim: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One pooled entry per `ratio` tokens, seen by the tokens from its last one on.
+
+    With an `indexer`, an entry also has a share of the window before its own, and a token sees the
+    entries that the indexer chose; without, all of them.
+    """
+
+    ratio: int
+    indexer: PoolIndexer | None
+
+
+@dataclass(frozen=True, slots=True)
+class PooledAttention:
+    """Attention with one head of `head_dim` numbers that is key and value of all query heads
+    (DeepSeek-V4).
+
+    Of a head the last `rope.dim` numbers rotate. A token sees `window` tokens, itself included,
+    and pooled entries behind them; a layer without `pool` has the window alone. The output goes
+    through `out_groups` low-rank products of groups of heads.
+    """
+
+    n_heads: int
+    head_dim: int
+    q_rank: int
+    out_groups: int
+    out_rank: int
+    window: int
+    norm_eps: float
+    softmax_scale: float
+    rope: Rope
+    pool: Pool | None
+
+    def entry_bytes(self, form: KvFormat) -> int:
+        """Bytes of an entry, of a token or pooled."""
+        return shared_entry_bytes(form, self.head_dim, self.rope.dim)
+
+    def token_bytes(self, form: KvFormat) -> Fraction:
+        """Bytes that grow with each token in one layer."""
+        if self.pool is None:
+            return Fraction(0)
+        n_bytes = self.entry_bytes(form)
+        if self.pool.indexer is not None:
+            n_bytes += pooled_key_bytes(form, self.pool.indexer.head_dim)
+        return Fraction(n_bytes, self.pool.ratio)
+
+    @property
+    def open_numbers(self) -> int:
+        """Sums of the windows that are not closed, float32."""
+        if self.pool is None:
+            return 0
+        if self.pool.indexer is None:
+            return 3 * self.head_dim
+        return 9 * (self.head_dim + self.pool.indexer.head_dim)  # of two parts, and the one before
+
+    def state_bytes(self, form: KvFormat) -> int:
+        """Of a sequence in one layer: what is seen of the tokens before the next, and the sums."""
+        return (self.window - 1) * self.entry_bytes(form) + 4 * self.open_numbers
 
 
 Attention = Mla | Gqa
-"""Attention that stores entries of tokens. All such layers of a model have the same one, but for
-the window.
+"""Attention that stores an entry of each token. All such layers of a model have the same one, but
+for the window.
 """
 
-Mixer = Attention | Gdn
+Stateful = Gdn | PooledAttention
+"""Mixers that keep a state of fixed size of a sequence (`engine.recurrent`)."""
+
+Mixer = Attention | Stateful
 """How tokens of one sequence see each other."""
 
 
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Hyper-connections: `n` residual streams, mixed by a matrix that Sinkhorn steps balance
+    (arXiv 2409.19606).
+    """
+
+    n: int
+    sinkhorn_steps: int
+    eps: float
+
+
 def indexer_of(spec: Spec) -> Indexer | None:
-    """The indexer of a model with sparse attention; all that it has are equal."""
+    """The indexer of a model with sparse latent attention; all that it has are equal."""
     attention = spec.attention
     return attention.indexer if isinstance(attention, Mla) else None
+
+
+def dense_widths(spec: Spec) -> list[int]:
+    """Inner widths of the dense parts, the MTP head's too."""
+    layers = spec.layers if spec.mtp is None else (*spec.layers, spec.mtp)
+    parts = [part for layer in layers for part in (layer.ffn, layer.around)]
+    return [part.inter for part in parts if isinstance(part, DenseFfn)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +305,11 @@ class Router:
         """Scores of a token: of experts with weights and of identity experts."""
         return self.n_experts + self.n_identity
 
+    @property
+    def mean_used(self) -> float:
+        """Experts with weights that a token uses on average, if all choices are as likely."""
+        return self.top_k * self.n_experts / self.n_choices
+
 
 @dataclass(frozen=True, slots=True)
 class DenseFfn:
@@ -190,7 +324,9 @@ class MoeFfn:
 
     `name` is what its tensors are called below the layer, `router_name` and `bias_name` the router
     and the selection bias below that. `expert_bias`: both products of an expert have one, stored
-    for all experts together. `shared_gate`: a sigmoid of the input weighs the shared expert.
+    for all experts together. `shared_gate`: a sigmoid of the input weighs the shared expert, which
+    has the experts' activation. `projections`: what gate, up and down are called. `hashed`: a table
+    gives the experts of each token id, so they are known before the layer runs.
     """
 
     router: Router
@@ -203,6 +339,8 @@ class MoeFfn:
     bias_name: str = "gate.e_score_correction_bias"
     shared_name: str = "shared_experts."
     shared_gate: bool = False
+    projections: tuple[str, str, str] = PROJECTIONS
+    hashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +366,8 @@ class Layer:
 @dataclass(frozen=True, slots=True)
 class Spec:
     """A whole model. `mtp` is the layer of the multi-token-prediction head, if it is shipped.
-    `norm_offset` is added to the weights of all norms but those inside of a Gdn.
+    `norm_offset` is added to the weights of all norms but those inside of a Gdn. With `streams`, a
+    token has that many residual streams instead of one.
     """
 
     model_type: str
@@ -240,9 +379,10 @@ class Spec:
     layers: tuple[Layer, ...]
     mtp: Layer | None
     norm_offset: float = 0.0
+    streams: Streams | None = None
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> Attention | PooledAttention:
         """What stores entries: of the first such layer."""
         for layer in self.layers:
             if not isinstance(layer.mixer, Gdn):
@@ -250,14 +390,30 @@ class Spec:
         raise ValueError("a model without attention")
 
     @property
-    def recurrent(self) -> tuple[Gdn, ...]:
+    def recurrent(self) -> tuple[Stateful, ...]:
         """Mixers with a state, in the order of their layers."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Gdn))
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Stateful))
+
+    @property
+    def delta(self) -> tuple[Gdn, ...]:
+        """Those of gated DeltaNets."""
+        return tuple(mixer for mixer in self.recurrent if isinstance(mixer, Gdn))
 
     @property
     def n_kv_layers(self) -> int:
-        """Layers of the KV cache, without the MTP head's: of attention that stores entries."""
-        return sum(layer.n_mixers for layer in self.layers if not isinstance(layer.mixer, Gdn))
+        """Layers of the KV cache, without the MTP head's: of attention that stores an entry of each
+        token.
+        """
+        return sum(layer.n_mixers for layer in self.layers if not isinstance(layer.mixer, Stateful))
+
+    @property
+    def window(self) -> int:
+        """Of the layers with one, which must be equal; 0: no layer has one."""
+        mixers = (layer.mixer for layer in self.layers)
+        windows = {mixer.window or 0 for mixer in mixers if isinstance(mixer, Gqa)} - {0}
+        if len(windows) > 1:
+            raise ValueError(f"windows of {sorted(windows)} tokens in one model")
+        return next(iter(windows), 0)
 
     @property
     def moe_ffn(self) -> MoeFfn:

@@ -1,4 +1,5 @@
-"""How many bytes a token's attention state takes in each storage format. No torch, for plans.
+"""How many bytes a token's attention state takes in each storage format, and a state of fixed size
+on a card. No torch, for plans.
 
 The encodings themselves are in `reference.kv_formats`. Pure.
 """
@@ -9,6 +10,14 @@ from moet_desk.kernels.kinds import KvFormat
 
 FP8_BLOCK = 128
 NVFP4_BLOCK = 16
+SHARED_BLOCK = 64
+"""Numbers that share a scale in an FP8 entry of shared attention."""
+POOLED_KEY_BLOCK = 32
+
+DELTA_RING = 16
+"""Tokens in the rings beside a state on a card: the rows of a step and as many pending ones, or the
+convolution's inputs.
+"""
 
 
 def mla_entry_bytes(fmt: KvFormat, r: int, dr: int) -> int:
@@ -31,6 +40,34 @@ def gqa_entry_bytes(fmt: KvFormat, n_keys: int, d: int, dv: int) -> int:
         ValueError: NVFP4 and `d` or `dv` is not a multiple of 16.
     """
     return n_keys * (vector_bytes(fmt, d) + vector_bytes(fmt, dv))
+
+
+def shared_entry_bytes(fmt: KvFormat, dim: int, rotary: int) -> int:
+    """Bytes of one entry of shared attention, of which the last `rotary` numbers rotate (512 with
+    64 of them: 2048, 1024, 584, 316).
+
+    Raises:
+        ValueError: NVFP4 and what does not rotate is not a multiple of 16.
+    """
+    plain = dim - rotary
+    if fmt is KvFormat.FP8:
+        return plain + 2 * rotary + shared_scale_bytes(plain)
+    return mla_entry_bytes(fmt, plain, rotary)
+
+
+def pooled_key_bytes(fmt: KvFormat, d: int) -> int:
+    """Bytes of a pooled key of an indexer beside entries of a format: e2m1 with a byte of scale for
+    32 numbers, where entries are rounded (128: 512, 256, 68, 68).
+    """
+    if fmt in (KvFormat.F32, KvFormat.BF16):
+        return vector_bytes(fmt, d)
+    return d // 2 + -(-d // POOLED_KEY_BLOCK)
+
+
+def shared_scale_bytes(plain: int) -> int:
+    """Bytes of the scales of an FP8 entry: whole words of 8."""
+    n_blocks = -(-plain // SHARED_BLOCK)
+    return -(-n_blocks // 8) * 8
 
 
 def index_form(fmt: KvFormat) -> KvFormat:

@@ -55,6 +55,20 @@ class HeaderEntry:
     end: int
 
 
+def read_header(path: Path) -> list[HeaderEntry]:
+    """The tensors of a file, without its data.
+
+    Raises:
+        MoetError: as `parse_header`.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        n_bytes = header_length(file.read(LENGTH_BYTES), size, path.name)
+        header = file.read(n_bytes)
+    return parse_header(header, data_bytes=size - LENGTH_BYTES - n_bytes, file=path.name)
+
+
 def parse_header(header: bytes, *, data_bytes: int, file: str) -> list[HeaderEntry]:
     """Check a JSON header against the bytes behind it; return its tensors in data order.
 

@@ -34,6 +34,7 @@ from moet_desk.store.pack_meta import (
 from moet_desk.store.pack_rows import row_digest
 from moet_desk.store.quant_formats import decode
 from moet_desk.store.sources import TensorIndex
+from moet_desk.store.stored_tensors import Format
 
 RowBuffer = bytearray | memoryview | mmap.mmap
 
@@ -136,6 +137,14 @@ class PackReader:
         if verify and row_digest(view) != self._digests.of(plane, row):
             raise damaged_rows(self.path, self.meta, [(plane, row)])
 
+    def expect(self, plane: Plane, row: int) -> None:
+        """Let the kernel begin to read a row that will be asked for soon, if reads go through its
+        page cache. A wish only: nothing is said about whether it can be met.
+        """
+        stride = self.meta.stride(plane)
+        if plane not in self._direct_fds and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fds[plane], row * stride, stride, os.POSIX_FADV_WILLNEED)
+
     def _fill(self, plane: Plane, view: memoryview, offset: int) -> None:
         fd = self._fds[plane]
         if plane in self._direct_fds and _address(view) % ROW_ALIGN_BYTES == 0:
@@ -155,13 +164,17 @@ class PackReader:
         return fail("MD-NVME-04", layer=layer, expert=expert, reason=reason, **names)
 
     def dense_tensor(self, name: str) -> Tensor:
-        """A dense tensor by logical name, decoded to a new float32 tensor.
+        """A dense tensor by logical name, decoded to a new float32 tensor; a table of whole numbers
+        as they are.
 
         Raises:
             MoetError: MD-PACK-07 the pack has no such tensor; MD-SRC-05, MD-SRC-06 as `decode`.
         """
         if name not in self.dense:
             raise unreadable(self.path / DENSE_FILE, f"it has no tensor {name}")
+        info = self.dense.info(name)
+        if info.format is Format.INTEGER:
+            return info.weight.tensor().clone()
         return decode(self.dense, name)
 
     def config(self) -> dict[str, Any]:

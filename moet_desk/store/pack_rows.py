@@ -97,6 +97,13 @@ class RowMaker:
         return "+".join(sorted(self.kinds))
 
     @property
+    def left_out(self) -> dict[str, int]:
+        """Beginnings of names that the plan leaves out, and how many of the tensors have each."""
+        names = self.index.names()
+        counts = {start: sum(n.startswith(start) for n in names) for start in self.plan.ignored}
+        return {start: count for start, count in counts.items() if count}
+
+    @property
     def is_lossless(self) -> bool:
         """Whether the fine rows reproduce the source exactly."""
         return self.kinds == {Format.MXFP4.value}

@@ -31,6 +31,8 @@ from moet_desk.ui.live_answer import LiveAnswer, as_moet_error
 
 TEXT_PERIOD_S = 0.1
 GAUGE_PERIOD_S = 0.25
+CALM_PERIOD_S = 1.0
+"""Of the gauges, with less motion."""
 
 
 class PackJob(Protocol):
@@ -65,11 +67,12 @@ class Clock:
 
     wall: Callable[[], datetime]
     monotonic: Callable[[], float]
+    cpu: Callable[[], float] = lambda: 0.0  # of the thread that asks
 
 
 def system_clock() -> Clock:
-    """Local time and the monotonic clock of this computer."""
-    return Clock(wall=lambda: datetime.now().astimezone(), monotonic=time.monotonic)
+    """Local time, the monotonic clock of this computer and the thread's CPU time."""
+    return Clock(lambda: datetime.now().astimezone(), time.monotonic, time.thread_time)
 
 
 class FlushPace:
@@ -109,6 +112,32 @@ class FlushPace:
             self.period_s = min(self.SLOWEST_S, self.period_s * 2)
         else:
             self.period_s = max(self._base_s, self.period_s / 2)
+
+
+class PicturePace:
+    """How often a moving picture is drawn: so often that drawing takes this much of a core.
+
+    Never more often than the gauges move, never less than once a second.
+    """
+
+    SHARE = 0.015
+    SLOWEST_S = 1.0
+
+    def __init__(self, base_s: float) -> None:
+        self._base_s = self.period_s = base_s
+        self._due_s = 0.0
+
+    def due(self, now_s: float) -> bool:
+        """Whether a picture may be drawn now; if so, sets the time of the next one."""
+        if now_s < self._due_s:
+            return False
+        self._due_s = now_s + self.period_s * 0.9  # a timer that fires early must not skip a turn
+        return True
+
+    def record(self, cpu_s: float) -> None:
+        """Take what a picture has cost into account, half of it each time."""
+        wanted = min(self.SLOWEST_S, max(self._base_s, cpu_s / self.SHARE))
+        self.period_s = (self.period_s + wanted) / 2
 
 
 class Phase(Enum):
@@ -280,6 +309,11 @@ class Bridge:
     def model(self) -> ModelInfo | None:
         """The loaded model, None before it is loaded."""
         return None if self._handle is None else self._handle.model()
+
+    @property
+    def engine(self) -> EngineHandle | None:
+        """The engine, None before it is open."""
+        return self._handle
 
     # -- answers -------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def closing_line(turn: Turn, glyphs: Glyphs) -> Content:
         if decode_s > 0:
             parts.append(f"{tokens / decode_s:.1f} tok/s")
             waiting = float(meta.get("wait_s") or 0.0) / decode_s
-            parts.append(f"waiting {show_percent(waiting, 0)} of time")
+            parts.append("" if "server" in meta else f"waiting {show_percent(waiting, 0)} of time")
         if meta.get("first_token_s") is not None:
             parts.append(f"first token {show_duration(float(meta['first_token_s']))}")
         parts.append(str(meta.get("quality", "")))

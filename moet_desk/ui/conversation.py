@@ -366,6 +366,8 @@ class Conversation:
         if live.usage is not None:
             self.context_used = live.usage.prompt_tokens + live.usage.completion_tokens
             meta |= figures_of(live.usage) | {"context_used": self.context_used}
+        if server := self._bridge.snapshot().remote:
+            meta["server"] = server
         self.turns[-1].marks, self.turns[-1].thought = live.text.marks, live.thought
         self._end_with(status, live.text.text, live.error)
 
@@ -400,7 +402,11 @@ class Conversation:
         else:
             self.store_problem = None
 
+    def keep(self) -> None:
+        """Stop the answer, and store what was written of it."""
+        self._leave()
+
     def close(self) -> None:
         """The window closes: keep what was written and close the store."""
-        self._leave()
+        self.keep()
         self._guard(self._chats.close)

@@ -29,7 +29,10 @@ COMMANDS = (
     ),
     ("chat", "Side rail", "Show or hide it in wide windows", "rail"),
     ("chat", "Go to the end", "Follow the text again", "follow"),
-    ("cache", "Cache measure", "Where experts are, or their heat", "measure"),
+    ("cache", "Cache measure", "Where experts are, heat, hits or age", "measure"),
+    ("cache", "Cache view", "Grid, dense, layers or a list of experts", "view"),
+    ("cache", "Order of the list of experts", "Uses, fetches, last use or layer", "order"),
+    ("cache", "Record what the cache does", "Begin or end it; for --demo-trace", "record"),
     ("cache", "Pause the cache picture", "The engine still runs", "pause"),
     ("models", "Sign in to the hub", "For models that ask who fetches them", "sign_in"),
     ("doctor", "Check this computer again", "Findings with cause and fix", "again"),
@@ -37,6 +40,16 @@ COMMANDS = (
     ("doctor", "Put in order", "Folders, who may read files, leftovers", "fix"),
 )
 """Screen, title, explanation and action of each entry that acts on a screen."""
+
+PLAYBACK = (
+    ("Recording: play or pause", "All screens stand still (F9)", "toggle"),
+    ("Recording: forward", "Five seconds on", "forward"),
+    ("Recording: back", "Five seconds back", "back"),
+    ("Recording: from the beginning", "Show it again", "begin"),
+    ("Recording: faster", "Up to eight times the real speed", "faster"),
+    ("Recording: slower", "Down to a quarter", "slower"),
+)
+"""Title, explanation and what it does, of the entries that exist while a recording is played."""
 
 GO = (
     ("chat", "Chat", "Go to the chat (F2)"),
@@ -56,6 +69,10 @@ _KEY_WORDS = {
     "slash": "/",
     "pageup": "PgUp",
     "pagedown": "PgDn",
+    "comma": ",",
+    "full_stop": ".",
+    "minus": "-",
+    "plus": "+",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pexpect
@@ -14,13 +14,20 @@ from tests.cli.conftest import environment
 
 ENTER, ESCAPE, UP, DOWN, RIGHT = "\r", "\x1b", "\x1b[A", "\x1b[B", "\x1b[C"
 HOME, END = "\x1b[H", "\x1b[F"
-F2, F4, F7 = "\x1bOQ", "\x1bOS", "\x1b[18~"
+F2, F3, F4, F7 = "\x1bOQ", "\x1bOR", "\x1bOS", "\x1b[18~"
 
 
 class Terminal:
     """See the module's paragraph."""
 
-    def __init__(self, data_dir: Path, port: int, more: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        port: int,
+        more: Mapping[str, str] | None = None,
+        *,
+        arguments: Sequence[str] = (),
+    ) -> None:
         variables = environment(data_dir) | {
             "LANG": "C.UTF-8",
             "MOET_DESK_ENDPOINT_PORT": str(port),
@@ -28,7 +35,7 @@ class Terminal:
         }
         self.child = pexpect.spawn(
             sys.executable,
-            ["-m", "moet_desk"],
+            ["-m", "moet_desk", *arguments],
             env=variables,  # type: ignore[arg-type]
             dimensions=(24, 80),
             encoding="utf-8",
@@ -67,6 +74,13 @@ class Terminal:
         """Close the app and return its exit code."""
         self.child.sendcontrol("q")
         self.child.expect(pexpect.EOF, timeout=30)
+        self.child.close()
+        return int(self.child.exitstatus)
+
+    def ended(self) -> int:
+        """Wait for an end by itself, and return its exit code."""
+        self.child.expect(pexpect.EOF, timeout=30)
+        self._stream.feed(self.child.before)
         self.child.close()
         return int(self.child.exitstatus)
 

@@ -168,7 +168,19 @@ def test_available__fit_as_events__one_per_model(moet: Command, data_dir: Path) 
     events = moet("ls", "--available", "--machine", DESK, "--format", "ndjson").events
     fits = {event["name"]: event["fits"] for event in events}
     assert fits["deepseek-v3.1"]
-    assert not fits["glm-5.2"]
+    assert fits["longcat-flash"]
+
+
+def test_plan__dense_weights_that_do_not_fit__rounded_and_said_so(
+    moet: Command, data_dir: Path
+) -> None:
+    ran = moet("plan", "glm-5.2", "--machine", DESK)
+    assert ran.code == ExitCode.OK
+    assert "rounded to 8 bits (34.7 GiB as stored)" in ran.out
+    parts = moet("plan", "glm-5.2", "--machine", DESK, "--json").document["parts"]
+    assert parts["dense_format"] == "int8"
+    stored = moet("plan", "glm-5.2", "--machine", DESK, "--dense-format", "stored")
+    assert stored.code != ExitCode.OK
 
 
 def test_ls__fit_without_available__2(moet: Command, data_dir: Path) -> None:

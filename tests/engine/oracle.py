@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moet_desk.engine.draft import CpuHead, MtpDrafter
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.engine.loader import Core, load
+from moet_desk.engine.spec import Gdn
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.quant_formats import decode
 from moet_desk.store.sources import TensorIndex
@@ -47,11 +49,39 @@ def logits_of(
     return torch.cat(outputs)
 
 
+HEAD_OPTIONS: dict[str, Any] = {"activations": "float", "kv_format": "f32", "drafts": "mtp"}
+
+
+@torch.inference_mode()
+def head_logits(core: Core, ids: Tensor, sizes: list[int]) -> Tensor:
+    """Logits of the MTP head behind each token but the last, [T - 1, V]; `sizes` are the tokens
+    that it reads together.
+    """
+    drafter = core.decoder.drafting.mtp
+    assert isinstance(drafter, MtpDrafter)
+    assert isinstance(drafter.head, CpuHead)
+    sequence, own = core.kv.reserve(len(ids)), core.kv.reserve(len(ids))
+    assert sequence is not None
+    assert own is not None
+    many = core.prefiller._experts[Plane.FINE]
+    hidden = core.model.forward(ids, core.kv, sequence, many)
+    found, at = [], 0
+    for size in sizes:
+        experts = drafter.head._one[Plane.FINE] if size == 1 else many
+        here = slice(at, at + size)
+        states = drafter.head.head.forward(ids[1:][here], hidden[:-1][here], core.kv, own, experts)
+        assert own.choice is None  # nothing of a read stays behind
+        found.append(core.model.logits(states))
+        at += size
+    return torch.cat(found)
+
+
 def allowed(core: Core, want: Tensor) -> float:
     """Most difference of logits from transformers'. Of DeltaNet its own ways of computing differ by
     3e-4 of the spread.
     """
-    return (1e-3 if core.spec.recurrent else 1e-4) * float(want.std())
+    has_delta = any(isinstance(mixer, Gdn) for mixer in core.spec.recurrent)
+    return (1e-3 if has_delta else 1e-4) * float(want.std())
 
 
 def transformers_model(source: Path, *, two_bit: bool = False) -> Any:

@@ -25,6 +25,7 @@ from moet_desk.engine.draft_control import (
     PLAIN_STEPS,
     PROBE_STEPS,
     REFRESH_STEPS,
+    SAVED_UP,
     Choice,
     Control,
     Fixed,
@@ -35,6 +36,7 @@ from moet_desk.engine.draft_estimates import LEARN_STEPS, TRIED, Mean, Seen, Sou
 from moet_desk.store.pack_format import Plane
 
 ALONE = Regime(Plane.BASE, is_gated=False, n_requests=1)
+ANSWER = 250  # tokens after which another request begins
 BOUND = 0.03
 """What guessing may cost over 500 tokens."""
 
@@ -49,6 +51,7 @@ class World:
         right: share of guesses that are right, by place, where those before were; by time.
         one_by_one: rows behind a wrong guess are not computed, as on a CPU.
         looks: share of steps in which the text offers guesses.
+        ask_s, follow_s: seconds of asking once, and of a step's states kept for the head.
         jitter: part by which times vary.
         busy: what is measured is three times as long now and then, as on a computer that does other
             things too; what a token took is counted without that.
@@ -59,21 +62,27 @@ class World:
     right: Callable[[Source, int], Sequence[float]] = lambda source, at: (0.7, 0.6, 0.5)
     one_by_one: bool = False
     looks: float = 0.0
+    ask_s: float = 0.0
+    follow_s: float = 0.0
     jitter: float = 0.0
     busy: bool = False
     log: list[Choice] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)  # steps before which it was asked
 
     def play(self, control: Control, n_tokens: int) -> list[float]:
         """When each token came, from 0 on."""
         chance, times, behind = random.Random(1), [0.0], 0
-        load, calm = 1.0, 0
+        load, calm, follows = 1.0, 0, True
         while len(times) <= n_tokens:
             if self.busy and not calm:
                 load, calm = chance.choice([1.0, 1.0, 3.0]), chance.randrange(5, 200)
             calm -= 1
             looked = 3 if chance.random() < self.looks else 0
-            offer = Offer((7,), (looked,), max(0, -(-behind // 8) - 1), len(self.row_s))
-            choice = OFF if control.holds(ALONE) else control.choose(ALONE, offer)
+            mtp = 7 if follows else 0
+            offer = Offer((mtp,), (looked,), max(0, -(-behind // 8) - 1), len(self.row_s))
+            held = control.holds(ALONE)
+            choice = OFF if held else control.choose(ALONE, offer)
+            self.asked += [] if held else [len(self.log)]
             is_off = choice.source is Source.OFF
             guessed = 0 if is_off else offer.counts(choice.source, choice.depth)[0]
             shares, right = self.right(choice.source, len(times)), 0
@@ -84,10 +93,17 @@ class World:
             reads = choice.source is Source.MTP
             guess_s, behind_s = reads * self.head_s * guessed, reads * self.head_s * offer.behind
             took = (load * check_s, load * guess_s, load * behind_s)
-            seen = Seen(((guessed, right),), right + 1, *took)
-            control.note(ALONE, choice, seen)
-            behind = min(FOLLOWED_TOKENS, (0 if reads else behind) + right + 1)
-            whole = check_s + guess_s + behind_s
+            aside_s = self.follow_s * follows + self.ask_s * (not held)
+            if held:
+                control.passed(ALONE, 1, load * aside_s)
+            else:
+                seen = Seen(((guessed, right),), right + 1, *took, load * aside_s)
+                control.note(ALONE, choice, seen)
+            behind = (0 if reads else behind) + right + 1
+            follows = follows and behind <= FOLLOWED_TOKENS and not control.saves()
+            if len(times) // ANSWER != (len(times) + right + 1) // ANSWER:
+                follows, behind = control.follows(Plane.BASE), 1
+            whole = check_s + guess_s + behind_s + aside_s
             times += [times[-1] + whole * (i + 1) / (right + 1) for i in range(right + 1)]
             self.log.append(choice)
         return times
@@ -120,16 +136,16 @@ CURVES = st.lists(st.floats(0, 1), min_size=7, max_size=7).map(
 @given(
     row_s=CURVES, head_s=st.floats(0, 0.5), phases=st.lists(SHARES, min_size=1, max_size=3),
     lookup=SHARES, looks=st.sampled_from([0.0, 0.2, 1.0]), one_by_one=st.booleans(),
-    depth=st.integers(1, 7),
+    depth=st.integers(1, 7), ask_s=st.floats(0, 0.3), follow_s=st.floats(0, 0.2),
 )  # fmt: skip
 def test_control__any_costs_and_shares__never_3_percent_slower_over_500_tokens(
     row_s: list[float], head_s: float, phases: list[list[float]], lookup: list[float],
-    looks: float, one_by_one: bool, depth: int,
+    looks: float, one_by_one: bool, depth: int, ask_s: float, follow_s: float,
 ) -> None:  # fmt: skip
     def right(source: Source, at: int) -> Sequence[float]:
         return lookup if source is Source.LOOKUP else phases[at // 350 % len(phases)]
 
-    world = World(row_s, head_s, right, one_by_one, looks)
+    world = World(row_s, head_s, right, one_by_one, looks, ask_s, follow_s)
     assert loss(world.play(Control(depth, one_by_one=one_by_one), 1050), row_s[0]) < BOUND
 
 
@@ -243,7 +259,7 @@ def test_control__steps_with_guesses__a_plain_one_among_them() -> None:
 def test_control__guesses_of_no_use__stands_for_some_steps_unasked() -> None:
     world, control = World(linear(1.0), right=lambda source, at: (0.0,)), Control(3)
     assert not control.holds(ALONE)  # nothing is known
-    world.play(control, 400)
+    world.play(control, 340)
     while control.holds(ALONE):
         pass
     assert control.choose(ALONE, Offer()) == OFF
@@ -295,8 +311,10 @@ def test_control__one_slow_step__charged_as_what_it_can_have_cost() -> None:
 def test_control__long_fruitless__does_not_have_the_head_read_along() -> None:
     control = Control(3)
     assert control.follows(Plane.BASE)
-    World(linear(0.5), 0.1, lambda source, at: (0.0,)).play(control, 1000)
-    assert not control.follows(Plane.BASE)
+    world = World(linear(0.5), 0.1, lambda source, at: (0.0,))
+    followed = [world.play(control, 40) and control.follows(Plane.BASE) for _ in range(50)]
+    assert followed[0]
+    assert sum(followed[25:]) < 10
     assert control.follows(Plane.FINE)  # nothing is known of exact steps
     good = Control(3)
     World(linear(0.15)).play(good, 1200)
@@ -337,5 +355,33 @@ def test_rest__between_fruitless_looks__doubles_up_to_a_limit() -> None:
     world.play(control, 20_000)
     at = [i for i, choice in enumerate(world.log) if choice.source is not Source.OFF]
     breaks = [b - a for a, b in pairwise(at) if b - a > PROBE_STEPS]
-    assert max(breaks) <= LONGEST_REST + PROBE_STEPS
+    assert max(breaks) <= LONGEST_REST + PROBE_STEPS + ANSWER  # the head must have read along
     assert breaks[-1] > LONGEST_REST - PROBE_STEPS
+
+
+def test_control__asking_and_following_cost_much__account_pays_and_it_saves() -> None:
+    """Steps so short that to ask and to keep states for the head is dear."""
+    world, control = World(linear(0.3), 0.5, ask_s=0.15, follow_s=0.1), Control(3)
+    times = world.play(control, 3000)
+    assert loss(times, 1.0) < 0.025
+    asked = world.asked
+    assert asked[0] == 0
+    assert max(b - a for a, b in pairwise(asked)) > 50  # it saved
+    assert len(asked) < 0.15 * len(world.log)
+
+
+def test_control__saves__head_is_left_and_held_until_some_is_saved_up() -> None:
+    control = Control(3)
+    learned(control, ALONE)
+    assert not control.saves()
+    control.spare = 0.1
+    control.passed(ALONE, 1, 0.5)
+    assert control.saves()
+    assert control.holds(ALONE)
+    assert not control.follows(Plane.BASE)
+    n = 0
+    while control.holds(ALONE):
+        control.passed(ALONE, 1, 0.0)
+        n += 1
+    assert n == pytest.approx((SAVED_UP + 0.39) / EARNED, abs=2)
+    assert not control.saves()

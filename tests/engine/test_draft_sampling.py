@@ -99,6 +99,9 @@ class Changing:
     def follows(self, plane: Plane) -> bool:
         return False
 
+    def saves(self) -> bool:
+        return False
+
     def holds(self, regime: Regime) -> bool:
         return False
 
@@ -108,6 +111,8 @@ class Changing:
 
     def note(self, *_: object) -> None:
         pass
+
+    passed = note
 
     def view(self) -> Any:
         raise AssertionError("nobody looks")

@@ -320,10 +320,11 @@ def test_spec__qwen3_next_and_3_6__as_published() -> None:
     assert (mixer.n_keys, mixer.head_dim, mixer.rope.dim, mixer.rope.base) == (2, 256, 64, 1e7)
     assert (mixer.out_gate, mixer.qk_norm, spec.norm_offset) == (True, QkNorm.HEAD, 1.0)
     assert (linear.channels, linear.n_values, linear.kernel, linear.fused) == (8192, 32, 4, True)
-    assert linear.state_bytes == 32 * 128 * 128 * 4 + 3 * 8192 * 4
+    assert isinstance(linear, Gdn)
+    assert linear.state_bytes(KvFormat.BF16) == 32 * 128 * 128 * 4 + 3 * 8192 * 4
     assert (moe.shared_inter, moe.shared_gate, moe.router.renormalize) == (512, True, True)
     assert kv_token_bytes(spec, KvFormat.BF16) == 24576
-    assert state_bytes(spec) == 3 * 36 * linear.state_bytes
+    assert state_bytes(spec, KvFormat.BF16) == 3 * 36 * linear.state_bytes(KvFormat.BF16)
     plan = plan_for(QWEN3_NEXT, path="config.json", names=["mtp.fc"])
     assert plan.moe_layers[-1] == 48
     assert plan.dense["model.layers.0.linear_attn.in_proj_qkvz"] == (12288, 2048)
@@ -335,8 +336,8 @@ def test_spec__qwen3_next_and_3_6__as_published() -> None:
     inner = spec_for(QWEN3_6["text_config"], path="config.json", has_mtp=False)
     assert inner == newer
     for config in (QWEN3_6, QWEN3_6["text_config"]):
-        assert packed_head(config, (0, 40), path="c")
-        assert not packed_head(config, (0, 39), path="c")
+        assert packed_head(config, (0, 40), (), path="c")
+        assert not packed_head(config, (0, 39), (), path="c")
 
 
 @pytest.mark.parametrize(

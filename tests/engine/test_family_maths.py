@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +16,8 @@ from moet_desk.engine.loader import Core
 from moet_desk.engine.model import Model
 from moet_desk.engine.model_shape import index_layers
 from moet_desk.engine.prefill import PrefillExperts
-from moet_desk.engine.spec import Gdn, Mla, MoeFfn, QkNorm, Spec
-from moet_desk.kernels.kinds import Activations, KvFormat, Score
+from moet_desk.engine.spec import Gqa, Mla, QkNorm, Spec
+from moet_desk.kernels.kinds import Activations, KvFormat
 from moet_desk.kernels.reference import (
     ExpertBias,
     combine,
@@ -29,203 +27,30 @@ from moet_desk.kernels.reference import (
 )
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
-from tests.conftest import pack_source
+from tests.engine.conftest import TinyPack
+from tests.engine.family_mutations import CODE, MUTATIONS, attention, fitted
 from tests.engine.oracle import allowed, loaded, logits_of
-from tests.engine.tiny_models import (
-    CONFIGS,
-    DELTA_CONFIGS,
-    GQA_CONFIGS,
-    LENGTH,
-    random_model,
-    save_source,
-    use_packed_experts,
-)
-
-Mutation = Callable[[Spec], Spec]
-MODELS = {**CONFIGS, **GQA_CONFIGS, **DELTA_CONFIGS}
+from tests.engine.tiny_models import IDS, MODELS
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def case(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_pack: TinyPack
 ) -> tuple[str, Path, list[int], Tensor]:
     """A name, its packed model with large weights, token ids, and transformers' logits."""
-    model = random_model(MODELS[request.param], 0.25)
-    folder = tmp_path_factory.mktemp("gqa")
-    save_source(model, folder / "source")
-    ids = torch.randint(3, 256, (LENGTH,), generator=torch.Generator().manual_seed(2))
-    pack = pack_source(folder / "source", folder / "pack")
-    with torch.no_grad():
-        use_packed_experts(model, pack)
-        want = model(ids[None]).logits[0]
-    return request.param, pack, ids.tolist(), want
+    pack, want = tiny_pack(request.param, 0.25)
+    return request.param, pack, IDS.tolist(), want
 
 
 # -- mutations -----------------------------------------------------------------------------------
-
-
-def attention(**changes: Any) -> Mutation:
-    """A spec with another attention; a callable value gets the old one."""
-
-    def mutate(spec: Spec) -> Spec:
-        layers = (
-            layer
-            if isinstance(layer.mixer, Gdn)
-            else replace(layer, mixer=replace(layer.mixer, **_values(layer.mixer, changes)))
-            for layer in spec.layers
-        )
-        return replace(spec, layers=tuple(layers))
-
-    return mutate
-
-
-def delta(**changes: Any) -> Mutation:
-    """A spec with other DeltaNet layers."""
-
-    def mutate(spec: Spec) -> Spec:
-        layers = (
-            replace(layer, mixer=replace(layer.mixer, **_values(layer.mixer, changes)))
-            if isinstance(layer.mixer, Gdn)
-            else layer
-            for layer in spec.layers
-        )
-        return replace(spec, layers=tuple(layers))
-
-    return mutate
-
-
-def rope(**changes: Any) -> Mutation:
-    return attention(rope=lambda old: replace(old, **_values(old, changes)))
-
-
-def experts(**changes: Any) -> Mutation:
-    def mutate(spec: Spec) -> Spec:
-        other = replace(spec.moe_ffn, **_values(spec.moe_ffn, changes))
-        layers = (
-            replace(layer, ffn=other) if isinstance(layer.ffn, MoeFfn) else layer
-            for layer in spec.layers
-        )
-        return replace(spec, layers=tuple(layers))
-
-    return mutate
-
-
-def router(**changes: Any) -> Mutation:
-    return experts(router=lambda old: replace(old, **_values(old, changes)))
-
-
-def _values(old: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value(getattr(old, key)) if callable(value) else value
-        for key, value in changes.items()
-    }
-
-
-EVERYWHERE: dict[str, Mutation] = {
-    "rope pairing": rope(interleaved=lambda flag: not flag),
-    "rope base": rope(base=lambda base: 2 * base),
-    "softmax scale": attention(softmax_scale=lambda scale: 1.01 * scale),
-    "weights renormalised or not": router(renormalize=lambda flag: not flag),
-    "routed scale": router(scale=lambda scale: 1.01 * scale),
-    "another score": router(score=lambda s: Score.SOFTMAX if s is Score.SIGMOID else Score.SIGMOID),
-}
-GROUPED = {**EVERYWHERE, "rope on another part": rope(dim=lambda dim: dim // 2)}
-WITH_NORM = {"no norm of queries and keys": attention(qk_norm=QkNorm.NONE)}
-SIGMOID = {
-    "no selection bias": router(selection_bias=False),
-    "no shared expert": experts(shared_inter=0),
-}
-NO_GROUPS = {"no groups": router(n_groups=1, kept_groups=1)}
-NO_YARN = {"no yarn": rope(yarn=None)}
-OSS = {
-    **{what: mutate for what, mutate in GROUPED.items() if what != "weights renormalised or not"},
-    **NO_YARN,
-    "yarn truncated": rope(yarn=lambda yarn: replace(yarn, truncate=True)),
-    "no sinks": attention(has_sinks=False),
-    "no windows": attention(window=None),
-    "a wider window": attention(window=lambda size: size and size + 1),
-    "a narrower window": attention(window=lambda size: size and size - 1),
-    "windows in the other layers": attention(window=lambda size: None if size else 8),
-    "no bias of queries, keys and values": attention(has_bias=False),
-    "no bias of the output": attention(out_bias=False),
-    "no bias of the router": router(logit_bias=False),
-    "no bias of experts": experts(expert_bias=False),
-    "another alpha": experts(glu=lambda glu: replace(glu, alpha=1.0)),
-    "up without 1": experts(glu=lambda glu: replace(glu, shift=0.0)),
-}
-CLAMPED = {
-    "no limit": experts(glu=lambda glu: replace(glu, limit=None)),
-    "a higher limit": experts(glu=lambda glu: replace(glu, limit=0.31)),
-}
-
-
-def indexer(**changes: Any) -> Mutation:
-    """A spec whose indexers are others, in the layers that have one."""
-    return attention(indexer=lambda old: old and replace(old, **_values(old, changes)))
-
-
-SPARSE = {
-    "pairing of the indexer": indexer(interleaved=lambda flag: not flag),
-    "one more chosen": indexer(top_k=lambda k: k + 1),
-    "one fewer chosen": indexer(top_k=lambda k: k - 1),
-    "all chosen": indexer(top_k=64),
-}
-DELTA: dict[str, Mutation] = {
-    **GROUPED, **WITH_NORM,
-    "softmax scale": attention(softmax_scale=lambda scale: 1.2 * scale),
-    "rope on whole heads": rope(dim=lambda dim: 4 * dim),
-    "no shared expert": experts(shared_inter=0),
-    "no gate of the shared expert": experts(shared_gate=False),
-    "norms without 1": lambda spec: replace(spec, norm_offset=0.0),
-}  # fmt: skip
-LONGCAT = {
-    **EVERYWHERE,
-    "no selection bias": router(selection_bias=False),
-    "another scale of queries": attention(q_gain=lambda gain: 1.01 * gain),
-    "no scale of queries": attention(q_gain=1.0),
-    "another scale of latents": attention(kv_gain=lambda gain: 1.01 * gain),
-    "no scale of latents": attention(kv_gain=1.0),
-    "fewer experts per token": router(top_k=lambda k: k - 1),
-}
-MUTATIONS: dict[str, dict[str, Mutation]] = {
-    "v3_groups_yarn": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN},
-    "v3_no_query_latent": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN},
-    "kimi_k2": {**EVERYWHERE, **SIGMOID, **NO_YARN},
-    "plain_rope": {**EVERYWHERE, **SIGMOID, **NO_GROUPS},
-    "glm_lite": {**EVERYWHERE, **SIGMOID},
-    "v32": {**EVERYWHERE, **SIGMOID, **NO_GROUPS, **NO_YARN, **SPARSE},
-    "glm_dsa": {
-        **EVERYWHERE, **SIGMOID, **SPARSE,
-        "layers without an indexer see all": attention(reuses_choice=False),
-    },
-    "longcat": LONGCAT,
-    "glm": {
-        **GROUPED, **WITH_NORM, **SIGMOID,
-        "no bias": attention(has_bias=False),
-        "rope on whole heads": rope(dim=lambda dim: 2 * dim),
-    },
-    "glm_groups": {**GROUPED, **SIGMOID, **NO_GROUPS},
-    "qwen3": {**GROUPED, **WITH_NORM},
-    "qwen3_dense_yarn": {**GROUPED, **WITH_NORM, **NO_YARN},
-    "olmoe": {**GROUPED, **WITH_NORM},
-    "mixtral": GROUPED,
-    "gpt_oss": OSS,
-    "gpt_oss_clamped": {**OSS, **CLAMPED},
-    "minimax": {
-        **GROUPED, **WITH_NORM,
-        "no selection bias": router(selection_bias=False),
-        "rope on whole heads": rope(dim=lambda dim: 2 * dim),
-    },
-    "qwen3_next": DELTA,
-    "qwen3_5": DELTA,
-}  # fmt: skip
 
 
 def logits_with(core: Core, spec: Spec, ids: list[int], *, added_to_norms: float = 0.0) -> Tensor:
     """Logits of the core's weights and experts under another spec."""
 
     def load(name: str) -> Tensor:
-        return core.reader.dense_tensor(name) + ("norm" in name) * added_to_norms
+        value = fitted(spec, name, core.reader.dense_tensor(name))
+        return value + ("norm" in name) * added_to_norms
 
     model = Model(spec, Weights(load), context=64)
     kv = KvCache(
@@ -258,18 +83,35 @@ def test_mutated_spec__any_part__parity_is_lost(
     assert unnoticed == []
 
 
-@pytest.mark.parametrize(
-    "name", ["plain_rope", "glm", "qwen3", "olmoe", "mixtral", "minimax", "gpt_oss", "qwen3_next"]
-)
-def test_mutated_epsilon__small_weights__parity_is_lost(name: str, tmp_path: Path) -> None:
+def test_mutated_block__any_part__parity_is_lost(
+    case: tuple[str, Path, list[int], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, pack, ids, want = case
+    unnoticed = []
+    with loaded(pack, activations="float", kv_format="f32") as core:
+        concerned = {what: wrong for what, wrong in CODE.items() if wrong.concerns(core.spec)}
+        for what, wrong in concerned.items():
+            with monkeypatch.context() as patch:
+                for owner, name, instead in wrong.patches:
+                    patch.setattr(owner, name, instead)
+                off = (logits_with(core, core.spec, ids) - want).abs().max()
+            if not off > 10 * allowed(core, want):
+                unnoticed.append(what)
+    assert unnoticed == []
+
+
+EPSILON_NAMES = (
+    "plain_rope", "glm", "qwen3", "olmoe", "mixtral", "minimax", "gpt_oss", "qwen3_next", "qwen3_5",
+    "glm_lite", "v32", "glm_dsa", "longcat",
+)  # fmt: skip
+"""A model of each family."""
+
+
+@pytest.mark.parametrize("name", EPSILON_NAMES)
+def test_mutated_epsilon__small_weights__parity_is_lost(name: str, tiny_pack: TinyPack) -> None:
     """Only small weights show it: activations are near to epsilon there."""
-    model = random_model(MODELS[name], 0.02)
-    save_source(model, tmp_path / "source")
-    pack = pack_source(tmp_path / "source", tmp_path / "pack")
-    ids = list(range(3, 23))
-    with torch.no_grad():
-        use_packed_experts(model, pack)
-        want = model(torch.tensor([ids])).logits[0]
+    pack, want = tiny_pack(name, 0.02)
+    ids = IDS.tolist()
     with loaded(pack, activations="float", kv_format="f32") as core:
         near = 1e-4 * want.std()
         assert (logits_with(core, core.spec, ids) - want).abs().max() < near
@@ -277,7 +119,7 @@ def test_mutated_epsilon__small_weights__parity_is_lost(name: str, tmp_path: Pat
         mixer = core.spec.attention
         if isinstance(mixer, Mla):
             mutants.append(attention(latent_eps=lambda eps: 10 * eps)(core.spec))
-        elif mixer.qk_norm is not QkNorm.NONE:
+        elif isinstance(mixer, Gqa) and mixer.qk_norm is not QkNorm.NONE:
             mutants.append(attention(norm_eps=lambda eps: 10 * eps)(core.spec))
         for mutant in mutants:
             assert (logits_with(core, mutant, ids) - want).abs().max() > near

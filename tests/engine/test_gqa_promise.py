@@ -1,66 +1,34 @@
-"""Promise 1 for grouped-query attention: a tiny GLM with its head answers the same however it runs.
-
-The weights are random, so the text means nothing; the tokenizer is the demo model's.
-"""
+"""Promise 1 for grouped-query attention: a tiny GLM with its head, however it runs."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from moet_desk.engine.handle import Quality, Sampling
-from tests.conftest import pack_source
-from tests.engine.test_balanced import balanced
-from tests.engine.test_mtp_parity import save_head, with_head
-from tests.engine.test_promise import STORY, SUM, Answer, answer, ask, engine
-from tests.engine.tiny_models import TINY_GLM, random_model, save_source
-
-GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=0.8, seed=11)
-REQUESTS = [
-    ask(STORY, Quality.FAST, GREEDY),
-    ask(SUM, Quality.EXACT, DRAWN),
-    balanced(STORY, GREEDY, gate=0.5),
-]
+from tests.engine.random_promise import add_known_head, alone, check, packed_with_text
+from tests.engine.test_promise import Answer
+from tests.engine.tiny_models import TINY_GLM
 
 
 @pytest.fixture(scope="module")
 def pack(demo_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("glm")
-    model = random_model({**TINY_GLM, "vocab_size": 8192, "num_mtp_layers": 1}, 0.25)
-    save_source(model, folder / "source")
-    save_head(with_head(model), folder / "source")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(demo_source / name, folder / "source")
-    return pack_source(folder / "source", folder / "pack")
+    config = {**TINY_GLM, "num_mtp_layers": 1}
+    return packed_with_text(config, demo_source, tmp_path_factory.mktemp("glm"), add_known_head)
 
 
 @pytest.fixture(scope="module")
 def wanted(pack: Path) -> list[Answer]:
-    """Each request alone, everything resident."""
-    with engine(pack) as handle:
-        return [answer(handle, [request])[0] for request in REQUESTS]
+    return alone(pack)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"pool_slots": 4, "fine_slots": 4, "arena_rows": 2},
-        {"drafts": "mtp", "draft_depth": 2},
-    ],
-    ids=["least pools and rows from disk", "guesses of the head"],
-)
-def test_tokens__however_it_runs__same_bits(
-    pack: Path, wanted: list[Answer], options: dict[str, Any]
+def test_tokens__least_pools_and_rows_from_disk__same_bits(
+    pack: Path, wanted: list[Answer]
 ) -> None:
-    with engine(pack, **options) as handle:
-        assert [answer(handle, [request])[0] for request in REQUESTS] == wanted
-        assert answer(handle, REQUESTS) == wanted
-        counters, drafts = handle.snapshot().counters, handle.snapshot().drafts
-    if "drafts" in options:
-        assert drafts.guessed[0] > 0
-    else:
-        assert counters.evictions > 100
-        assert counters.from_nvme > 100
+    counters = check(pack, wanted, pool_slots=4, fine_slots=4, arena_rows=2).counters
+    assert counters.evictions > 100
+    assert counters.from_nvme > 100
+
+
+def test_tokens__guesses_of_the_head__same_bits(pack: Path, wanted: list[Answer]) -> None:
+    assert check(pack, wanted, drafts="mtp", draft_depth=2).drafts.guessed[0] > 0

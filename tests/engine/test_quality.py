@@ -22,7 +22,7 @@ from tests.engine.oracle import loaded, logits_of
 HELDOUT = Path(__file__).parent.parent / "data" / "heldout"
 N_TEXTS = 60
 CUT = 1024
-N_TASKS = 120
+N_TASKS = 60
 
 WANTED_NLL = {
     Plane.FINE: {"chat": 1.7150, "prose": 3.0816, "tasks": 0.6980},

@@ -1,4 +1,6 @@
-"""Tiny random models with grouped-query attention on a GPU: near the CPU engine, the same bits."""
+"""Tiny random models of families on a GPU: near the CPU engine, and the same bits whatever runs
+beside and whatever is where.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from moet_desk.engine import model_shape
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
+from tests.engine.test_longcat import save_longcat_head
 from tests.engine.test_mtp_parity import packed_with_head
-from tests.engine.tiny_models import GQA_CONFIGS, random_model, save_source
+from tests.engine.tiny_models import (
+    CONFIGS,
+    DELTA_CONFIGS,
+    GQA_CONFIGS,
+    random_model,
+    save_source,
+)
 from tests.gpu.test_engine import forced, read_anew
 from tests.kernels.triton.test_head import answered
 
@@ -26,7 +36,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+TINY = {**GQA_CONFIGS, "longcat": {**CONFIGS["longcat"], "kv_lora_rank": 32}}
 IDS = torch.randint(3, 256, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+ALL = {**CONFIGS, **DELTA_CONFIGS, **TINY}
 NEAR = 2e-3
 """Of the FP4 experts' logits, over their spread; a wrong part of attention gives 0.1 or more."""
 
@@ -38,13 +50,16 @@ class Case:
 
 
 def on_gpu(pack: Path, **given: object) -> CudaCore:
-    options = EngineOptions(save_heat=False, context=64, max_running=4, **given)  # type: ignore[arg-type]
+    options = EngineOptions(save_heat=False, max_running=4, **{"context": 64, **given})  # type: ignore[arg-type]
     return load_cuda(pack, options, device=torch.device("cuda"), widths=(1, 3))
 
 
 @pytest.fixture(
     scope="module",
-    params=[(name, form) for name in GQA_CONFIGS for form in ("f32", "bf16", "fp8", "nvfp4")],
+    params=[
+        *((name, form) for name in TINY for form in ("f32", "bf16", "fp8", "nvfp4")),
+        *((name, form) for name in DELTA_CONFIGS for form in ("f32", "bf16")),
+    ],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def case(
@@ -52,7 +67,7 @@ def case(
 ) -> Iterator[Case]:
     name, form = request.param
     folder = tmp_path_factory.mktemp("family")
-    save_source(random_model(GQA_CONFIGS[name], 0.25), folder / "source")
+    save_source(random_model(ALL[name], 0.25), folder / "source")
     pack = pack_source(folder / "source", folder / "pack")
     with loaded(pack, kv_format=form) as cpu:
         want = logits_of(cpu, IDS, plane=Plane.FINE, sizes=[1] * len(IDS))
@@ -75,7 +90,10 @@ def test_step__teacher_forced__near_the_cpu_engine(case: Case, rows: int) -> Non
 def test_step__any_number_of_rows__same_bits(case: Case) -> None:
     for plane in Plane:
         want = forced(case.core, IDS, plane, rows=1)
-        for rows in (2, 3, 8):
+        most = case.core.model.most_rows  # and a look-up's pairs must fit the slots
+        slots = min(case.core.plan.base_slots, case.core.plan.fine_slots)
+        most = min(most, slots // case.core.spec.moe_ffn.router.top_k)
+        for rows in {2, 3, min(8, most)}:
             assert torch.equal(forced(case.core, IDS, plane, rows=rows), want), (plane, rows)
 
 
@@ -96,3 +114,71 @@ def test_answers__glm_with_its_head__equal_those_without(
     core = on_gpu(pack, kv_format="bf16", drafts="mtp", draft_depth=2)
     assert {plane: answered(core, plane).out_ids for plane in Plane} == want
     core.close()
+
+
+def test_answers__longcat_with_its_dense_head__equal_those_without(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("longcat_head")
+    save_source(random_model(TINY["longcat"], 0.25), folder / "source")
+    save_longcat_head(folder / "source")
+    pack = pack_source(folder / "source", folder / "pack")
+    core = on_gpu(pack, kv_format="bf16")
+    want = {plane: answered(core, plane).out_ids for plane in Plane}
+    core.close()
+    core = on_gpu(pack, kv_format="bf16", drafts="mtp", draft_depth=2)
+    assert {plane: answered(core, plane).out_ids for plane in Plane} == want
+    assert core.decoder.drafting.acceptance.counters().guessed[0] > 0
+    core.close()
+
+
+def test_longcat__tiers_and_branches__same_bits(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("longcat")
+    save_source(random_model(TINY["longcat"], 0.25), folder / "source")
+    pack = pack_source(folder / "source", folder / "pack")
+    found = []
+    for tiers in ({}, {"pool_slots": 24, "fine_slots": 24, "arena_rows": 1}):
+        core = on_gpu(pack, kv_format="bf16", prefill_chunk=16, **tiers)
+        steps = [forced(core, IDS, plane, rows=rows) for plane in Plane for rows in (1, 3)]
+        prompts = [read_anew(core, IDS, plane)[None] for plane in Plane]
+        found.append(torch.cat([*steps, *prompts]))
+        core.close()
+    assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", ["glm_dsa", "longcat", "glm"])
+def test_dense_weights__rounded__near_the_cpu_engine(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("rounded")
+    save_source(random_model(ALL[name], 0.25), folder / "source")
+    pack = pack_source(folder / "source", folder / "pack")
+    with loaded(pack, kv_format="bf16", dense_format="int8") as cpu:
+        want = logits_of(cpu, IDS, plane=Plane.FINE, sizes=[1] * len(IDS))
+    core = on_gpu(pack, kv_format="bf16", prefill_chunk=16, dense_format="int8")
+    steps = forced(core, IDS, Plane.FINE, rows=1)
+    assert off(steps, want) < NEAR
+    assert torch.equal(forced(core, IDS, Plane.FINE, rows=3), steps)
+    assert off(read_anew(core, IDS, Plane.FINE), want[-1]) < 2 * NEAR
+    core.close()
+
+
+def test_rings__gpt_oss_far_around_them__same_bits_as_keeping_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_source(random_model(GQA_CONFIGS["gpt_oss"], 0.25), tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    ids = torch.randint(3, 256, (300,), generator=torch.Generator().manual_seed(4)).tolist()
+    found = []
+    for rings in (True, False):
+        if not rings:
+            monkeypatch.setattr(model_shape, "ring_layers", lambda spec: ())
+        core = on_gpu(pack, kv_format="nvfp4", prefill_chunk=16, context=320)
+        assert core.plan.ring_pages == (2 if rings else 0)  # 128 tokens
+        assert core.kv.has_rings == rings
+        prompt = read_anew(core, ids, Plane.BASE)[None]
+        found.append(torch.cat([prompt, forced(core, ids, Plane.BASE, rows=3)]))
+        core.close()
+    assert torch.equal(*found)

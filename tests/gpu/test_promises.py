@@ -74,7 +74,7 @@ def test_prompt_logprobs__as_the_cpu_engines_but_for_rounding(demo_pack: Path) -
     request = replace(ask(STORY * 3, Quality.EXACT, Sampling(temperature=0)), prompt_logprobs=True)
     found = []
     for device in ("cpu", "cuda"):
-        with engine(demo_pack, device=device, prefill_chunk=32, kv_format="bf16") as handle:
+        with engine(demo_pack, device=device, prefill_chunk=32, kv_format="f32") as handle:
             last = list(handle.submit(request))[-1]
         assert isinstance(last, Finished)
         assert len(last.prompt) == last.usage.prompt_tokens - 1
@@ -82,5 +82,5 @@ def test_prompt_logprobs__as_the_cpu_engines_but_for_rounding(demo_pack: Path) -
     here, there = found
     assert [token for token, _ in there] == [token for token, _ in here]
     off = [abs(a - b) for (_, a), (_, b) in zip(here, there, strict=True)]
-    assert max(off) < 0.2
-    assert median(off) < 0.01
+    assert max(off) < 0.01  # with bfloat16 KV one of the 51 changes by 0.8, on the card alone too
+    assert median(off) < 1e-3

@@ -6,17 +6,26 @@ import errno
 import json
 import mmap
 import os
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moet_desk.errors import MoetError
-from moet_desk.store.pack_format import Plane, decode_meta, encode_meta
+from moet_desk.store.pack_format import (
+    FORMAT_VERSION,
+    QUANTIZER_VERSION,
+    PackMeta,
+    Plane,
+    decode_meta,
+    encode_meta,
+)
 from moet_desk.store.pack_meta import read_meta
 from moet_desk.store.pack_reader import PackReader
 from tests.store.tiny import flip_bit
@@ -243,3 +252,13 @@ def test_read_meta__half_made_pack_with_damaged_journal__is_still_incomplete(
     with pytest.raises(MoetError, match=r"has 0 of \? rows") as caught:
         read_meta(tmp_path / "half")
     assert caught.value.code == "MD-PACK-06"
+
+
+def test_spec__names_every_field_of_the_record_in_order() -> None:
+    page = (Path(__file__).parents[2] / "docs/design/pack.md").read_text("utf-8")
+    spec = page.partition("### For other programs")[2].partition("A reader makes the text anew")[0]
+    rows = [line.split("|")[1] for line in spec.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert named == [field.name for field in msgspec.structs.fields(PackMeta)]
+    assert f"`{QUANTIZER_VERSION}`" in spec
+    assert f"| {FORMAT_VERSION};" in spec

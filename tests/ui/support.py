@@ -19,7 +19,7 @@ from moet_desk.ui.app import Look, MoetDeskApp
 from moet_desk.ui.bridge import Clock, PackJob, Phase
 from moet_desk.ui.chat_records import Wishes
 from moet_desk.ui.setup_steps import Setup
-from tests.ui.desk import FakeDesk
+from tests.ui.desk import FakeDesk, FakeEndpoint
 
 NOON = datetime(2026, 11, 29, 12, 0, tzinfo=UTC)
 
@@ -193,10 +193,12 @@ class Stage:
         self.engine = ScriptedEngine(script)
         self.chats = chats or FakeChats()
         self.desk = FakeDesk(lambda: self.engine)
+        self.endpoint = FakeEndpoint()
         first_run = setup is not None
         self.app = MoetDeskApp(
             None if first_run else open_engine or (lambda: self.engine), self.chats, self.desk,
             model="" if first_run else "demo", setup=setup,
+            endpoint=self.endpoint,
             look=look or Look(motion="none", glyphs="unicode"), wishes=wishes,
             pack_job=pack_job, clock=self.time.clock(), timers=False,
         )  # fmt: skip

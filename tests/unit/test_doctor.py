@@ -99,6 +99,12 @@ def rates(**changes: Any) -> MachineFacts:
     return replace(DESK, rates=replace(DESK.rates, **changes))
 
 
+def dense_pack(stored: int, rounded: int) -> PackFact:
+    return PackFact(
+        name="m", state="ready", has_gate=True, dense_bytes=stored, dense_rounded_bytes=rounded
+    )
+
+
 def packs(*found: PackFact) -> MachineFacts:
     return replace(DESK, packs=found)
 
@@ -145,6 +151,8 @@ WRONG = [
     (drive(free=5 * GB), "disk-space", LOWER, "5.0 GB"),
     (packs(PackFact(name="m", state="damaged", problem="Bad.")), "packs", LOWER, "m is damaged"),
     (packs(PackFact(name="m", state="ready", has_gate=False)), "gates", INFO, "0.6"),
+    (packs(dense_pack(30 * GIB, 16 * GIB)), "dense", INFO, "30.0 GiB"),
+    (packs(dense_pack(30 * GIB, 30 * GIB)), "dense", LOWER, "30.0 GiB"),
     (replace(DESK, rates=None), "measured", INFO, "data sheets"),
     (replace(NOW, clock=Clock(now_s=0.0)), "clock", LOWER, "1970-01-01"),
     (replace(NOW, clock=Clock(now_s=CLOCK_S, newest_file_s=CLOCK_S + 2e5)), "clock", LOWER,
@@ -167,7 +175,7 @@ def test_examine__one_thing_wrong__one_finding_with_cause_and_fix(
     assert rows[0].severity is severity
     assert word in rows[0].cause
     assert rows[0].fix
-    healthy = replace(NOW, packs=(PackFact(name="m", state="ready", has_gate=True),))
+    healthy = replace(NOW, packs=(dense_pack(2 * GIB, 2 * GIB),))
     assert check in examine(healthy).passed or check == "container"
 
 

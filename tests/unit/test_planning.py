@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moet_desk.catalogue import find_entry, load_catalogue
+from moet_desk.engine.dense_format import DenseFormat
 from moet_desk.engine.handle import EngineOptions, Quality
 from moet_desk.engine.planned_model import PlannedModel, from_catalogue
 from moet_desk.engine.planning import ModelPlan, Refusal, plan_model
+from moet_desk.engine.spec import Streams
 from moet_desk.forecast import (
     HIT_CURVES,
     SHARES,
@@ -69,7 +71,8 @@ def check_sums(model: PlannedModel, plan: ModelPlan) -> None:
     """Add up what was handed out without the planner's own sums."""
     tiers, shape, sizes = plan.tiers, plan.shape, plan.bytes
     kv = tiers.kv_pages * KV_PAGE_TOKENS * model.kv_token_bytes(plan.kv_format)
-    assert sizes.kv == kv + plan.requests * model.state_bytes
+    in_ring = tiers.ring_pages * KV_PAGE_TOKENS * shape.windows.token_bytes
+    assert sizes.kv == kv + plan.requests * (shape.state_bytes + in_ring)
     rows = tiers.arena_base_rows * shape.base_stride + tiers.arena_fine_rows * shape.fine_stride
     assert sizes.arena == rows
     assert sizes.total == tiers.bytes_total
@@ -79,7 +82,8 @@ def check_sums(model: PlannedModel, plan: ModelPlan) -> None:
         assert sizes.total <= plan.budget.ram
         return
     slots = tiers.base_slots * shape.base_stride + tiers.fine_slots * shape.fine_stride
-    fixed = model.dense_bytes + sizes.kv + sizes.work + sizes.chunk
+    saved = model.dense_saving if plan.dense_format is DenseFormat.INT8 else 0
+    fixed = model.dense_bytes - saved + sizes.kv + sizes.work + sizes.chunk
     assert sizes.compute == fixed + slots <= plan.budget.vram
     assert sizes.arena <= plan.budget.ram
 
@@ -102,11 +106,17 @@ def test_plan__any_computer__adds_up_and_stays_within_the_budget_or_is_refused(
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(NAMES, VRAM, RAM, st.integers(0, 32 * GIB), st.integers(0, 128 * GIB))
+@given(
+    NAMES, VRAM, RAM, st.integers(0, 32 * GIB), st.integers(0, 128 * GIB),
+    st.sampled_from(["stored", "int8"]),
+)  # fmt: skip
 def test_plan__more_of_anything__no_tier_gets_smaller(
-    name: str, vram: int, ram: int, more_vram: int, more_ram: int
+    name: str, vram: int, ram: int, more_vram: int, more_ram: int, dense_format: str
 ) -> None:
-    options = EngineOptions(device="auto", context=4096, prefill_chunk=256)
+    # with "auto" a larger card may hold dense weights as shipped and fewer experts
+    options = EngineOptions(
+        device="auto", context=4096, prefill_chunk=256, dense_format=dense_format
+    )
     small = plan_model(with_sizes(vram, ram), MODELS[name], options)
     large = plan_model(with_sizes(vram + more_vram, ram + more_ram), MODELS[name], options)
     if isinstance(small, Refusal):
@@ -179,7 +189,7 @@ def test_plan__context_longer_than_the_models__nearest_is_the_models_own() -> No
 
 
 def test_plan__dense_stack_larger_than_the_card__no_plan_on_it() -> None:
-    answer = plan_model(DESK, MODELS["glm-5.2"], AUTO)
+    answer = plan_model(MACHINES["4090-64gb"], MODELS["glm-5.2"], AUTO)
     assert isinstance(answer, Refusal)
     assert answer.error.code == "MD-GPU-05"
     assert answer.nearest is None
@@ -261,6 +271,36 @@ def test_plan__exact_answers__slower_and_balanced_between() -> None:
     assert len(set(speeds)) == 3
 
 
+def test_plan__layers_without_kernels__left_to_the_cpu_unless_the_card_is_insisted_on() -> None:
+    model = MODELS["olmoe-1b-7b"]
+    model = replace(model, spec=replace(model.spec, streams=Streams(4, 20, 1e-6)))
+    plan = plan_model(DESK, model, AUTO)
+    assert isinstance(plan, ModelPlan)
+    part = "residual streams and pooled attention"
+    assert (plan.device, plan.why) == ("cpu", f"for {part} a card has no kernels yet")
+    refused = plan_model(DESK, model, EngineOptions(device="cuda"))
+    assert isinstance(refused, Refusal)
+    assert refused.error.code == "MD-GPU-10"
+    assert refused.changes == ("--device cpu",)
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+@pytest.mark.parametrize("chunk", [256, 4096])
+def test_plan__gpt_oss__half_of_its_layers_keep_the_window_and_a_chunk(
+    device: str, chunk: int
+) -> None:
+    entry = find_entry("gpt-oss-20b")
+    assert entry is not None
+    options = EngineOptions(device=device, context=65536, kv_format="bf16", prefill_chunk=chunk)
+    plan = planned(DESK, entry.name, options)
+    each = entry.layers // 2 * 2048  # 8 heads of keys and values, 64 numbers of two bytes each
+    rows = chunk if device == "cpu" else min(chunk, 2048)  # a card reads a chunk block by block
+    ring = 64 * (-(-(128 + rows) // 64) + 1)
+    assert plan.bytes.kv == plan.requests * (65536 + ring) * each
+    short = planned(DESK, entry.name, replace(options, context=1024))
+    assert short.tiers.ring_pages == min(ring // 64, 16)
+
+
 def test_plan__no_card__cpu_and_says_why() -> None:
     plan = planned(MACHINES["cpu-only"], "olmoe-1b-7b")
     assert (plan.device, plan.gpu) == ("cpu", None)
@@ -331,3 +371,36 @@ def test_catalogue_name_in_the_pages__every_model_on_every_machine() -> None:
         text = path.read_text("utf-8")
         assert all(f"\n{name} " in text for name in MODELS)
     assert find_entry("deepseek-v3.1") is not None
+
+
+@pytest.mark.parametrize("machine", ["5090-64gb", "5090-96gb", "5090-128gb", "5090-192gb"])
+def test_glm__bf16_dense_weights_on_32_gib__rounded_and_most_experts_on_the_drive_or_in_ram(
+    machine: str,
+) -> None:
+    short = replace(AUTO, context=4096)  # its 352 bytes of each token and layer leave no more
+    model, plan = MODELS["glm-5.2"], planned(MACHINES[machine], "glm-5.2", short)
+    assert plan.dense_format is DenseFormat.INT8
+    assert model.dense_bytes > plan.budget.vram > plan.bytes.compute
+    assert plan.bytes.dense == model.dense_bytes - model.dense_saving
+    tiers, rows = plan.tiers, plan.shape.n_rows
+    assert 0 < tiers.base_slots < tiers.arena_base_rows < rows
+    assert plan.bytes.nvme_only > plan.bytes.arena
+    with_fp8 = planned(MACHINES[machine], "glm-5.2-fp8")
+    assert with_fp8.dense_format is DenseFormat.STORED  # nothing there is larger than 8 bits
+
+
+def test_dense_format__fits_as_shipped__kept_unless_asked_for() -> None:
+    machine = with_sizes(80 * GIB, 256 * GIB)
+    stored = planned(machine, "glm-5.2")
+    assert stored.dense_format is DenseFormat.STORED
+    rounded = planned(machine, "glm-5.2", replace(AUTO, dense_format="int8"))
+    assert rounded.dense_format is DenseFormat.INT8
+    assert rounded.bytes.dense < 0.6 * stored.bytes.dense
+    assert rounded.tiers.base_slots > stored.tiers.base_slots
+    assert rounded.forecast.tok_per_s > stored.forecast.tok_per_s
+
+
+def test_dense_format__stored_is_asked_for_and_does_not_fit__refused() -> None:
+    answer = plan_model(DESK, MODELS["glm-5.2"], replace(AUTO, dense_format="stored"))
+    assert isinstance(answer, Refusal)
+    assert answer.error.code == "MD-GPU-05"

@@ -50,7 +50,7 @@ class GdnBlock:
         sizes = [mixer.channels, values, mixer.n_values, mixer.n_values]
         mixed, z, b, a = torch.split(linear(x, self._w_in), sizes, -1)
         decay, beta = delta_decay(a, self._a_log, self._dt_bias), torch.sigmoid(b)
-        before = sequence.states.at(self._layer, start, mixer)
+        before = sequence.states.at(self._layer, start, DeltaState, lambda: DeltaState.empty(mixer))
         kept, outputs = {start: before}, []
         for part in (slice(0, n_tokens - 1), slice(n_tokens - 1, n_tokens)):
             if part.start < part.stop:

@@ -14,13 +14,25 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.buffers import StepBuffers
-from moet_desk.engine.cuda.dense_weights import DenseSource
+from moet_desk.engine.cuda.delta import GdnLaunches
+from moet_desk.engine.cuda.dense_weights import DenseSource, reordered
 from moet_desk.engine.cuda.indexer import IndexerLaunches
-from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mla, MoeFfn, QkNorm, Router
+from moet_desk.engine.spec import (
+    DenseFfn,
+    Gqa,
+    Layer,
+    Mla,
+    MoeFfn,
+    PooledAttention,
+    QkNorm,
+    Router,
+)
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import gqa_decode, mla_decode
-from moet_desk.kernels.triton.dense import gemv, swiglu_gemv
+from moet_desk.kernels.triton.delta import DeltaRows
+from moet_desk.kernels.triton.dense import DenseWeight, gemv, swiglu_gemv
 from moet_desk.kernels.triton.experts import combine
+from moet_desk.kernels.triton.gates import gated
 from moet_desk.kernels.triton.indexer import chosen_pages
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.latent import LatentWeight, mla_absorb, mla_out
@@ -82,9 +94,9 @@ class MlaLaunches:
         self.mixer = mixer
         first = "q_proj" if mixer.q_rank is None else "q_a_proj"
         self.w_in = load.matrix(name + first, name + "kv_a_proj_with_mqa")
-        self.latent_norm = load.vector(name + "kv_a_layernorm")
+        self.latent_norm = load.vector(name + "kv_a_layernorm") * mixer.kv_gain
         if mixer.q_rank is not None:
-            self.q_norm = load.vector(name + "q_a_layernorm")
+            self.q_norm = load.vector(name + "q_a_layernorm") * mixer.q_gain
             self.w_q = load.matrix(name + "q_b_proj")
         self.w_latent = LatentWeight(
             load.matrix(name + "kv_b_proj"), mixer.n_heads, mixer.nope_dim, mixer.v_dim
@@ -156,9 +168,13 @@ class GqaLaunches:
         self.bias: Tensor | None = None
         if mixer.has_bias:
             self.bias = torch.cat([load.vector(part + ".bias") for part in parts])
+        if mixer.out_gate:
+            order = _gates_last(mixer)
+            self.w_in = reordered(self.w_in, order)
+            self.bias = None if self.bias is None else self.bias[order.to(self.bias.device)]
         has_norm = mixer.qk_norm is not QkNorm.NONE
-        self._q_norm = load.vector(name + "q_norm") if has_norm else None
-        self._k_norm = load.vector(name + "k_norm") if has_norm else None
+        self._q_norm = load.norm(name + "q_norm") if has_norm else None
+        self._k_norm = load.norm(name + "k_norm") if has_norm else None
         self.sinks = load.vector(name + "sinks") if mixer.has_sinks else None
         self.w_out = load.matrix(name + "o_proj")
         self.out_bias = load.vector(name + "o_proj.bias") if mixer.out_bias else None
@@ -170,12 +186,22 @@ class GqaLaunches:
         heads = (rows, mixer.n_heads, mixer.head_dim)
         gemv(b.normed[t], self.w_in, b.joined[t], bias=self.bias)
         queries = b.queries[t].view(heads)
-        self.prepare(b.joined[t], queries, rotation, kv)
+        plain, gate = self.apart(b.joined[t])
+        self.prepare(plain, queries, rotation, kv)
         gqa_decode(
             queries, kv, lengths, b.heads[t].view(heads), n_keys=mixer.n_keys,
             scale=mixer.softmax_scale, scratch=b.attention, window=mixer.window, sink=self.sinks,
         )  # fmt: skip
+        if gate is not None:
+            gated(b.heads[t], gate, b.heads[t])
         gemv(b.heads[t], self.w_out, b.x[t], bias=self.out_bias, residual=b.x[t])
+
+    def apart(self, joined: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of the joined projections: queries, keys and values, and the output's gates, if any."""
+        gates = self.mixer.n_heads * self.mixer.head_dim
+        if not self.mixer.out_gate:
+            return joined, None
+        return joined[:, :-gates], joined[:, -gates:]
 
     def prepare(self, joined: Tensor, queries: Tensor, rotation: Rotation, kv: KvPages) -> None:
         """From the joined projections, which are changed, to queries [T, N, D] and KV entries."""
@@ -190,6 +216,16 @@ class GqaLaunches:
             joined, queries, rotation=rotation, kv=kv, dv=mixer.head_dim, eps=mixer.norm_eps,
             q_weight=q_norm, k_weight=k_norm,
         )  # fmt: skip
+
+
+def _gates_last(mixer: Gqa) -> Tensor:
+    """Rows of the joined projections in another order: of each head the file has the query, then
+    the gate.
+    """
+    n, d = mixer.n_heads, mixer.head_dim
+    heads = torch.arange(2 * n * d).view(n, 2, d)
+    others = torch.arange(2 * mixer.n_keys * d) + 2 * n * d
+    return torch.cat([heads[:, 0].flatten(), others, heads[:, 1].flatten()])
 
 
 class DenseLaunches:
@@ -207,7 +243,13 @@ class DenseLaunches:
 
 
 class MoeLaunches:
-    """Router, routed experts and shared expert: x += shared(n) + sum of weight * expert(n)."""
+    """Router, routed experts and shared expert: x += shared(n) + sum of weight * expert(n).
+
+    What identity experts give takes the shared expert's place.
+
+    Raises:
+        ValueError: there are both.
+    """
 
     def __init__(
         self, ffn: MoeFfn, load: DenseSource, name: str, *, moe_layer: int, branch: Branch
@@ -222,44 +264,81 @@ class MoeLaunches:
         bias = ffn.router.selection_bias
         self.bias = load.vector(name + ffn.bias_name) if bias else None
         self.shared = None
+        if ffn.shared_inter and ffn.router.n_identity:
+            raise ValueError("identity experts beside a shared one")
         if ffn.shared_inter:
-            self.shared = DenseLaunches(load, name + "shared_experts.", ffn.shared_inter)
+            self.shared = DenseLaunches(load, name + ffn.shared_name, ffn.shared_inter)
+        self.w_shared_gate: DenseWeight | None = None
+        if ffn.shared_gate:
+            self.w_shared_gate = load.matrix(name + "shared_expert_gate")
 
     def launch(self, b: StepBuffers, rows: int, experts: Experts) -> None:
-        router, t = self.router, slice(0, rows)
+        t = slice(0, rows)
         if self.shared is not None:  # beside the router, the look-up and the fetch
             with self._branch.beside():
                 self.shared.launch(b, rows, out=b.shared_out[t], residual=None)
+                if self.w_shared_gate is not None:
+                    gemv(b.normed[t], self.w_shared_gate, b.shared_gate[t])
+                    gated(b.shared_out[t], b.shared_gate[t], b.shared_out[t])
+        self.choose(b, rows)
+        experts(self.moe_layer, b, rows)
+        if self.shared is not None:
+            self._branch.join()
+        self.add(b, rows)
+
+    def choose(self, b: StepBuffers, rows: int) -> None:
+        """From `normed` to the experts' ids and weights, and to what identity experts give."""
+        router, t = self.router, slice(0, rows)
         gemv(b.normed[t], self.w_router, b.router[t], bias=self.logit_bias)
         route(
             b.router[t], self.bias, ids=b.ids[t], weights=b.weights[t], score=router.score,
             n_groups=router.n_groups, kept_groups=router.kept_groups,
             renormalize=router.renormalize, scale=router.scale,
+            n_real=router.n_experts, share=b.share[t],
         )  # fmt: skip
-        experts(self.moe_layer, b, rows)
-        if self.shared is not None:
-            self._branch.join()
-        pairs = rows * router.top_k
-        base = None if self.shared is None else b.shared_out[t]
-        combine(b.part[:pairs], b.weights[t], base=base, residual=b.x[t], out=b.x[t])
+        if router.n_identity:
+            torch.mul(b.normed[t], b.share[t, None], out=b.shared_out[t])
+
+    def add(self, b: StepBuffers, rows: int) -> None:
+        """x += what the experts left in `part`, and what is in the shared expert's place."""
+        router, t, pairs = self.router, slice(0, rows), slice(0, rows * self.router.top_k)
+        beside = self.shared is not None or router.n_identity > 0
+        combine(
+            b.part[pairs], b.weights[t], base=b.shared_out[t] if beside else None,
+            residual=b.x[t], out=b.x[t], ids=b.ids[t] if router.n_identity else None,
+        )  # fmt: skip
 
 
 class LayerLaunches:
-    """One decoder layer."""
+    """One decoder layer; with `half`, the attention of that number and the dense part behind it of
+    a layer that has two.
+    """
 
-    def __init__(self, layer: Layer, load: DenseSource, *, moe_layer: int, branch: Branch) -> None:
-        name = f"model.layers.{layer.index}."
-        self.attention_norm = load.vector(name + "input_layernorm")
-        self.ffn_norm = load.vector(name + "post_attention_layernorm")
-        self.attention: MlaLaunches | GqaLaunches
+    def __init__(
+        self,
+        layer: Layer,
+        load: DenseSource,
+        *,
+        moe_layer: int,
+        branch: Branch,
+        half: int | None = None,
+    ) -> None:
+        name, at = f"model.layers.{layer.index}.", "" if half is None else f".{half}"
+        self.attention_norm = load.norm(f"{name}input_layernorm{at}")
+        self.ffn_norm = load.norm(f"{name}post_attention_layernorm{at}")
+        self.attention: MlaLaunches | GqaLaunches | GdnLaunches
         if isinstance(layer.mixer, Mla):
-            self.attention = MlaLaunches(layer.mixer, load, name + "self_attn.")
+            self.attention = MlaLaunches(layer.mixer, load, f"{name}self_attn{at}.")
         elif isinstance(layer.mixer, Gqa):
-            self.attention = GqaLaunches(layer.mixer, load, name + "self_attn.")
+            self.attention = GqaLaunches(layer.mixer, load, f"{name}self_attn{at}.")
+        elif isinstance(layer.mixer, PooledAttention):
+            raise TypeError("there are no launches for pooled attention")
         else:
-            raise TypeError("there are no launches for layers with a state")
+            self.attention = GdnLaunches(layer.mixer, load, name + "linear_attn.")
         self.ffn: DenseLaunches | MoeLaunches
-        if isinstance(layer.ffn, DenseFfn):
+        if half is not None and layer.around is not None:
+            self.ffn = DenseLaunches(load, f"{name}mlps{at}.", layer.around.inter)
+        elif isinstance(layer.ffn, DenseFfn):
             self.ffn = DenseLaunches(load, name + "mlp.", layer.ffn.inter)
         else:
             self.ffn = MoeLaunches(
@@ -273,19 +352,45 @@ class LayerLaunches:
         *,
         eps: float,
         rotation: Rotation,
-        kv: KvPages,
+        kv: KvPages | DeltaRows,
         lengths: Tensor,
         experts: Experts,
     ) -> None:
         t = slice(0, rows)
-        rms_norm(b.x[t], self.attention_norm, eps, out=b.normed[t])
-        self.attention.launch(b, rows, rotation, kv, lengths)
+        self.attend(b, rows, eps=eps, rotation=rotation, kv=kv, lengths=lengths)
         if isinstance(self.ffn, DenseLaunches):
             rms_norm(b.x[t], self.ffn_norm, eps, out=b.normed[t])
             self.ffn.launch(b, rows, out=b.x[t], residual=b.x[t])
             return
+        self.norm_for_experts(b, rows, eps, experts)
+        self.ffn.launch(b, rows, experts)
+
+    def attend(
+        self, b: StepBuffers, rows: int, *, eps: float, rotation: Rotation,
+        kv: KvPages | DeltaRows, lengths: Tensor,
+    ) -> None:  # fmt: skip
+        """x += attention."""
+        t = slice(0, rows)
+        rms_norm(b.x[t], self.attention_norm, eps, out=b.normed[t])
+        self._mix(b, rows, rotation, kv, lengths)
+
+    def norm_for_experts(self, b: StepBuffers, rows: int, eps: float, experts: Experts) -> None:
+        """What the feed-forward part reads, as numbers and as the experts' codes."""
+        t = slice(0, rows)
         rms_norm_quantize(
             b.x[t], self.ffn_norm, eps, out=b.normed[t],
             codes=b.codes[experts.activations][t], scales=b.scales[t],
         )  # fmt: skip
-        self.ffn.launch(b, rows, experts)
+
+    def _mix(
+        self, b: StepBuffers, rows: int, rotation: Rotation, kv: KvPages | DeltaRows,
+        lengths: Tensor,
+    ) -> None:  # fmt: skip
+        attention, t = self.attention, slice(0, rows)
+        if isinstance(attention, GdnLaunches):
+            assert isinstance(kv, DeltaRows), "the step hands over states"  # noqa: S101
+            assert b.delta is not None, "such a model has buffers for them"  # noqa: S101
+            attention.launch(b.delta, b.normed[t], b.x[t], kv)
+        else:
+            assert isinstance(kv, KvPages), "the step hands over pages"  # noqa: S101
+            attention.launch(b, rows, rotation, kv, lengths)

@@ -7,45 +7,81 @@ have. Host inputs travel in one packed copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from moet_desk.engine.cuda.chunk_sizes import projected_width
+from moet_desk.engine.cuda.delta import DeltaBuffers
 from moet_desk.engine.cuda.indexer import IndexBuffers
 from moet_desk.engine.sampling import Draw
-from moet_desk.engine.spec import Attention, DenseFfn, Mla, Spec, indexer_of
+from moet_desk.engine.spec import (
+    Attention,
+    Mla,
+    PooledAttention,
+    Spec,
+    dense_widths,
+    indexer_of,
+)
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.delta import RUN_COLUMNS
 from moet_desk.kernels.triton.quant import planar_shape
 from moet_desk.kernels.triton.sampling import SampleScratch, wish
 
 MAX_ROWS = 8
 """Most rows of one step: 1 + drafts of one answer, or several answers side by side."""
 
+RUN_AT, PAGES_AT = 3, 3 + RUN_COLUMNS
+"""Where in a row's line its run and its page table begin."""
+
 _WISH_BYTES, _DRAW_BYTES = 4 * 8, 2 * 8  # of a row: four float64, two int64
 
 
 class StepInputs:
-    """What the host says before a step, a line per row in each of three tables.
+    """What the host says before a step, a line per row in each of three tables."""
 
-    Attributes:
-        lines: int32 [MAX_ROWS, 3 + max_pages]: token id, position, visible length, page table.
-    """
-
-    def __init__(self, max_pages: int, device: torch.device) -> None:
-        width = 3 + max_pages
+    def __init__(self, max_pages: int, device: torch.device, *, has_rings: bool = False) -> None:
+        width = PAGES_AT + (2 if has_rings else 1) * max_pages
+        self._max_pages = max_pages
+        self._ring_at = width - max_pages  # without rings both tables are the same
         n_bytes = MAX_ROWS * (_WISH_BYTES + _DRAW_BYTES + 4 * width)
         pinned = device.type == "cuda"
         self._host = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
-        wishes, draws, self.lines = _tables(self._host)
-        self._wishes, self._draws = wishes.numpy(), draws.numpy()  # a store takes a tenth so
+        # int32 [MAX_ROWS, width]: token id, position, visible length, the run's
+        # numbers as `kernels.triton.delta` has them, page table, with rings that of their layers
+        wishes, draws, lines = (table.numpy() for table in _tables(self._host))
+        self._wishes, self._draws, self._lines = wishes, draws, lines  # a store takes a tenth so
+        self._pages: list[list[int] | None] = [None] * MAX_ROWS  # as they lie in the lines
+        self._rings = list(self._pages)
         self._device_wishes, self._device_draws, self._device_lines = _tables(self._device)
         self._ids = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         self._positions = torch.zeros_like(self._ids)
         self._lengths = torch.zeros_like(self._ids)
+
+    def set_row(
+        self, row: int, token: int, position: int, pages: list[int], ring: list[int]
+    ) -> None:
+        """A row reads a token at a position of a sequence with these pages, and those of layers
+        with a window, which it takes in turn. A list of pages never changes: a sequence that has
+        other pages has another list.
+        """
+        line = self._lines[row]
+        line[:3] = token, position, position + 1
+        if self._pages[row] is not pages:
+            line[PAGES_AT : PAGES_AT + len(pages)] = pages
+            self._pages[row] = pages
+        if ring and self._rings[row] is not ring:
+            line[self._ring_at : self._ring_at + len(pages)] = np.resize(ring, len(pages))
+            self._rings[row] = ring
+
+    def set_runs(self, runs: Sequence[Sequence[int]]) -> None:
+        """Each row's numbers of its run, for mixers that have states."""
+        self._lines[: len(runs), RUN_AT:PAGES_AT] = runs
 
     def set_draw(self, row: int, draw: Draw) -> None:
         """How the device chooses a row's token."""
@@ -66,7 +102,15 @@ class StepInputs:
         ids.copy_(lines[:, 0])
         positions.copy_(lines[:, 1])
         lengths.copy_(lines[:, 2])
-        return ids, positions, lengths, lines[:, 3:]
+        return ids, positions, lengths, lines[:, PAGES_AT : PAGES_AT + self._max_pages]
+
+    def ring_table(self, rows: int) -> Tensor:
+        """Page table [T, max_pages] int32 of layers with a window (a view)."""
+        return self._device_lines[:rows, self._ring_at :]
+
+    def runs(self, rows: int) -> Tensor:
+        """The table of runs [T, RUN_COLUMNS] int32 (a view)."""
+        return self._device_lines[:rows, RUN_AT:PAGES_AT]
 
     def draws(self, rows: int) -> tuple[Tensor, Tensor]:
         """Wishes [T, 4] float64 and draws [T, 2] int64, views, as `sample` takes them."""
@@ -132,8 +176,9 @@ class StepBuffers:
     mixed: Tensor
     heads: Tensor
     router: Tensor
-    ids: Tensor  # int32
+    ids: Tensor  # int32; below 0 for an identity expert
     weights: Tensor
+    share: Tensor  # weights of identity experts, added up
     codes: Mapping[Activations, Tensor]  # int32; a step uses one kind
     scales: Tensor
     hidden: Tensor
@@ -142,9 +187,11 @@ class StepBuffers:
     part: Tensor
     shared_mid: Tensor
     shared_out: Tensor
+    shared_gate: Tensor
     logits: Tensor
     attention: DecodeScratch
     index: IndexBuffers | None  # of sparse attention
+    delta: DeltaBuffers | None  # of layers with a state
 
     @classmethod
     def make(cls, spec: Spec, device: torch.device, *, context: int) -> StepBuffers:
@@ -155,7 +202,7 @@ class StepBuffers:
         width, moe, rows = _Widths.of(spec.attention), spec.moe_ffn, MAX_ROWS
         n = spec.attention.n_heads
         top_k, pairs = moe.router.top_k, rows * moe.router.top_k
-        dense = [layer.ffn.inter for layer in spec.layers if isinstance(layer.ffn, DenseFfn)]
+        dense = dense_widths(spec)
 
         def f32(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
@@ -176,9 +223,10 @@ class StepBuffers:
             q_latent=f32(rows, n, width.latent),
             mixed=f32(rows, n, width.latent),
             heads=f32(rows, n * width.value),
-            router=f32(rows, moe.router.n_experts),
+            router=f32(rows, moe.router.n_choices),
             ids=i32(rows, top_k),
             weights=f32(rows, top_k),
+            share=f32(rows),
             codes=codes(rows, spec.hidden),
             scales=f32(rows, spec.hidden // 32),
             hidden=f32(pairs, moe.inter),
@@ -187,11 +235,13 @@ class StepBuffers:
             part=f32(pairs, spec.hidden),
             shared_mid=f32(rows, max([moe.shared_inter, *dense, 1])),
             shared_out=f32(rows, spec.hidden),
+            shared_gate=f32(rows, 1),
             logits=f32(rows, spec.vocab),
             attention=DecodeScratch.make(rows, n, width.mixed, device=device),
             index=None
             if indexer is None
             else IndexBuffers.make(indexer, rows, block=rows, entries=context, device=device),
+            delta=DeltaBuffers.make(spec.delta[0], rows, device) if spec.delta else None,
         )
 
 
@@ -208,11 +258,12 @@ class _Widths:
     mixed: int  # what scores weigh and add up
 
     @classmethod
-    def of(cls, mixer: Attention) -> _Widths:
+    def of(cls, mixer: Attention | PooledAttention) -> _Widths:
+        if isinstance(mixer, PooledAttention):
+            raise TypeError("there are no launches for pooled attention")
         if not isinstance(mixer, Mla):
             queries, d = mixer.n_heads * mixer.head_dim, mixer.head_dim
-            joined = queries + 2 * mixer.n_keys * d
-            return cls(joined, 1, queries, q_rope=1, latent=1, value=d, mixed=d)
+            return cls(projected_width(mixer), 1, queries, q_rope=1, latent=1, value=d, mixed=d)
         r, dr = mixer.kv_rank, mixer.rope_dim
         queries = mixer.n_heads * (mixer.nope_dim + dr)
         return cls(

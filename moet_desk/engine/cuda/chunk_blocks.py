@@ -6,10 +6,10 @@ products take a block of rows at a time, routed experts the whole chunk (cuda/ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.blocks import (
@@ -20,8 +20,12 @@ from moet_desk.engine.cuda.blocks import (
     MoeLaunches,
 )
 from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers
-from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
-from moet_desk.kernels.kinds import Activations, KvFormat
+from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, Room, shaped
+from moet_desk.engine.cuda.delta import ChunkStates, GdnLaunches
+from moet_desk.kernels.kinds import Activations
+from moet_desk.kernels.triton.delta import DeltaMemory
+from moet_desk.kernels.triton.dense import DenseWeight
+from moet_desk.kernels.triton.gates import gated
 from moet_desk.kernels.triton.gemm import gemm, split, swiglu_split
 from moet_desk.kernels.triton.indexer import chosen_pages
 from moet_desk.kernels.triton.kv_entries import KvPages
@@ -43,13 +47,18 @@ class ChunkRows:
         start: position of its first row.
         activations: of the routed experts.
         positions: int32 [M].
-        table: int32 [1, pages], of the sequence.
+        table: int32 [1, pages], of the sequence; ring_table: of layers with a window, likewise.
+        slot: of the sequence's states, if it has some.
+        runs: int32 [2, RUN_COLUMNS], as `ChunkStates` has it.
     """
 
     start: int
     activations: Activations
     positions: Tensor
     table: Tensor
+    ring_table: Tensor
+    slot: int
+    runs: Tensor
 
     @property
     def n(self) -> int:
@@ -82,36 +91,58 @@ class ChunkLayer:
         self._cos, self._sin, self._interleaved = cos, sin, interleaved
 
     def launch(
-        self, chunk: ChunkRows, pages: Tensor, form: KvFormat, experts: RoutedExperts,
-        index: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """x of the chunk through the layer; its KV entries are stored in `pages`, keys of its
-        indexer in `index`.
+        self, chunk: ChunkRows, memory: KvPages | DeltaMemory, experts: RoutedExperts
+    ) -> None:
+        """x of the chunk through the layer, whose KV entries and indexer's keys, or state, are in
+        `memory`.
         """
-        b, ffn = self._b, self._layer.ffn
-        for first in range(0, chunk.n, b.block_rows):
-            here = slice(first, min(first + b.block_rows, chunk.n))
-            table = chunk.table.expand(here.stop - first, -1)
-            kv = KvPages(pages, table, form, index)
-            rotation = Rotation(chunk.positions[here], self._cos, self._sin, self._interleaved)
-            self._attend(here, rotation, kv, chunk.start + first)
+        ffn = self._layer.ffn
+        for here in blocks_of(chunk, self._b):
+            self.attend(here, chunk, memory)
             if isinstance(ffn, MoeLaunches):
-                self._route(ffn, here, chunk)
+                self.route(ffn, here, chunk)
             else:
-                normed = b.normed[: here.stop - first]
-                rms_norm(b.x[here], self._layer.ffn_norm, self._eps, out=normed)
-                self._feed(ffn, normed, b.x[here])
+                self.feed(ffn, here)
         if isinstance(ffn, MoeLaunches):
-            # ascending: the sum of a token's experts then does not depend on the batches
-            ids, order = b.ids[: chunk.n].sort(dim=1)
-            weights = b.weights[: chunk.n].gather(1, order)
-            experts(ffn.moe_layer, ids, weights, b.x[: chunk.n])
+            add_experts(ffn, self._b, chunk, experts)
 
-    def _attend(self, here: slice, rotation: Rotation, kv: KvPages, start: int) -> None:
+    def attend(self, here: slice, chunk: ChunkRows, memory: KvPages | DeltaMemory) -> None:
+        """x += attention of a block of the chunk's rows."""
+        rotation = Rotation(chunk.positions[here], self._cos, self._sin, self._interleaved)
+        self._attend(here, rotation, self._own(chunk, here, memory), chunk.start + here.start)
+
+    def feed(self, ffn: DenseLaunches, here: slice) -> None:
+        """x += a dense part of a block, which reads the normed x."""
+        x = self._b.x[here]
+        normed = self._b.normed[: x.shape[0]]
+        rms_norm(x, self._layer.ffn_norm, self._eps, out=normed)
+        self._feed(ffn, normed, x)
+
+    def _own(
+        self, chunk: ChunkRows, here: slice, memory: KvPages | DeltaMemory
+    ) -> KvPages | ChunkStates:
+        """The memory as rows `here` see it."""
+        if isinstance(memory, KvPages):
+            return replace(memory, table=memory.table.expand(here.stop - here.start, -1))
+        begins, ends = here.start == 0, here.stop == chunk.n
+        return ChunkStates(memory, chunk.slot, chunk.runs, begins=begins, ends=ends)
+
+    def _attend(
+        self, here: slice, rotation: Rotation, kv: KvPages | ChunkStates, start: int
+    ) -> None:
         """x += attention of a block of rows, which begin at position `start`."""
         x = self._b.x[here]
         attention, normed = self._layer.attention, self._b.normed[: x.shape[0]]
         rms_norm(x, self._layer.attention_norm, self._eps, out=normed)
+        if isinstance(attention, GdnLaunches):
+            assert isinstance(kv, ChunkStates), "layers with a state have no pages"  # noqa: S101
+            heads = attention.mix_block(
+                self._split(normed), rotation.positions, kv, start=start,
+                wide=Room(self._b.wide), narrow=Room(self._b.narrow),
+            )  # fmt: skip
+            gemm(self._split(heads), attention.w_out, x, residual=x)
+            return
+        assert isinstance(kv, KvPages), "attention has pages"  # noqa: S101
         if isinstance(attention, MlaLaunches):
             heads = self._mla(attention, here, normed, rotation, kv, start)
             gemm(self._split(heads), attention.w_out, x, residual=x)
@@ -125,15 +156,19 @@ class ChunkLayer:
         """What the heads mixed [rows, N * D], in `narrow`."""
         b, mixer, rows = self._b, gqa.mixer, normed.shape[0]
         shape = (rows, mixer.n_heads, mixer.head_dim)
-        joined, narrow = _Room(b.wide).take(rows, gqa.w_in.n), _Room(b.narrow)
+        joined, narrow = Room(b.wide).take(rows, gqa.w_in.n), Room(b.narrow)
         gemm(self._split(normed), gqa.w_in, joined, bias=gqa.bias)
         queries, heads = narrow.take(*shape), narrow.take(*shape)
-        gqa.prepare(joined, queries, rotation, kv)
+        plain, gate = gqa.apart(joined)
+        gqa.prepare(plain, queries, rotation, kv)
         gqa_prefill(
             queries, kv, heads, n_keys=mixer.n_keys, start=start, scale=mixer.softmax_scale,
             window=mixer.window, sink=gqa.sinks,
         )  # fmt: skip
-        return heads.view(rows, -1)
+        mixed = heads.view(rows, -1)
+        if gate is not None:
+            gated(mixed, gate, mixed)
+        return mixed
 
     def _mla(
         self, mla: MlaLaunches, here: slice, normed: Tensor, rotation: Rotation, kv: KvPages,
@@ -144,7 +179,7 @@ class ChunkLayer:
         chosen = b.index.chosen if b.index is not None and mla.is_sparse else None
         sees_all = chosen is None or start + rows <= chosen.shape[1]
         n, head = mixer.n_heads, mixer.nope_dim + mixer.rope_dim
-        wide, narrow = _Room(b.wide), _Room(b.narrow)
+        wide, narrow = Room(b.wide), Room(b.narrow)
         joined = wide.take(rows, mla.w_in.n)
         gemm(self._split(normed), mla.w_in, joined)
         q_rope = narrow.take(rows, n, mixer.rope_dim)
@@ -154,7 +189,7 @@ class ChunkLayer:
             )
             queries = joined[:, : n * head].view(rows, n, head)
         else:
-            latent = _Room(narrow.rest()).take(rows, mixer.q_rank)
+            latent = Room(narrow.rest()).take(rows, mixer.q_rank)
             mla_prepare(
                 joined, mla.latent_norm, mixer.latent_eps, rotation=rotation, kv=kv,
                 q_out=latent, q_weight=mla.q_norm,
@@ -191,17 +226,30 @@ class ChunkLayer:
             pages = chosen_pages(kv, index.chosen[own])
             mla.mix(self._step, queries[t], q_rope[t], pages, index.counts[own], heads[t])
 
-    def _feed(self, ffn: DenseLaunches, normed: Tensor, x: Tensor) -> None:
-        """x += W_down(silu(W_gate n) * W_up n)."""
-        rows = x.shape[0]
-        gate_up = _Room(self._b.wide).take(rows, 2 * ffn.inter)
-        gemm(self._split(normed), ffn.w_in, gate_up)
-        mid = _Room(self._b.parts).take(2, rows, ffn.inter)
+    def _feed(
+        self, ffn: DenseLaunches, normed: Tensor, x: Tensor, w_gate: DenseWeight | None = None
+    ) -> None:
+        """x += W_down(silu(W_gate n) * W_up n), which a sigmoid of `w_gate` n may weigh."""
+        rows, wide = x.shape[0], Room(self._b.wide)
+        gate_up, parts = wide.take(rows, 2 * ffn.inter), self._split(normed)
+        gemm(parts, ffn.w_in, gate_up)
+        own: Tensor | None = None
+        if w_gate is not None:
+            own = wide.take(rows, 1)
+            gemm(parts, w_gate, own)
+        mid = Room(self._b.parts).take(2, rows, ffn.inter)
         swiglu_split(gate_up, mid)
-        gemm(mid, ffn.w_down, x, residual=x)
+        if own is None:
+            gemm(mid, ffn.w_down, x, residual=x)
+            return
+        given = wide.take(*x.shape)
+        gemm(mid, ffn.w_down, given)
+        gated(given, own, x, residual=x)
 
-    def _route(self, moe: MoeLaunches, here: slice, chunk: ChunkRows) -> None:
-        """Input, ids and weights of the routed experts for a block; x += shared expert."""
+    def route(self, moe: MoeLaunches, here: slice, chunk: ChunkRows) -> None:
+        """Input, ids and weights of the routed experts for a block; x += shared expert. What
+        identity experts give is in `kept` then.
+        """
         b, router, x = self._b, moe.router, self._b.x[here]
         normed = b.normed[: x.shape[0]]
         codes = shaped(b.codes, chunk.n, *plain_shape(x.shape[1], chunk.activations))
@@ -215,30 +263,34 @@ class ChunkLayer:
             logits, moe.bias, ids=b.ids[here], weights=b.weights[here], score=router.score,
             n_groups=router.n_groups, kept_groups=router.kept_groups,
             renormalize=router.renormalize, scale=router.scale,
+            n_real=router.n_experts, share=b.share[here],
         )  # fmt: skip
+        if router.n_identity:
+            torch.mul(normed, b.share[here, None], out=b.kept[: x.shape[0]])
         if moe.shared is not None:
-            self._feed(moe.shared, normed, x)
+            self._feed(moe.shared, normed, x, moe.w_shared_gate)
 
     def _split(self, x: Tensor) -> Tensor:
         """Two bfloat16 parts of x, for `gemm`; valid until the next call."""
-        parts = _Room(self._b.parts).take(2, *x.shape)
+        parts = Room(self._b.parts).take(2, *x.shape)
         split(x, parts)
         return parts
 
 
-class _Room:
-    """Hands out a flat buffer from its beginning on."""
+def blocks_of(chunk: ChunkRows, b: ChunkBuffers) -> Iterator[slice]:
+    """The chunk's rows, as many at a time as there is room for."""
+    for first in range(0, chunk.n, b.block_rows):
+        yield slice(first, min(first + b.block_rows, chunk.n))
 
-    def __init__(self, buffer: Tensor) -> None:
-        self._buffer, self._at = buffer, 0
 
-    def take(self, *shape: int) -> Tensor:
-        """The next piece, contiguous."""
-        size = prod(shape)
-        piece = self._buffer[self._at : self._at + size]
-        self._at += size
-        return piece.view(shape)
-
-    def rest(self) -> Tensor:
-        """What was not taken yet."""
-        return self._buffer[self._at :]
+def add_experts(
+    moe: MoeLaunches, b: ChunkBuffers, chunk: ChunkRows, experts: RoutedExperts
+) -> None:
+    """x += the routed experts of the whole chunk."""
+    ids = b.ids[: chunk.n]
+    if moe.router.n_identity:  # behind all experts, where none looks for them
+        ids = ids.masked_fill(ids < 0, moe.router.n_experts)
+    # ascending: the sum of a token's experts then does not depend on the batches
+    ids, order = ids.sort(dim=1)
+    weights = b.weights[: chunk.n].gather(1, order)
+    experts(moe.moe_layer, ids, weights, b.x[: chunk.n])

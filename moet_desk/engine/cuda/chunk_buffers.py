@@ -27,7 +27,9 @@ class ChunkBuffers:
         codes, scales: flat int8 and [M, H/32], the experts' input.
         ids, weights: [M, K] int32 and float32.
         normed: [B, H].
-        router: [B, E].
+        router: [B, E], identity experts too.
+        share: [M], weights of identity experts, added up.
+        kept: [B, H] if there are any, what they give.
         wide: flat; the joined projections, the queries, or gate and up of a block.
         narrow: flat; rotary queries, then what the heads mixed.
         parts: flat bfloat16; an input of a dense product in two parts.
@@ -43,6 +45,8 @@ class ChunkBuffers:
     weights: Tensor
     normed: Tensor
     router: Tensor
+    share: Tensor
+    kept: Tensor
     wide: Tensor
     narrow: Tensor
     parts: Tensor
@@ -69,7 +73,9 @@ class ChunkBuffers:
             ids=new(rows, top_k, dtype=torch.int32),
             weights=new(rows, top_k),
             normed=new(block, spec.hidden),
-            router=new(block, size.n_experts),
+            router=new(block, size.n_choices),
+            share=new(rows),
+            kept=new(size.kept // spec.hidden, spec.hidden),
             wide=new(size.wide),
             narrow=new(size.narrow),
             parts=new(size.parts, dtype=torch.bfloat16),
@@ -103,6 +109,24 @@ class ChunkBuffers:
         tensors += [scratch.parts, scratch.ropes, scratch.expanded]
         own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return own + (0 if self.index is None else self.index.n_bytes())
+
+
+class Room:
+    """Hands out a flat buffer from its beginning on."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer, self._at = buffer, 0
+
+    def take(self, *shape: int) -> Tensor:
+        """The next piece, contiguous."""
+        size = prod(shape)
+        piece = self._buffer[self._at : self._at + size]
+        self._at += size
+        return piece.view(shape)
+
+    def rest(self) -> Tensor:
+        """What was not taken yet."""
+        return self._buffer[self._at :]
 
 
 def shaped(flat: Tensor, *shape: int) -> Tensor:

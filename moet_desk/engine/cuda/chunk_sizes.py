@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from moet_desk.engine.spec import DenseFfn, Gqa, Mla, Spec, indexer_of
+from moet_desk.engine.spec import Gdn, Gqa, Mla, PooledAttention, Spec, dense_widths, indexer_of
 from moet_desk.kernels.row_sizes import GROUP, ExpertLayout
 from moet_desk.plan import ChunkSize
 from moet_desk.store.pack_format import Plane
@@ -27,6 +27,10 @@ EXPANDED_BYTES = 512 * MIB
 
 SCORED_ROWS = 8
 """Rows whose scores an indexer holds at the same time: of a million entries 32 MiB."""
+
+DELTA_BLOCK = 64
+"""Tokens whose changes of a state are solved for together, as `kernels.triton.delta_chunk` has it.
+"""
 
 SCALE_BLOCK = 128
 """Rows of an e4m3 weight that share a scale, as `kernels.triton.dense` has it."""
@@ -57,7 +61,8 @@ class ChunkShape:
     hidden: int
     inter: int
     top_k: int
-    n_experts: int
+    n_choices: int
+    kept: int
     wide: int
     narrow: int
     parts: int
@@ -72,15 +77,21 @@ class ChunkShape:
         """For chunks of `rows` tokens of sequences of up to `context`."""
         mixer, moe, block = spec.attention, spec.moe_ffn, min(rows, BLOCK_ROWS)
         entries = -(-context // 64) * 64
+        if isinstance(mixer, PooledAttention):
+            raise TypeError("there are no launches for pooled attention")
         own = _of_mla(mixer, entries) if isinstance(mixer, Mla) else _of_gqa(mixer)
-        dense = [layer.ffn.inter for layer in spec.layers if isinstance(layer.ffn, DenseFfn)]
-        inter = max([moe.shared_inter, *dense])
+        inter = max([moe.shared_inter, *dense_widths(spec), 1])
+        fed = 2 * inter + (spec.hidden + 1 if moe.shared_gate else 0)
+        states = [_of_gdn(linear) for linear in spec.delta[:1]]
+        every = [own, *states]
+        scores = max((linear.n_values for linear in spec.delta), default=0)
         return cls(
             rows=rows, block=block, hidden=spec.hidden, inter=moe.inter, top_k=moe.router.top_k,
-            n_experts=moe.router.n_experts,
-            wide=block * max(own.projected, 2 * inter),
-            narrow=block * own.narrow,
-            parts=2 * block * max(spec.hidden, own.inputs, inter),
+            n_choices=moe.router.n_choices,
+            kept=block * spec.hidden if moe.router.n_identity else 0,
+            wide=block * max(fed, *(part.projected for part in every)),
+            narrow=block * max(part.narrow for part in every) + DELTA_BLOCK**2 * scores,
+            parts=2 * block * max(spec.hidden, inter, *(part.inputs for part in every)),
             entries=entries,
             per_entry=own.per_entry, kv_rank=own.kv_rank, rope_dim=own.rope_dim,
             index=_of_indexer(spec, rows, block, context),
@@ -93,7 +104,8 @@ class ChunkShape:
         codes = 2 * rows * (self.hidden + self.inter)  # int8
         scales = rows * (self.hidden + self.inter) // GROUP
         floats = 2 * rows * self.hidden + scales + rows * self.top_k + rows * self.inter
-        floats += block * (self.hidden + self.n_experts) + self.wide + self.narrow
+        floats += block * (self.hidden + self.n_choices) + self.kept + rows
+        floats += self.wide + self.narrow
         halves = self.parts + 2 * self.entries * self.kv_rank
         floats += self.entries * (self.rope_dim + self.per_entry) + self.index
         return codes + _F32 * floats + _BF16 * halves + _INT32 * rows * self.top_k
@@ -120,7 +132,21 @@ class _Attention:
 
 def _of_gqa(mixer: Gqa) -> _Attention:
     queries = mixer.n_heads * mixer.head_dim
-    return _Attention(queries + 2 * mixer.n_keys * mixer.head_dim, 2 * queries, queries)
+    return _Attention(projected_width(mixer), 2 * queries, queries)
+
+
+def projected_width(mixer: Gqa) -> int:
+    """Numbers of a row behind the first product: queries, keys, values, gates of the output."""
+    queries = mixer.n_heads * mixer.head_dim * (2 if mixer.out_gate else 1)
+    return queries + 2 * mixer.n_keys * mixer.head_dim
+
+
+def _of_gdn(mixer: Gdn) -> _Attention:
+    n, values = mixer.n_values, mixer.n_values * mixer.value_dim
+    # of each row what it takes of the state, its products with a block's keys, and its decay; the
+    # last block's products are whole, however few rows it has
+    scratch = n * (mixer.key_dim + DELTA_BLOCK + 1)
+    return _Attention(mixer.channels + values + 2 * n, mixer.channels + values + scratch, values)
 
 
 def _of_mla(mixer: Mla, entries: int) -> _Attention:

@@ -16,7 +16,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from moet_desk.engine.cuda.buffers import MAX_ROWS
 from moet_desk.engine.cuda.step import StepModel, StepRow
 from moet_desk.engine.drafting import Drafting, Round
 from moet_desk.engine.gate import Gate
@@ -58,9 +57,10 @@ class CudaDecoder:
             mine = [request for request in requests if request.plane is plane]
             if not mine:
                 continue
+            most = self._model.most_rows
             step = self.drafting.begin(mine, self.gate.rerun_s)
-            runs = (Run(r, [_newest(r), *guesses][:MAX_ROWS]) for r, guesses in step.runs)
-            for group in _groups(runs):
+            runs = (Run(r, [_newest(r), *guesses][:most]) for r, guesses in step.runs)
+            for group in _groups(runs, most):
                 self._step(group, plane, step)
             self.drafting.end(step, self.gate.rerun_s)
 
@@ -123,7 +123,7 @@ class CudaDecoder:
     def _note(self, request: ActiveRequest, first: int, count: int) -> None:
         """Let the head know what the newest step knew at rows that count."""
         if count and not request.ended and self.drafting.follows(request):
-            self.drafting.note(request, self._model.states(first, count).clone())
+            self.drafting.note(request, self._model.states(first, count))
 
     def _confidence(self, runs: Sequence[Run]) -> Sequence[float]:
         """How sure each row of the newest step is; NaN, which nobody reads, if no one asks.
@@ -207,11 +207,11 @@ def _first_rows(runs: Sequence[Run]) -> Iterator[int]:
     return accumulate((len(run.tokens) for run in runs[:-1]), initial=0)
 
 
-def _groups(runs: Iterable[Run]) -> Iterator[Sequence[Run]]:
+def _groups(runs: Iterable[Run], most_rows: int) -> Iterator[Sequence[Run]]:
     """Neighbouring runs with no more rows together than a launch has."""
     group: list[Run] = []
     for run in runs:
-        if sum(len(one.tokens) for one in group) + len(run.tokens) > MAX_ROWS:
+        if sum(len(one.tokens) for one in group) + len(run.tokens) > most_rows:
             yield group
             group = []
         group.append(run)

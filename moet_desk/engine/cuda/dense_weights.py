@@ -1,4 +1,5 @@
-"""Dense weights on the device, as shipped: FP8 stays FP8, bfloat16 stays bfloat16.
+"""Dense weights on the device, as shipped: FP8 stays FP8, bfloat16 stays bfloat16. Where the plan
+says so, matrices that are larger than 8 bits are rounded on their way (`engine.dense_format`).
 
 Matrices that read the same input are joined into one, so that one launch does their product. FP8
 matrices with a scale per row (or one for all rows) can always be joined, those with blocks of
@@ -13,12 +14,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moet_desk.kernels.triton.dense import DenseWeight
+from moet_desk.engine.dense_format import PLAIN, DenseFormat, may_round
+from moet_desk.kernels.reference import quantize_dense
+from moet_desk.kernels.triton.dense import DenseWeight, WeightKind
 from moet_desk.store.pack_reader import PackReader
 from moet_desk.store.quant_formats import e8m0
 from moet_desk.store.sources import Format, TensorInfo
 
 SCALE_BLOCK = 128
+_ROUNDED_NUMBERS = 1 << 24  # at a time: 64 MiB in float32
 
 
 class DenseSource(Protocol):
@@ -26,30 +30,48 @@ class DenseSource(Protocol):
 
     def vector(self, name: str) -> Tensor: ...
 
+    def norm(self, name: str) -> Tensor: ...
+
     def matrix(self, *names: str) -> DenseWeight: ...
 
     def table(self, name: str) -> Tensor: ...
 
 
 class DenseLoader:
-    """Reads a pack's dense tensors onto `device`."""
+    """Reads a pack's dense tensors onto `device`; `norm_offset` as `Spec` has it."""
 
-    def __init__(self, reader: PackReader, device: torch.device) -> None:
+    def __init__(
+        self,
+        reader: PackReader,
+        device: torch.device,
+        form: DenseFormat = DenseFormat.STORED,
+        *,
+        norm_offset: float = 0.0,
+    ) -> None:
         self._reader = reader
         self._device = device
+        self._form = form
+        self._norm_offset = norm_offset
 
     def vector(self, name: str) -> Tensor:
         """A norm, a bias or a small table as float32."""
         return self._reader.dense_tensor(name).to(self._device)
 
+    def norm(self, name: str) -> Tensor:
+        """The factor of a norm as float32: its weight, and the offset if the model has one."""
+        weight = self.vector(name)
+        return weight + self._norm_offset if self._norm_offset else weight
+
     def matrix(self, *names: str) -> DenseWeight:
-        """One matrix, or several below each other, in the stored format.
+        """One matrix, or several below each other, in the stored format or rounded.
 
         Shapes:
             each [N_i, K]; together [sum N_i, K]
         """
         infos = [self._reader.dense.info(name) for name in names]
         formats = {info.format for info in infos}
+        if self._form is DenseFormat.INT8 and all(map(_is_rounded, infos)):
+            return self._rounded(infos)
         if formats == {Format.BF16}:
             parts = [info.weight.tensor() for info in infos]
             return DenseWeight(self._put(torch.cat(parts)))
@@ -61,6 +83,21 @@ class DenseLoader:
         decoded = torch.cat([self._reader.dense_tensor(name) for name in names])
         return DenseWeight(self._put(decoded))
 
+    def _rounded(self, infos: list[TensorInfo]) -> DenseWeight:
+        """int8 with a scale per 32 inputs; some rows at a time, to need little room beside."""
+        pieces = [
+            quantize_dense(self._put(rows))
+            for info in infos
+            for rows in torch.split(self._stored(info), max(1, _ROUNDED_NUMBERS // info.shape[1]))
+        ]
+        values, scales = zip(*pieces, strict=True)
+        return DenseWeight(torch.cat(values), torch.cat(scales))
+
+    def _stored(self, info: TensorInfo) -> Tensor:
+        if info.format is Format.BF16:
+            return info.weight.tensor()
+        return self._reader.dense_tensor(info.name)
+
     def table(self, name: str) -> Tensor:
         """The embedding, bfloat16 or float32 [V, H]."""
         info = self._reader.dense.info(name)
@@ -69,6 +106,35 @@ class DenseLoader:
 
     def _put(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous().to(self._device)
+
+
+def reordered(weight: DenseWeight, order: Tensor) -> DenseWeight:
+    """The same rows in another order: row i is the old row `order[i]`. Where blocks of scales would
+    be torn apart, the weight is decoded to float32 instead.
+
+    Shapes:
+        order [N] int64
+    """
+    order = order.to(weight.values.device)
+    if weight.scales is None:
+        return DenseWeight(weight.values[order])
+    if weight.kind is WeightKind.INT8:
+        return DenseWeight(weight.values[order], weight.scales[order])
+    codes = weight.raw[order].view(torch.float8_e4m3fn)
+    if weight.scale_rows == 1:
+        return DenseWeight(codes, weight.scales[order])
+    firsts = order[::SCALE_BLOCK]
+    whole = firsts.repeat_interleave(SCALE_BLOCK)[: len(order)]
+    inner = torch.arange(len(order), device=order.device) % SCALE_BLOCK
+    if bool((firsts % SCALE_BLOCK == 0).all()) and torch.equal(order, whole + inner):
+        return DenseWeight(codes, weight.scales[firsts // SCALE_BLOCK])
+    by_row = weight.scales.repeat_interleave(SCALE_BLOCK, 0)[: weight.n]
+    scales = by_row.repeat_interleave(SCALE_BLOCK, 1)[:, : weight.k]
+    return DenseWeight((weight.values.float() * scales)[order])
+
+
+def _is_rounded(info: TensorInfo) -> bool:
+    return info.format.name in PLAIN and may_round(info.name, info.shape)
 
 
 def _blocks_meet(infos: list[TensorInfo]) -> bool:

@@ -21,11 +21,11 @@ class DeviceHead:
             in the middle of an answer, and compiled there. Bits do not depend on them.
     """
 
-    most_rows = MAX_ROWS
-
     def __init__(self, model: StepModel, widths: Iterable[int] = range(1, MAX_ROWS + 1)) -> None:
         self._model = model
-        self._widths = sorted({1, *widths}, reverse=True)
+        self.most_rows = model.most_rows
+        known = (width for width in widths if width <= model.most_rows)
+        self._widths = sorted({1, *known}, reverse=True)
 
     def read(
         self, ids: Sequence[int], states: Tensor, sequence: KvSequence, plane: Plane

@@ -29,12 +29,12 @@ class HeadLaunches:
 
     def __init__(self, spec: Spec, layer: Layer, load: DenseSource, *, branch: Branch) -> None:
         name = f"model.layers.{layer.index}."
-        self.token_norm, self.hidden_norm = load.vector(name + "enorm"), load.vector(name + "hnorm")
+        self.token_norm, self.hidden_norm = load.norm(name + "enorm"), load.norm(name + "hnorm")
         joined = load.matrix(name + "eh_proj")
         self.w_token, self.w_hidden = halves(joined)
         n_moe = len(spec.main_moe_layers)
         self.layer = LayerLaunches(layer, load, moe_layer=n_moe, branch=branch)
-        self.final_norm = load.vector(name + "shared_head.norm")
+        self.final_norm = load.norm(name + "shared_head.norm")
         device = joined.values.device
         self.states = torch.zeros((MAX_ROWS, spec.hidden), dtype=torch.float32, device=device)
 

@@ -22,17 +22,18 @@ from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
-from moet_desk.engine.cuda.chunk_sizes import most_places
 from moet_desk.engine.cuda.decode import CudaDecoder
+from moet_desk.engine.cuda.delta import DeviceStates
 from moet_desk.engine.cuda.dense_weights import DenseLoader
 from moet_desk.engine.cuda.draft import DeviceHead
-from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
+from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading, bounce_memory
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
 from moet_desk.engine.cuda.pinned import PinnedMemory
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
 from moet_desk.engine.cuda.prefill import ChunkModel, CudaPrefiller
 from moet_desk.engine.cuda.residency import CudaResidency
 from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.dense_format import DenseFormat, fit_device
 from moet_desk.engine.draft import MtpDrafter
 from moet_desk.engine.drafting import drafting_of
 from moet_desk.engine.families import packed_head, spec_for
@@ -42,17 +43,20 @@ from moet_desk.engine.load_report import LoadReport
 from moet_desk.engine.model_shape import (
     RowSizes,
     check_head,
+    check_kernels,
     device_kv_format,
     device_shape,
     index_layers,
     kv_token_bytes,
     loads_head,
+    rings_of,
     running_layers,
     wishes_of,
 )
+from moet_desk.engine.planned_model import dense_saving
 from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import Spec
-from moet_desk.errors import fail
+from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.mailbox import MAILBOX
 from moet_desk.kernels.triton import fetch
@@ -61,7 +65,6 @@ from moet_desk.plan import (
     DeviceBudget,
     TierPlan,
     pinned_budget,
-    plan_device_tiers,
     split_ram,
     vram_budget,
     with_context,
@@ -150,23 +153,28 @@ def _load(
     arena = _to_ram(opened, allocate, report)
     report.begin("Dense layers")
     pools = {plane: _pool(plane, arena, opened, device) for plane in Plane}
+    states: DeviceStates | None = None
+    if spec.delta:
+        states = DeviceStates(spec.delta, options.max_running, device)
     kv = KvCache(
-        spec.attention, n_layers=len(spec.layers) + opened.with_head, n_pages=plan.kv_pages,
+        spec.attention, n_layers=spec.n_kv_layers + opened.with_head, n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
-        index_layers=index_layers(spec, with_head=opened.with_head),
+        index_layers=index_layers(spec, with_head=opened.with_head), slots=states,
+        rings=rings_of(spec, plan, options.max_running),
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32, device=device)
     mailbox, server = _mailbox(arena, opened, allocate, error)
     if server is not None:
         undo.callback(server.close)
-    dense = DenseLoader(reader, device)
+    dense = DenseLoader(reader, device, opened.dense_format, norm_offset=spec.norm_offset)
     form = load_form(spec, dense.table)
     model = StepModel(
         spec, dense, kv, _step_experts(opened, pools, mailbox, arena, form),
         context=plan.context, device=device, error=error, server=server,
-        with_head=opened.with_head,
+        with_head=opened.with_head, states=states,
     )  # fmt: skip
     report.end()
+    widths = tuple(sorted({min(width, model.most_rows) for width in widths}))
     _fill_slots(pools[Plane.BASE], arena, opened.order[: plan.base_slots])
     if device.type == "cuda":
         _capture(model, kv, widths, report)
@@ -179,7 +187,7 @@ def _load(
     head = MtpDrafter(DeviceHead(model, widths)) if opened.with_head else None
     decoder = CudaDecoder(model, drafting_of(options, head, widths=widths))
     prefiller = CudaPrefiller(
-        ChunkModel(model, kv, buffers, streamed), decoder, chunk=plan.prefill_chunk,
+        ChunkModel(model, buffers, streamed), decoder, chunk=plan.prefill_chunk,
         fast=fast_reading(plan, len(opened.order)),
     )  # fmt: skip
     residency = CudaResidency(
@@ -203,6 +211,7 @@ class _Opened:
         moe_layers: model layer numbers of those layers.
         prefix_bytes: RAM for prompts that were read.
         with_head: whether the MTP head is one of them.
+        dense_format: of weights that are no routed experts.
     """
 
     reader: PackReader
@@ -213,6 +222,7 @@ class _Opened:
     moe_layers: tuple[int, ...]
     prefix_bytes: int
     with_head: bool
+    dense_format: DenseFormat
 
     @property
     def all_in_ram(self) -> bool:
@@ -223,25 +233,28 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     """Read the index and plan the tiers; says how prompts and rows on disk will be read."""
     reader = PackReader.open(pack)
     config, path = reader.config(), str(pack / "config.json")
-    has_mtp = packed_head(config, reader.meta.moe_layers, path=path)
+    has_mtp = packed_head(config, reader.meta.moe_layers, reader.dense.names(), path=path)
     spec = spec_for(config, path=path, has_mtp=has_mtp)
-    part = "gated DeltaNet" if spec.recurrent else ""
-    if any(layer.around is not None for layer in spec.layers):
-        part = "two attentions"
-    if part:
+    try:
+        check_kernels(spec)
+        check_head(spec, options)
+    except MoetError:
         reader.close()
-        raise fail("MD-GPU-10", model=spec.model_type, part=part)
+        raise
     form = device_kv_format(options.kv_format)
-    check_head(spec, options)
     with_head = loads_head(spec, options, on_card=True)
-    plan, prefix_bytes = _plan(reader, spec, form, options, device, with_head=with_head)
+    dense_format, plan, prefix_bytes = _plan(
+        reader, spec, form, options, device, with_head=with_head
+    )
     layers = running_layers(spec, with_head=with_head)
     n_rows = len(layers) * reader.meta.n_experts
     _say_reading(plan, n_rows, fast_reading(plan, n_rows))
     if not _all_in_ram(plan, n_rows):
         _pass_page_cache(reader)
     hot = _hot_first(pack, n_rows)
-    return _Opened(reader, spec, form, plan, hot, layers, prefix_bytes, with_head)
+    if dense_format is DenseFormat.INT8:
+        log.info("weights that are no routed experts are rounded to 8 bits")
+    return _Opened(reader, spec, form, plan, hot, layers, prefix_bytes, with_head, dense_format)
 
 
 def _to_ram(opened: _Opened, allocate: Allocate, report: LoadReport) -> Arena:
@@ -311,15 +324,7 @@ def _bounce(opened: _Opened, allocate: Allocate) -> Mapping[Plane, torch.Tensor]
     """Pinned places for a prompt's rows that are not in RAM; none if all rows are."""
     if opened.all_in_ram:
         return {}
-    meta, layout = opened.reader.meta, opened.reader.layout
-    places = most_places(layout, meta.n_experts)
-    memory = {
-        plane: allocate(n * meta.stride(plane), meta.stride(plane)) for plane, n in places.items()
-    }
-    return {
-        plane: torch.frombuffer(memory[plane], dtype=torch.uint8).view(n, -1)
-        for plane, n in places.items()
-    }
+    return bounce_memory(opened.reader.layout, opened.reader.meta.n_experts, allocate)
 
 
 def _name(device: torch.device) -> str:
@@ -334,8 +339,8 @@ def _plan(
     device: torch.device,
     *,
     with_head: bool,
-) -> tuple[TierPlan, int]:
-    """The tiers, and bytes of RAM for prompts that were read."""
+) -> tuple[DenseFormat, TierPlan, int]:
+    """How dense weights lie, the tiers, and bytes of RAM for prompts that were read."""
     machine = hardware.probe()
     free = machine.ram_available
     if device.type == "cuda":
@@ -352,7 +357,9 @@ def _plan(
     sizes = RowSizes(reader.layout, reader.meta.base_stride, reader.meta.fine_stride)
     dense_bytes = (reader.path / "dense.safetensors").stat().st_size
     shape = device_shape(spec, sizes, form, wishes, dense_bytes=dense_bytes, with_head=with_head)
-    return plan_device_tiers(shape, budget, wishes), prefix_bytes
+    saved = dense_saving(reader.path)
+    dense, _, tiers = fit_device(options.dense_format, shape, saved, budget, wishes)
+    return dense, tiers, prefix_bytes
 
 
 def _hot_first(pack: Path, n_rows: int) -> list[int]:

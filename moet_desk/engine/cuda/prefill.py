@@ -14,17 +14,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moet_desk.engine.cuda.blocks import LayerLaunches
 from moet_desk.engine.cuda.chunk_blocks import ChunkLayer, ChunkRows, RoutedExperts
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
 from moet_desk.engine.cuda.decode import CudaDecoder
+from moet_desk.engine.cuda.delta import pending_of
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
+from moet_desk.engine.cuda.shortcut import ChunkShortcut, ShortcutLaunches
 from moet_desk.engine.cuda.step import StepModel
 from moet_desk.engine.draft import state_of
 from moet_desk.engine.handle import PromptReading
-from moet_desk.engine.kv_cache import KvCache, KvSequence
+from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.engine.request import ActiveRequest
 from moet_desk.engine.scheduler import TURN_S
 from moet_desk.errors import MoetError
+from moet_desk.kernels.triton.delta import RUN_COLUMNS
 from moet_desk.kernels.triton.dense import embed
 from moet_desk.kernels.triton.gemm import gemm, split
 from moet_desk.kernels.triton.norms import rms_norm
@@ -53,23 +57,25 @@ class ChunkModel:
 
     Args:
         model: the step, which owns the weights.
-        kv: the page pool on the device.
         buffers: memory of a chunk.
         experts: the routed experts of a chunk.
     """
 
-    def __init__(
-        self, model: StepModel, kv: KvCache, buffers: ChunkBuffers, experts: ChunkExperts
-    ) -> None:
-        self._model, self._kv, self._b, self._experts = model, kv, buffers, experts
+    def __init__(self, model: StepModel, buffers: ChunkBuffers, experts: ChunkExperts) -> None:
+        self._model, self._b, self._experts = model, buffers, experts
         layers = [*model.layers, *([] if model.head is None else [model.head.layer])]
-        self._layers = [
+        self._layers = [self._of(layer) for layer in layers]
+
+    def _of(self, layer: LayerLaunches | ShortcutLaunches) -> ChunkLayer | ChunkShortcut:
+        model, b = self._model, self._b
+        made = [
             ChunkLayer(
-                layer, buffers, step=model.buffers, cos=model.cos, sin=model.sin,
+                half, b, step=model.buffers, cos=model.cos, sin=model.sin,
                 interleaved=model.interleaved, eps=model.spec.norm_eps,
             )
-            for layer in layers
+            for half in (layer.halves if isinstance(layer, ShortcutLaunches) else [layer])
         ]  # fmt: skip
+        return ChunkShortcut(layer, b, made) if isinstance(layer, ShortcutLaunches) else made[0]
 
     @property
     def n_layers(self) -> int:
@@ -92,13 +98,23 @@ class ChunkModel:
     ) -> tuple[ChunkRows, Tensor]:
         """Rows behind what the sequence holds, and their tokens' ids on the device."""
         device, n, start = self._b.x.device, len(tokens), sequence.length
-        host = torch.tensor([*tokens, *sequence.pages], dtype=torch.int32)
+        slot, flat = sequence.slot, [0] * (2 * RUN_COLUMNS)
+        if slot is not None:
+            flat = [slot, pending_of(sequence.base, start), 0, 0, slot, 0, 0, 1]
+            sequence.base = start + n - 1
+        pages, ring = sequence.pages, sequence.ring_pages()
+        host = torch.tensor([*flat, *tokens, *pages, *ring], dtype=torch.int32)
         if device.type == "cuda":
             host = host.pin_memory()
         lines = host.to(device, non_blocking=True)
         positions = torch.arange(start, start + n, dtype=torch.int32, device=device)
-        table = lines[n:].view(1, -1)
-        return ChunkRows(start, reading.activations, positions, table), lines[:n]
+        sizes = [len(flat), n, len(pages), len(ring)]
+        runs, ids, table, ring_table = torch.split(lines, sizes)
+        rows = ChunkRows(
+            start, reading.activations, positions, table.view(1, -1), ring_table.view(1, -1),
+            slot or 0, runs.view(2, -1),
+        )  # fmt: skip
+        return rows, ids
 
     def read_head(self, tokens: Sequence[int], sequence: KvSequence, reading: Reading) -> None:
         """Let the MTP head read the tokens behind the first rows of the chunk that was just read.
@@ -121,9 +137,8 @@ class ChunkModel:
             embed(ids[here], self._model.embedding, normed)
             rms_norm(normed, head.token_norm, eps, out=normed)
             gemm(self._split(normed), head.w_token, x, residual=x)
-        place = len(self._model.layers)
         experts = partial(_read_as, self._experts, reading)
-        self._launch(place, rows, experts)
+        self._launch(len(self._model.layers), rows, experts)
         sequence.length += rows.n
 
     def _split(self, x: Tensor) -> Tensor:
@@ -138,10 +153,14 @@ class ChunkModel:
         self._launch(i, chunk.rows, experts)
         chunk.next_layer = i + 1
 
-    def _launch(self, place: int, rows: ChunkRows, experts: RoutedExperts) -> None:
-        kv = self._kv
-        index = kv.index_pages(place)
-        self._layers[place].launch(rows, kv.pages(place), kv.form, experts, index)
+    def _launch(self, i: int, rows: ChunkRows, experts: RoutedExperts) -> None:
+        layer = self._layers[i]
+        if isinstance(layer, ChunkShortcut):
+            layer.launch(rows, self._model.both(i, rows.table), experts)
+        elif i == len(self._model.layers):
+            layer.launch(rows, self._model.memory_of_head(rows.table), experts)
+        else:
+            layer.launch(rows, self._model.memory(i, rows.table, rows.ring_table), experts)
 
     def logits(self, chunk: Chunk) -> Tensor:
         """Scores behind the chunk's last row, float32 [V] on the host; waits for the device."""

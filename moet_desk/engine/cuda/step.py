@@ -16,15 +16,25 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.blocks import Branch, Experts, LayerLaunches
-from moet_desk.engine.cuda.buffers import MAX_ROWS, Choices, StepBuffers, StepInputs
+from moet_desk.engine.cuda.buffers import (
+    MAX_ROWS,
+    Choices,
+    StepBuffers,
+    StepInputs,
+)
+from moet_desk.engine.cuda.delta import DeviceStates, pending_of
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.head import HeadLaunches
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
+from moet_desk.engine.cuda.shortcut import ShortcutLaunches
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import RopeTable
+from moet_desk.engine.model_shape import kv_places
 from moet_desk.engine.sampling import GREEDY, Draw
-from moet_desk.engine.spec import MoeFfn, Spec
+from moet_desk.engine.spec import Gdn, MoeFfn, Spec
 from moet_desk.errors import MoetError, fail
+from moet_desk.kernels.triton.cache import MOST_PAIRS
+from moet_desk.kernels.triton.delta import DeltaMemory, DeltaRows
 from moet_desk.kernels.triton.dense import DenseWeight, embed, gemv
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
@@ -59,10 +69,15 @@ class StepModel:
         load: reads dense tensors onto the device.
         kv: the page pool on the device.
         experts: what computes routed experts, by plane.
+        states: of the layers that have one instead of pages, if there are such.
         context: longest sequence, for the rope table and the page tables.
         error: int32 [1], the word in which a step's kernels report.
         server: reads rows that are not in RAM, if there can be such.
         with_head: load the model's MTP head too, for `guess`.
+
+    Attributes:
+        layers: the launches of each layer.
+        most_rows: of a step.
     """
 
     def __init__(
@@ -77,28 +92,33 @@ class StepModel:
         error: Tensor,
         server: MailboxServer | None = None,
         with_head: bool = False,
+        states: DeviceStates | None = None,
     ) -> None:
         self.spec = spec
+        self.most_rows = most_rows(spec.moe_ffn.router.top_k)
         self._kv, self._experts, self._device = kv, experts, device
+        self._states, self._places = states, kv_places(spec)
         self.embedding = load.table("model.embed_tokens")
         if spec.tied_head:
             self._head = DenseWeight(self.embedding)
         else:
             self._head = load.matrix("lm_head")
-        self.final_norm = load.vector("model.norm")
+        self.final_norm = load.norm("model.norm")
         rope = RopeTable(spec.attention.rope, context)
         self.cos, self.sin = rope.cos.to(device), rope.sin.to(device)
         self.interleaved = spec.attention.rope.interleaved
-        self.layers: list[LayerLaunches] = []
+        self.layers: list[LayerLaunches | ShortcutLaunches] = []
         n_moe, branch = 0, Branch(device)
         for layer in spec.layers:
-            self.layers.append(LayerLaunches(layer, load, moe_layer=n_moe, branch=branch))
+            kind = LayerLaunches if layer.around is None else ShortcutLaunches
+            self.layers.append(kind(layer, load, moe_layer=n_moe, branch=branch))
             n_moe += isinstance(layer.ffn, MoeFfn)
         self.head: HeadLaunches | None = None
         if with_head and spec.mtp is not None:
             self.head = HeadLaunches(spec, spec.mtp, load, branch=branch)
         self.buffers = StepBuffers.make(spec, device, context=context)
-        self._inputs = StepInputs(-(-context // kv.page_tokens), device)
+        max_pages = -(-context // kv.page_tokens)
+        self._inputs = StepInputs(max_pages, device, has_rings=kv.has_rings)
         self.error, self._server = error, server
         pinned = device.type == "cuda"
         self._host_logits = torch.zeros((MAX_ROWS, spec.vocab), pin_memory=pinned)
@@ -255,7 +275,18 @@ class StepModel:
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
         for i, layer in enumerate(self.layers):
-            kv = KvPages(self._kv.pages(i), table, self._kv.form, self._kv.index_pages(i))
+            if isinstance(layer, ShortcutLaunches):
+                layer.launch(
+                    b, rows, eps=eps, rotation=rotation, lengths=lengths,
+                    kv=self.both(i, table), experts=self._experts[plane],
+                )  # fmt: skip
+                continue
+            kv: KvPages | DeltaRows
+            memory = self.memory(i, table, self._inputs.ring_table(rows))
+            if isinstance(memory, DeltaMemory):
+                kv = DeltaRows(memory, self._inputs.runs(rows), positions)
+            else:
+                kv = memory
             layer.launch(
                 b, rows, eps=eps, rotation=rotation, kv=kv, lengths=lengths,
                 experts=self._experts[plane],
@@ -269,14 +300,34 @@ class StepModel:
         ids, positions, lengths, table = self._inputs.unpack(rows)
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
-        place = len(self.layers)
-        index = self._kv.index_pages(place)
-        kv = KvPages(self._kv.pages(place), table, self._kv.form, index)
+        kv = self.memory_of_head(table)
         head.launch(
             b, rows, eps=self.spec.norm_eps, rotation=rotation, kv=kv, lengths=lengths,
             experts=self._experts[plane],
         )  # fmt: skip
         self._logits(b.x[t], rows, norm=head.final_norm)
+
+    def memory(self, i: int, table: Tensor, ring_table: Tensor) -> KvPages | DeltaMemory:
+        """Pages of a layer with its table, of the two that there are, or its states."""
+        if isinstance(self.spec.layers[i].mixer, Gdn):
+            assert self._states is not None, "a model with states gets some"  # noqa: S101
+            return self._states.layer(self._places[i])
+        place = self._places[i]
+        return self._pages(place, ring_table if self._kv.is_ring(place) else table)
+
+    def both(self, i: int, table: Tensor) -> tuple[KvPages, KvPages]:
+        """Pages of the attentions of a layer that has two."""
+        place = self._places[i]
+        return self._pages(place, table), self._pages(place + 1, table)
+
+    def memory_of_head(self, table: Tensor) -> KvPages:
+        """Pages of the MTP head's layer, which is the last one of the cache."""
+        return self._pages(self.spec.n_kv_layers, table)
+
+    def _pages(self, place: int, table: Tensor) -> KvPages:
+        """The pages of an attention, by its place in the KV cache."""
+        kv = self._kv
+        return KvPages(kv.pages(place), table, kv.form, kv.index_pages(place))
 
     def _launch_choice(self, rows: int, drawn: bool) -> None:
         """The launches from the logits to the tokens. Greedy rows alone take two, any draw twelve
@@ -309,12 +360,11 @@ class StepModel:
         gemv(b.normed[t], self._head, b.logits[t])
 
     def _fill(self, rows: Sequence[StepRow], draws: Sequence[Draw]) -> None:
-        lines = self._inputs.lines
         for i, row in enumerate(rows):
             position = row.sequence.length + row.ahead
-            pages = row.sequence.pages
-            lines[i, 0], lines[i, 1], lines[i, 2] = row.token, position, position + 1
-            lines[i, 3 : 3 + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            self._inputs.set_row(i, row.token, position, row.sequence.pages, row.sequence.ring)
+        if self._states is not None:
+            self._inputs.set_runs(_runs(rows))
         for i, draw in enumerate(draws):
             self._inputs.set_draw(i, draw)
 
@@ -337,6 +387,33 @@ class StepModel:
         for experts in self._experts.values():
             experts.recover()
         self._broken = False
+
+
+def _runs(rows: Sequence[StepRow]) -> list[list[int]]:
+    """The table of runs, as `kernels.triton.delta` has it; states move on to the rows' beginning.
+
+    Raises:
+        ValueError: as `pending_of`, or rows of a sequence do not follow each other.
+    """
+    lines: list[list[int]] = []
+    for i, row in enumerate(rows):
+        sequence, first = row.sequence, i - row.ahead
+        if first < 0 or any(other.sequence is not sequence for other in rows[first:i]):
+            raise ValueError("rows of a sequence with states must follow each other")
+        if row.ahead:
+            lines[first][-1] += 1
+            lines.append([lines[first][0], 0, row.ahead, 0])
+        elif sequence.slot is None:  # the MTP head's own count has no states
+            lines.append([0, 0, 0, 0])
+        else:
+            lines.append([sequence.slot, pending_of(sequence.base, sequence.length), 0, 1])
+            sequence.base = sequence.length
+    return lines
+
+
+def most_rows(top_k: int) -> int:
+    """Rows that a step can have: a look-up takes so many pairs of a token and an expert."""
+    return min(MAX_ROWS, MOST_PAIRS // top_k)
 
 
 def _recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:

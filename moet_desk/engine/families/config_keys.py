@@ -26,6 +26,23 @@ HARMLESS_KEYS = frozenset(
 )
 
 
+def text_keys(config: Mapping[str, Any], *, path: str, wrapper: frozenset[str]) -> Keys:
+    """Keys of the language model of a config that may have a level for it, `text_config`.
+
+    Around it only the keys of `wrapper` may be; whether the embedding is the head is said there, if
+    it is said. Raises MD-SRC-07.
+    """
+    inner = config.get("text_config")
+    if inner is None:
+        return Keys(config, path=path)
+    outer = Keys(config, path=path)
+    outer.refuse_unknown(wrapper)
+    if not isinstance(inner, Mapping):
+        raise outer.wrong(f"text_config is {inner!r}, an object was expected")
+    tied = config.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
+    return Keys({**inner, "tie_word_embeddings": tied}, path=path)
+
+
 class Keys:
     """A config.json with checked access. Raises MD-SRC-07 with the file's path and the reason."""
 

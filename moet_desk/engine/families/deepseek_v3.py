@@ -37,8 +37,12 @@ mtp_prefix = head_behind_last
 
 def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
     """See `families.spec_for`."""
-    keys = Keys(config, path=path)
-    keys.refuse_unknown(MATHS_KEYS)
+    return spec_from(Keys(config, path=path), has_mtp=has_mtp)
+
+
+def spec_from(keys: Keys, harmless: frozenset[str] = frozenset(), *, has_mtp: bool) -> Spec:
+    """The spec of these keys, wherever they lay; `harmless` may be there and say nothing."""
+    keys.refuse_unknown(MATHS_KEYS | harmless)
     keys.want("hidden_act", "silu")
     keys.want("attention_bias", wanted=False)
     keys.want("moe_layer_freq", 1)

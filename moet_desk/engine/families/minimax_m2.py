@@ -56,10 +56,11 @@ def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
         shared_inter=0,
         name="block_sparse_moe.",
         bias_name="e_score_correction_bias",
+        projections=("w1", "w3", "w2"),
     )
     return spec_of(keys, [Layer(i, mixer, moe) for i in range(n_layers)], model_type="minimax_m2")
 
 
 def plan(spec: Spec) -> PackPlan:
     """See `families.plan_for`."""
-    return plan_of(spec, projections=("w1", "w3", "w2"))
+    return plan_of(spec)

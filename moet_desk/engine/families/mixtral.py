@@ -7,6 +7,7 @@ the experts are their own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from moet_desk.engine.families.config_keys import Keys
@@ -31,10 +32,11 @@ def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
     keys.want("sliding_window", None)
     mixer = gqa(keys, qk_norm=QkNorm.NONE, rope_base=1e6, norm_eps=_EPS)
     moe = softmax_moe(keys, inter="intermediate_size", renormalize=True, name="block_sparse_moe.")
+    moe = replace(moe, projections=("w1", "w3", "w2"))
     layers = [Layer(i, mixer, moe) for i in range(keys.count("num_hidden_layers"))]
     return spec_of(keys, layers, model_type="mixtral", norm_eps=_EPS)
 
 
 def plan(spec: Spec) -> PackPlan:
     """See `families.plan_for`."""
-    return plan_of(spec, projections=("w1", "w3", "w2"))
+    return plan_of(spec)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moet_desk.engine.families.config_keys import Keys
+from moet_desk.engine.families.config_keys import text_keys
 from moet_desk.engine.families.qwen3_next import HYBRID_KEYS, head_names, hybrid, mtp_prefix
 from moet_desk.engine.families.tensors import plan_of
 from moet_desk.engine.spec import Spec
@@ -36,7 +36,7 @@ _POSITIONS = frozenset("mrope_section mrope_interleaved".split())
 
 def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
     """See `families.spec_for`."""
-    keys = _text_keys(config, path)
+    keys = text_keys(config, path=path, wrapper=WRAPPER_KEYS)
     keys.refuse_unknown(MATHS_KEYS)
     for key, wanted in {
         "attn_output_gate": True, "mamba_ssm_dtype": "float32", "norm_topk_prob": True,
@@ -54,15 +54,3 @@ def plan(spec: Spec) -> PackPlan:
     made = plan_of(spec)
     renames = (("model.language_model.", "model."), *head_names(spec))
     return replace(made, renames=renames, ignored=(*made.ignored, "model.visual."))
-
-
-def _text_keys(config: Mapping[str, Any], path: str) -> Keys:
-    inner = config.get("text_config")
-    if inner is None:
-        return Keys(config, path=path)
-    wrapper = Keys(config, path=path)
-    wrapper.refuse_unknown(WRAPPER_KEYS)
-    if not isinstance(inner, Mapping):
-        raise wrapper.wrong(f"text_config is {inner!r}, an object was expected")
-    tied = config.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
-    return Keys({**inner, "tie_word_embeddings": tied}, path=path)

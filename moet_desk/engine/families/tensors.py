@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moet_desk.engine.spec import (
+    PROJECTIONS,
     Attention,
     DenseFfn,
     Gdn,
@@ -16,29 +17,28 @@ from moet_desk.engine.spec import (
     Layer,
     Mla,
     MoeFfn,
+    Pool,
+    PooledAttention,
     QkNorm,
     Spec,
+    Streams,
 )
 from moet_desk.store.pack_format import PackPlan
 
-Shapes = Iterator[tuple[str, tuple[int, ...]]]
+TABLE = "tid2eid"
+"""Experts of each token id, below the router's name."""
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""The matrices of an expert: gate, up and down."""
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 GATE_UP_BIAS, DOWN_BIAS = "experts.gate_up_proj_bias", "experts.down_proj_bias"
 """Biases of all experts, [E, 2I] with gate and up in turn, and [E, H]."""
 
 
-def plan_of(
-    spec: Spec, *, projections: tuple[str, str, str] = PROJECTIONS, ignored: tuple[str, ...] = ()
-) -> PackPlan:
-    """The packer's plan; `projections` is what gate, up and down of an expert are called, `ignored`
-    are beginnings of names that are left out.
-    """
+def plan_of(spec: Spec, *, ignored: tuple[str, ...] = ()) -> PackPlan:
+    """The packer's plan; `ignored` are beginnings of names that are left out."""
     ffn = spec.moe_ffn
     expert = f"model.layers.{{layer}}.{ffn.name}experts.{{expert}}."
-    gate, up, down = (expert + projection for projection in projections)
+    gate, up, down = (expert + projection for projection in ffn.projections)
     left_out = ["model.rotary_emb.", *ignored]
     if spec.mtp is not None:
         # copies of the main embedding and head that the released files carry
@@ -67,6 +67,9 @@ def dense_shapes(spec: Spec) -> Shapes:
     yield "model.norm", (hidden,)
     if not spec.tied_head:
         yield "lm_head", (spec.vocab, hidden)
+    if spec.streams is not None:
+        yield from stream_shapes(spec, spec.streams)
+        return
     for layer in spec.layers:
         yield from (_layer if layer.around is None else _shortcut_layer)(layer, hidden)
     if spec.mtp is not None:
@@ -82,6 +85,8 @@ def _layer(layer: Layer, hidden: int) -> Shapes:
     name, ffn = f"model.layers.{layer.index}.", layer.ffn
     yield name + "input_layernorm", (hidden,)
     yield name + "post_attention_layernorm", (hidden,)
+    if isinstance(layer.mixer, PooledAttention):
+        raise TypeError("pooled attention stands between streams")
     if isinstance(layer.mixer, Gdn):
         yield from _gdn(name + "linear_attn.", layer.mixer, hidden)
     else:
@@ -95,7 +100,7 @@ def _layer(layer: Layer, hidden: int) -> Shapes:
 def _shortcut_layer(layer: Layer, hidden: int) -> Shapes:
     """Of a layer with two attentions; the halves are numbered behind each part's name."""
     name, ffn, around = f"model.layers.{layer.index}.", layer.ffn, layer.around
-    if around is None or isinstance(layer.mixer, Gdn) or not isinstance(ffn, MoeFfn):
+    if around is None or not isinstance(layer.mixer, Mla | Gqa) or not isinstance(ffn, MoeFfn):
         raise TypeError("a shortcut layer has attention, a dense part and routed experts")
     for half in range(2):
         yield f"{name}input_layernorm.{half}", (hidden,)
@@ -103,6 +108,68 @@ def _shortcut_layer(layer: Layer, hidden: int) -> Shapes:
         yield from _attention(f"{name}self_attn.{half}.", layer.mixer, hidden)
         yield from _mlp(f"{name}mlps.{half}.", hidden, around.inter)
     yield from _moe(name + ffn.name, ffn, hidden)
+
+
+def stream_shapes(spec: Spec, streams: Streams) -> Shapes:
+    """Of a model with streams, its layers, what collapses the streams, and its head, but for the
+    first and last products.
+    """
+    hidden, n = spec.hidden, streams.n
+    layers = spec.layers if spec.mtp is None else (*spec.layers, spec.mtp)
+    for layer in layers:
+        name = f"model.layers.{layer.index}."
+        if not isinstance(layer.mixer, PooledAttention) or not isinstance(layer.ffn, MoeFfn):
+            raise TypeError("a layer of streams has pooled attention and routed experts")
+        for part in ("attn", "ffn"):
+            yield f"{name}{part}_norm", (hidden,)
+            yield f"{name}hc_{part}_fn", (2 * n + n * n, n * hidden)
+            yield f"{name}hc_{part}_base", (2 * n + n * n,)
+            yield f"{name}hc_{part}_scale", (3,)
+        yield from _pooled(name + "attn.", layer.mixer, hidden)
+        yield from _moe(name + layer.ffn.name, layer.ffn, hidden, vocab=spec.vocab)
+    yield from _collapse("model.", hidden, n)
+    if spec.mtp is not None:
+        head = f"model.layers.{spec.mtp.index}."
+        for part in ("enorm", "hnorm", "norm"):
+            yield head + part, (hidden,)
+        yield head + "e_proj", (hidden, hidden)
+        yield head + "h_proj", (hidden, hidden)
+        yield from _collapse(head, hidden, n)
+
+
+def _collapse(name: str, hidden: int, n: int) -> Shapes:
+    yield name + "hc_head_fn", (n, n * hidden)
+    yield name + "hc_head_base", (n,)
+    yield name + "hc_head_scale", (1,)
+
+
+def _pooled(name: str, mixer: PooledAttention, hidden: int) -> Shapes:
+    queries = mixer.n_heads * mixer.head_dim
+    yield name + "wq_a", (mixer.q_rank, hidden)
+    yield name + "q_norm", (mixer.q_rank,)
+    yield name + "wq_b", (queries, mixer.q_rank)
+    yield name + "wkv", (mixer.head_dim, hidden)
+    yield name + "kv_norm", (mixer.head_dim,)
+    yield name + "attn_sink", (mixer.n_heads,)
+    yield name + "wo_a", (mixer.out_groups * mixer.out_rank, queries // mixer.out_groups)
+    yield name + "wo_b", (hidden, mixer.out_groups * mixer.out_rank)
+    pool = mixer.pool
+    if pool is None:
+        return
+    yield from _compressor(name + "compressor.", pool, mixer.head_dim, hidden)
+    if pool.indexer is not None:
+        indexer, below = pool.indexer, name + "indexer."
+        yield below + "wq_b", (indexer.n_heads * indexer.head_dim, mixer.q_rank)
+        yield below + "weights_proj", (indexer.n_heads, hidden)
+        yield from _compressor(below + "compressor.", pool, indexer.head_dim, hidden)
+
+
+def _compressor(name: str, pool: Pool, dim: int, hidden: int) -> Shapes:
+    width = dim if pool.indexer is None else 2 * dim
+    yield name + "wkv", (width, hidden)
+    yield name + "wgate", (width, hidden)
+    yield name + "ape", (pool.ratio, width)
+    yield name + "norm", (dim,)
 
 
 def _attention(name: str, mixer: Attention, hidden: int) -> Shapes:
@@ -169,23 +236,26 @@ def _gdn(name: str, mixer: Gdn, hidden: int) -> Shapes:
     yield name + "out_proj", (hidden, values)
 
 
-def _moe(name: str, ffn: MoeFfn, hidden: int) -> Shapes:
+def _moe(name: str, ffn: MoeFfn, hidden: int, *, vocab: int = 0) -> Shapes:
     n_experts, n_choices = ffn.router.n_experts, ffn.router.n_choices
     yield name + ffn.router_name, (n_choices, hidden)
     if ffn.router.logit_bias:
         yield name + ffn.router_name + ".bias", (n_choices,)
     if ffn.router.selection_bias:
         yield name + ffn.bias_name, (n_choices,)
+    if ffn.hashed:
+        yield f"{name}{ffn.router_name}.{TABLE}", (vocab, ffn.router.top_k)
     if ffn.expert_bias:
         yield name + GATE_UP_BIAS, (n_experts, 2 * ffn.inter)
         yield name + DOWN_BIAS, (n_experts, hidden)
     if ffn.shared_inter:
-        yield from _mlp(name + ffn.shared_name, hidden, ffn.shared_inter)
+        yield from _mlp(name + ffn.shared_name, hidden, ffn.shared_inter, ffn.projections)
     if ffn.shared_gate:
         yield name + "shared_expert_gate", (1, hidden)
 
 
-def _mlp(name: str, hidden: int, inter: int) -> Shapes:
-    yield name + "gate_proj", (inter, hidden)
-    yield name + "up_proj", (inter, hidden)
-    yield name + "down_proj", (hidden, inter)
+def _mlp(name: str, hidden: int, inter: int, parts: tuple[str, str, str] = PROJECTIONS) -> Shapes:
+    gate, up, down = parts
+    yield name + gate, (inter, hidden)
+    yield name + up, (inter, hidden)
+    yield name + down, (hidden, inter)

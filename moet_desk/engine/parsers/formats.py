@@ -70,6 +70,7 @@ _OF_TYPE: Mapping[str, CallFormat] = {
     "glm_moe_dsa": CallFormat.GLM47,
     "gpt_oss": CallFormat.HARMONY,
     "kimi_k2": CallFormat.KIMI_K2,
+    "kimi_k25": CallFormat.KIMI_K2,
     "kimi_linear": CallFormat.KIMI_K2,
     "longcat_flash": CallFormat.LONGCAT,
     "minimax_m2": CallFormat.MINIMAX_M2,

@@ -45,20 +45,41 @@ from moet_desk.kernels.reference.norms import (
     rotate,
     yarn_mscale,
 )
+from moet_desk.kernels.reference.pooled_entries import (
+    index_rounded,
+    pooled_key_read,
+    pooled_key_write,
+    shared_read,
+    shared_write,
+)
+from moet_desk.kernels.reference.pooling import OpenWindow, Running
 from moet_desk.kernels.reference.quant import (
     balance_zeros,
     base_values,
+    dense_values,
     fp4_values,
     quantize_activations,
+    quantize_dense,
     quantize_fp4,
 )
-from moet_desk.kernels.reference.routing import route
+from moet_desk.kernels.reference.routing import route, weights_of
 from moet_desk.kernels.reference.sampling import sample
+from moet_desk.kernels.reference.shared_attention import grouped_output, shared_attention
+from moet_desk.kernels.reference.streams import (
+    Connections,
+    StreamWeights,
+    collapse,
+    connections,
+)
 
 __all__ = [
     "CacheTables",
+    "Connections",
     "ExpertBias",
     "LookupResult",
+    "OpenWindow",
+    "Running",
+    "StreamWeights",
     "apply_rope",
     "balance_zeros",
     "base_codes",
@@ -66,11 +87,14 @@ __all__ = [
     "causal_conv",
     "choose",
     "claim",
+    "collapse",
     "combine",
+    "connections",
     "delta_chunk",
     "delta_decay",
     "delta_step",
     "delta_unit",
+    "dense_values",
     "expand_base",
     "expand_fine",
     "expert_mlp",
@@ -83,7 +107,9 @@ __all__ = [
     "gqa_entry_bytes",
     "gqa_read",
     "gqa_write",
+    "grouped_output",
     "index_read",
+    "index_rounded",
     "index_scores",
     "index_write",
     "layer_norm",
@@ -95,7 +121,10 @@ __all__ = [
     "mla_plain",
     "mla_read",
     "mla_write",
+    "pooled_key_read",
+    "pooled_key_write",
     "quantize_activations",
+    "quantize_dense",
     "quantize_fp4",
     "release",
     "rms_norm",
@@ -104,6 +133,10 @@ __all__ = [
     "rotate",
     "route",
     "sample",
+    "shared_attention",
+    "shared_read",
+    "shared_write",
     "swiglu",
+    "weights_of",
     "yarn_mscale",
 ]

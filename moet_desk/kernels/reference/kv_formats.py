@@ -143,13 +143,13 @@ def _encode_nvfp4(x: Tensor) -> Tensor:
     real = scales.float() * NVFP4_GLOBAL
     unit = blocks / torch.where(real == 0, 1.0, real)[..., None]
     unit = torch.where(real[..., None] == 0, torch.zeros_like(unit), unit)
-    codes = _to_e2m1(unit).flatten(-2)
+    codes = e2m1_nibbles(unit).flatten(-2)
     packed = codes[..., 0::2] | (codes[..., 1::2] << 4)  # even dim in the low nibble
     return torch.cat([packed, _bytes_of(scales)], -1)
 
 
 def _decode_nvfp4(buf: Tensor, d: int) -> Tensor:
-    values = _e2m1_pairs()[buf[..., : d // 2].int()].flatten(-2)  # [..., d]
+    values = e2m1_pairs()[buf[..., : d // 2].int()].flatten(-2)  # [..., d]
     scales = buf[..., d // 2 :].contiguous().view(torch.float8_e4m3fn).float() * NVFP4_GLOBAL
     return (_blocks(values, NVFP4_BLOCK) * scales[..., None]).flatten(-2)
 
@@ -159,7 +159,7 @@ def _to_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def _to_e2m1(x: Tensor) -> Tensor:
+def e2m1_nibbles(x: Tensor) -> Tensor:
     """Nearest even, saturating at 6: nibbles with the sign in bit 3."""
     size = x.abs().clamp(max=6.0)
     # The step of e2m1 is 0.5 below 2, 1 below 4, then 2; round() goes to even, as the codes do.
@@ -172,7 +172,7 @@ def _to_e2m1(x: Tensor) -> Tensor:
 
 
 @cache
-def _e2m1_pairs() -> Tensor:
+def e2m1_pairs() -> Tensor:
     """[256, 2] float32: the two values in a byte."""
     magnitudes = torch.tensor(_E2M1_VALUES)
     values = torch.cat([magnitudes, -magnitudes])

@@ -1,4 +1,4 @@
-"""Quantisers and decoders: FP4 and 2-bit weights per block of 32, and int8 activations.
+"""Quantisers and decoders: FP4, 2-bit and dense int8 weights per block of 32, int8 activations.
 
 Owns the numbers, not the bytes (`kernels.layouts`). Weight quantisers run in packing processes;
 `quantize_activations` runs on the engine thread, twice per expert. Pure functions; the look-up
@@ -21,6 +21,9 @@ LEVELS = (-4.0, -1.0, 1.0, 4.0)
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MAX_FINITE_SCALE = 252
 """Largest E8M0 byte whose block decodes to finite float32 for every nibble (6 * 2**125)."""
+
+DENSE_LEVEL = 127
+"""Largest integer of a rounded dense weight."""
 
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _SQRT_HALF = 0.5**0.5
@@ -111,6 +114,38 @@ def quantize_activations(x: Tensor, kind: Activations = Activations.INT8) -> tup
     inverse = (kind.value / amax).masked_fill_(amax < _WEAKEST_BLOCK, 0.0)
     q = (blocks * inverse).add_(0.5).floor_()
     return q.view(x.shape), (amax / kind.value).squeeze(-1)
+
+
+def quantize_dense(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a dense matrix to integers -127..127 with one scale per 32 inputs.
+
+    The scale is amax/127 rounded up to bfloat16, so that no integer leaves its range; q is w/scale
+    rounded to the nearest, halves to even. The same bits on every device. NaN and infinity are the
+    caller's to refuse.
+
+    Shapes:
+        w [N, K] bfloat16 or float32; returns q [N, K] int8, scales [N, K/32] bfloat16
+
+    Raises:
+        ValueError: K is not a multiple of 32.
+    """
+    layout = MatrixLayout(*w.shape)
+    blocks = w.float().view(layout.n, layout.groups, GROUP)
+    exact = blocks.abs().amax(-1) / DENSE_LEVEL
+    upward = (exact.view(torch.int32) + 0xFFFF) & ~0xFFFF  # bits of positive float32 are ordered
+    scales = upward.view(torch.float32)
+    q = (blocks / scales[..., None]).masked_fill_((scales == 0)[..., None], 0.0)
+    return q.round_().to(torch.int8).view(w.shape), scales.bfloat16()
+
+
+def dense_values(q: Tensor, scales: Tensor) -> Tensor:
+    """Decode what `quantize_dense` gave; exact in float32.
+
+    Shapes:
+        q [N, K] int8, scales [N, K/32] bfloat16; returns [N, K] float32
+    """
+    blocks = q.float().view(*scales.shape, GROUP)
+    return blocks.mul_(scales.float()[..., None]).view(q.shape)
 
 
 def _scaled(values: NDArray[np.float32], scales: Tensor) -> Tensor:

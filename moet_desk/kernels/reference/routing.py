@@ -38,6 +38,24 @@ def route(
     if n_groups > 1:
         choice = _only_best_groups(choice, n_groups, kept_groups)
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]  # [T, K]
+    return ids, _weights(logits, scores, ids, score, renormalize=renormalize, scale=scale)
+
+
+def weights_of(
+    logits: Tensor, ids: Tensor, *, score: Score, renormalize: bool, scale: float
+) -> Tensor:
+    """How much experts count that something other than the logits chose, as `route` weighs them.
+
+    Shapes:
+        logits [T, E] float32, ids [T, K] int64; returns [T, K] float32
+    """
+    scores = _scores(logits, score)
+    return _weights(logits, scores, ids, score, renormalize=renormalize, scale=scale)
+
+
+def _weights(
+    logits: Tensor, scores: Tensor, ids: Tensor, score: Score, *, renormalize: bool, scale: float
+) -> Tensor:
     weights = scores.gather(-1, ids)
     if score is Score.TOPK_SOFTMAX:
         weights = weights.softmax(-1)
@@ -46,7 +64,7 @@ def route(
     if scale != 1.0:
         weights = weights * scale
     # The NaN may lie in an expert that was not chosen; x * 0 is 0 unless x is NaN or infinite.
-    return ids, weights + (logits * 0.0).sum(-1, keepdim=True)
+    return weights + (logits * 0.0).sum(-1, keepdim=True)
 
 
 def _scores(logits: Tensor, score: Score) -> Tensor:

@@ -1,13 +1,14 @@
 """Products of a few rows with dense weights, memory-bound and batch-invariant; embedding.
 
 Owns the decode step's dense products: x stays float32, weights stay as shipped (bfloat16, float32,
-or e4m3 with a float32 scale per 128 x 128 or per row). The prompt's products are in `gemm`.
+or e4m3 with a float32 scale per 128 x 128 or per row) or are int8 with a bfloat16 scale per 32
+inputs (`reference.quantize_dense`). The prompt's products are in `gemm`.
 Launchers allocate nothing. Called on the engine thread.
 
 Summing order, the same for every number of rows, tile and card: K is walked in steps of 32 runs of
 16 bytes. Lane c fuses the products of its run, in an order that depends on c alone (`loads`), onto
-its sum (of e4m3: onto zero, and that times the block's scale onto its sum); at the end the 32 lanes
-are added by halves.
+its sum (of e4m3 and int8: onto zero, and that times the block's scale onto its sum); at the end the
+32 lanes are added by halves.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moet_desk.kernels.row_sizes import GROUP
 from moet_desk.kernels.triton.loads import (
     four_floats,
     four_words,
-    one_float,
+    one_scale,
     run_values,
     turn_of,
 )
@@ -43,19 +45,21 @@ class WeightKind(Enum):
     F32 = "f32"
     BF16 = "bf16"
     FP8 = "fp8"
+    INT8 = "int8"
 
 
-RUN = {WeightKind.F32: 4, WeightKind.BF16: 8, WeightKind.FP8: 16}
+RUN = {WeightKind.F32: 4, WeightKind.BF16: 8, WeightKind.FP8: 16, WeightKind.INT8: 16}
 """Weights of 16 bytes, which a lane loads at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseWeight:
-    """A matrix as shipped.
+    """A matrix as shipped, or rounded to integers.
 
     Attributes:
-        values: [N, K] float32, bfloat16 or float8_e4m3fn, contiguous.
-        scales: [ceil(N/128), ceil(K/128)] or [N, 1] float32 for e4m3, else None.
+        values: [N, K] float32, bfloat16, float8_e4m3fn or int8, contiguous.
+        scales: [ceil(N/128), ceil(K/128)] or [N, 1] float32 for e4m3, [N, K/32] bfloat16 for int8,
+            else None.
 
     Raises:
         ValueError: dtype, layout or scales do not fit each other.
@@ -69,11 +73,10 @@ class DenseWeight:
             raise ValueError(
                 f"a dense weight of shape {tuple(self.values.shape)} is no plain matrix"
             )
-        blocks = self._blocks
         found = None if self.scales is None else tuple(self.scales.shape)
-        if found not in ((blocks, (self.n, 1)) if self.kind is WeightKind.FP8 else (None,)):
+        if found not in self._scale_shapes:
             raise ValueError(
-                f"scales {found} do not fit a {self.kind.value} weight of {blocks} blocks"
+                f"scales {found} do not fit a {self.kind.value} weight {self.n} x {self.k}"
             )
         if self.k % RUN[self.kind]:
             raise ValueError(f"{self.k} inputs are not whole runs of {RUN[self.kind]}")
@@ -85,6 +88,7 @@ class DenseWeight:
             torch.float32: WeightKind.F32,
             torch.bfloat16: WeightKind.BF16,
             torch.float8_e4m3fn: WeightKind.FP8,
+            torch.int8: WeightKind.INT8,
         }
         if self.values.dtype not in kinds:
             raise ValueError(f"a dense weight cannot be {self.values.dtype}")
@@ -105,10 +109,18 @@ class DenseWeight:
         return -(-self.n // SCALE_BLOCK), -(-self.k // SCALE_BLOCK)
 
     @property
+    def _scale_shapes(self) -> tuple[tuple[float, float] | None, ...]:
+        if self.kind is WeightKind.FP8:
+            return self._blocks, (self.n, 1)
+        if self.kind is WeightKind.INT8:
+            return ((self.n, self.k / GROUP),)  # no shape if groups are not whole
+        return (None,)
+
+    @property
     def scale_rows(self) -> int:
-        """Rows that share a scale; with 1, all columns share it too."""
+        """Rows that share a scale; with 1, all columns of e4m3 share it too."""
         of_rows = self.scales is not None and tuple(self.scales.shape) != self._blocks
-        return 1 if of_rows else SCALE_BLOCK
+        return 1 if of_rows or self.kind is WeightKind.INT8 else SCALE_BLOCK
 
     @property
     def raw(self) -> Tensor:
@@ -172,15 +184,18 @@ def _gemv_sums(
     `width` is K as a run-time number: a loop whose length the compiler knows is unrolled whole, or
     disappears, and then the sum at its end gives every tensor another layout.
     """
-    RUN: tl.constexpr = 16 if KIND == "fp8" else 8 if KIND == "bf16" else 4
+    SCALED: tl.constexpr = KIND == "fp8" or KIND == "int8"
+    RUN: tl.constexpr = 16 if SCALED else 8 if KIND == "bf16" else 4
     PIECES: tl.constexpr = RUN // 4
-    SCALE_K: tl.constexpr = 1 if SCALE_ROWS == 1 else (K + 127) // 128
+    SCALE_WIDTH: tl.constexpr = 32 if KIND == "int8" else 128
+    ONE_A_ROW: tl.constexpr = KIND == "fp8" and SCALE_ROWS == 1
+    SCALE_K: tl.constexpr = 1 if ONE_A_ROW else (K + SCALE_WIDTH - 1) // SCALE_WIDTH
     EVEN: tl.constexpr = K % (32 * RUN) == 0
     lane = tl.arange(0, 32)[None, :]
     turn = turn_of(lane, PIECES)
     line = weight.to(tl.pointer_type(tl.int32)) + (rows.to(tl.int64) * (K // PIECES))[:, None]
     grid = scales
-    if KIND == "fp8":
+    if SCALED:
         grid = scales + (rows // SCALE_ROWS * SCALE_K)[:, None]
     sums = ()
     for _ in tl.static_range(T):
@@ -190,17 +205,17 @@ def _gemv_sums(
         k = k0 + lane * RUN
         words = four_words(line + k // PIECES, turn, k < K, PIECES, EVEN, PTX)
         w = run_values(words, KIND, HARDWARE)
-        if KIND == "fp8":
-            scale = one_float(grid + tl.minimum(k // 128, SCALE_K - 1), PTX)
+        if SCALED:
+            scale = one_scale(grid + tl.minimum(k // SCALE_WIDTH, SCALE_K - 1), KIND, PTX)
         moved = ()
         for t in tl.static_range(T):
-            run = tl.zeros([ROWS, 32], tl.float32) if KIND == "fp8" else sums[t]
+            run = tl.zeros([ROWS, 32], tl.float32) if SCALED else sums[t]
             for j in tl.static_range(PIECES):
                 at = k + 4 * ((turn + j) % PIECES)
                 xs = four_floats(x + t * x_stride + at, k < K, EVEN, PTX)
                 for i in tl.static_range(4):
                     run = tl.fma(w[4 * j + i], tl.broadcast_to(xs[i], (ROWS, 32)), run)
-            if KIND == "fp8":
+            if SCALED:
                 run = tl.fma(run, scale, sums[t])
             moved = moved + (run,)
         sums = moved

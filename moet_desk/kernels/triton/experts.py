@@ -20,6 +20,19 @@ from moet_desk.kernels.reference.experts import ExpertBias
 from moet_desk.kernels.triton.expert_math import load_tile, tile_products
 from moet_desk.kernels.triton.portable import PTX, product
 from moet_desk.kernels.triton.quant import block_codes, is_wide, quantize_rows, store_planar
+from moet_desk.kernels.triton.tile_table import Tile, capability_of, decode_row
+
+__all__ = [
+    "ExpertPool",
+    "ExpertTiles",
+    "Tile",
+    "combine",
+    "experts_down",
+    "experts_gate_up",
+    "experts_hidden",
+    "tiles_for",
+    "tiles_of",
+]
 
 _LANES = 32  # of the canonical order
 
@@ -50,14 +63,6 @@ class ExpertPool:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows of a matrix and warps of a program."""
-
-    rows: int
-    warps: int
-
-
-@dataclass(frozen=True, slots=True)
 class ExpertTiles:
     """How one expert shape is cut. With 32 rows or more `gate_up` quantises its own result."""
 
@@ -70,9 +75,6 @@ _WEIGHT_REGISTERS = 48
 registers of a gate_up thread, so 5 programs of 4 warps share an SM. More spills from 100 on. A
 thread with four blocks holds 64 words of 15-bit activations: 135 registers in FP4's down.
 """
-
-_MEASURED: dict[tuple[int, int, bool], ExpertTiles] = {}
-"""Tiles that a measurement found better than the rule: (hidden, inter, fine)."""
 
 
 @triton.jit
@@ -161,17 +163,25 @@ def _down_kernel(
 
 
 @triton.jit
+def _part(part, ids, pair, c, H: tl.constexpr, inside):
+    """A pair's contribution; 0 for one without an expert, of which nothing was written."""
+    if ids is not None:
+        inside = inside & (tl.load(ids + pair) >= 0)
+    return tl.load(part + pair * H + c, mask=inside, other=0.0)
+
+
+@triton.jit
 def _combine_kernel(
-    part, weights, base, residual, out,
+    part, weights, base, residual, out, ids,
     H: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
     SHARED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1)
     c = tl.program_id(0) * B + tl.arange(0, B)
     inside = c < H
-    total = product(tl.load(part + t * K * H + c, mask=inside), tl.load(weights + t * K), PTX)
+    total = product(_part(part, ids, t * K, c, H, inside), tl.load(weights + t * K), PTX)
     for k in tl.static_range(1, K):
-        more = tl.load(part + (t * K + k) * H + c, mask=inside)
+        more = _part(part, ids, t * K + k, c, H, inside)
         total += product(more, tl.load(weights + t * K + k), PTX)
     if SHARED:
         total += tl.load(base + t * H + c, mask=inside)
@@ -195,7 +205,7 @@ def experts_gate_up(
         codes int32 [T, 8, H/32], with fine slots [T, 2, 8, H/32]; scales float32 [T, H/32]
         out float32 [P, I], rows of pairs in `uniq_pair` are written
     """
-    tile = tile or tiles_for(pool.layout, fine=pool.fine is not None).gate_up
+    tile = tile or tiles_of(pool).gate_up
     _gate_up(pool, codes, scales, (out, out, out), tile, glu=glu, quantize=False, ptx=ptx)
 
 
@@ -218,7 +228,7 @@ def experts_hidden(
         codes, scales as in `experts_gate_up`; scratch float32 [P, I]
         out_codes int32 [P, 8, I/32], with fine slots [P, 2, 8, I/32]; out_scales float32 [P, I/32]
     """
-    tile = tile or tiles_for(pool.layout, fine=pool.fine is not None).gate_up
+    tile = tile or tiles_of(pool).gate_up
     quantize = tile.rows % 32 == 0
     outs = (scratch, out_codes, out_scales)
     _check_codes(pool, out_codes)
@@ -242,7 +252,7 @@ def experts_down(
         codes int32 [P, 8, I/32], with fine slots [P, 2, 8, I/32]; scales float32 [P, I/32]
         part float32 [P, H]
     """
-    tile = tile or tiles_for(pool.layout, fine=pool.fine is not None).down
+    tile = tile or tiles_of(pool).down
     layout, n_experts = pool.layout, pool.uniq_slot.shape[0]
     fine, fine_slot = _fine_of(pool)
     _check_codes(pool, codes)
@@ -258,10 +268,16 @@ def experts_down(
 
 
 def combine(
-    part: Tensor, weights: Tensor, *, base: Tensor | None, residual: Tensor, out: Tensor
+    part: Tensor,
+    weights: Tensor,
+    *,
+    base: Tensor | None,
+    residual: Tensor,
+    out: Tensor,
+    ids: Tensor | None = None,
 ) -> None:
     """residual + (sum over k, in order, of weight * part, + base): the bits of `reference.combine`
-    and two additions.
+    and two additions. With `ids` (int32 [P]), pairs of an id below 0 have no part.
 
     Shapes:
         part float32 [P, H], weights float32 [T, K]; base (shared expert), residual, out [T, H]
@@ -270,7 +286,7 @@ def combine(
     n_tokens, top_k = weights.shape
     hidden = part.shape[1]
     _combine_kernel[(triton.cdiv(hidden, _COMBINE_FLOATS), n_tokens)](
-        part, weights, residual if base is None else base, residual, out,
+        part, weights, residual if base is None else base, residual, out, ids,
         hidden, top_k, _COMBINE_FLOATS, base is not None, PTX,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -280,15 +296,27 @@ _COMBINE_FLOATS = 512
 """A program's share of a row: one float4 per thread, 8 programs per token at H = 4096."""
 
 
-def tiles_for(layout: ExpertLayout, *, fine: bool) -> ExpertTiles:
-    """The tile sizes of an expert shape; results do not depend on them."""
-    known = _MEASURED.get((layout.hidden, layout.inter, fine))
+def tiles_for(
+    layout: ExpertLayout, *, fine: bool, tokens: int = 1, capability: str = ""
+) -> ExpertTiles:
+    """The tile sizes of an expert shape for a step of `tokens` tokens: as measured on cards of this
+    capability (`tile_table`), else by a rule. Results do not depend on them.
+    """
+    known = decode_row(layout, fine=fine, tokens=tokens, capability=capability)
     if known is not None:
-        return known
+        return ExpertTiles(known.gate_up, known.down)
     return ExpertTiles(
         gate_up=_tile(8, layout.hidden, matrices=2, fine=fine),
         down=_tile(16, layout.inter, matrices=1, fine=fine),
     )
+
+
+def tiles_of(pool: ExpertPool) -> ExpertTiles:
+    """Those of a launch on this pool."""
+    return tiles_for(
+        pool.layout, fine=pool.fine is not None, tokens=pool.uniq_pair.shape[1],
+        capability=capability_of(pool.base.device),
+    )  # fmt: skip
 
 
 def _tile(rows: int, width: int, *, matrices: int, fine: bool) -> Tile:

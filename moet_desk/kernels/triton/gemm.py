@@ -2,7 +2,7 @@
 
 Owns the prompt's dense products; the step's are in `dense`. A float32 activation becomes two
 bfloat16 parts whose sum has 16 bits of it, so two tensor-core products with a weight that bfloat16
-holds exactly (bfloat16, or e4m3 before its block scale) come within a few 1e-6 of float64. A
+holds exactly (bfloat16, or e4m3 and int8 before their scale) come within a few 1e-6 of float64. A
 float32 weight is cut the same way and takes three products.
 
 Tensor cores cut what does not fit when they add to their sum, so a long sum drifts towards zero: by
@@ -13,14 +13,15 @@ the engine thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moet_desk.kernels.triton.dense import DenseWeight
+from moet_desk.kernels.row_sizes import GROUP
+from moet_desk.kernels.triton.dense import DenseWeight, WeightKind
 from moet_desk.kernels.triton.numbers import bf16_part, e4m3_value, has_e4m3
 from moet_desk.kernels.triton.portable import INTERPRETED
 
@@ -75,8 +76,9 @@ def _swiglu_split_kernel(gate_up, parts, M, limit, INTER: tl.constexpr, BLOCK: t
 def _product(high, low, raw, KIND: tl.constexpr, MMA: tl.constexpr, HARDWARE: tl.constexpr):
     """(high + low) x raw^T of a chunk; small products first."""
     if MMA:
-        if KIND == "fp8":
-            w = tl.trans(e4m3_value(raw, HARDWARE).to(tl.bfloat16))
+        if KIND == "fp8" or KIND == "int8":
+            value = e4m3_value(raw, HARDWARE) if KIND == "fp8" else raw.to(tl.float32)
+            w = tl.trans(value.to(tl.bfloat16))
             return tl.dot(high, w, tl.dot(low, w))
         elif KIND == "bf16":
             w = tl.trans(raw)
@@ -135,7 +137,10 @@ def _gemm_kernel(
             low = tl.load(x + size + k0, mask=seen, other=0.0)
             raw = tl.load(w + k0, mask=seen, other=0)
         product = _product(high, low, raw, KIND, MMA, HARDWARE)
-        if KIND == "fp8":
+        if KIND == "int8":
+            scale = tl.load(scales + n * (K // 32) + k0 // 32, mask=n < N, other=0.0)
+            product *= scale.to(tl.float32)[None, :]
+        elif KIND == "fp8":
             if SCALE_ROWS == 1:
                 scale = tl.load(scales + n, mask=n < N, other=0.0)
             else:
@@ -198,6 +203,8 @@ def gemm(
     if residual is not None and residual.stride() != out.stride():
         raise ValueError("a residual must lie as the result does")
     tile = tile or tile_for(parts.device)
+    if weight.kind is WeightKind.INT8:
+        tile = replace(tile, k=GROUP)  # a step of inputs has one scale
     grid = (triton.cdiv(rows, tile.m) * triton.cdiv(weight.n, tile.n),)
     _gemm_kernel[grid](
         parts, weight.raw, weight.scales, bias, residual, out, out.stride(0), rows,

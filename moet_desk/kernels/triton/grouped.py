@@ -28,6 +28,7 @@ from moet_desk.kernels.triton.expert_math import block_words, power_of_two
 from moet_desk.kernels.triton.experts import gated
 from moet_desk.kernels.triton.portable import PTX, product
 from moet_desk.kernels.triton.quant import is_wide
+from moet_desk.kernels.triton.tile_table import GroupedTile, capability_of, grouped_row
 
 _EXPAND_BLOCKS = 256
 """Blocks of 32 weights per program of `expand`: one per thread, 8 KiB written."""
@@ -162,6 +163,24 @@ def make_batch(
 def tile_pairs(mean: int) -> int:
     """Pairs per tile for experts with `mean` pairs: little padding, few repeats of the weights."""
     return 16 if mean <= 16 else 32 if mean <= 32 else 64 if mean <= 96 else 128
+
+
+FULL_PAIRS = 128
+"""Pairs of a full tile: those that the table's rows were measured with."""
+
+
+def grouped_tile(
+    layout: ExpertLayout, *, pairs: int, wide: bool, has_gate: bool, capability: str = ""
+) -> GroupedTile:
+    """How the products of a prompt are cut: full tiles as measured on cards of this capability
+    (`tile_table`), others by a rule. Results do not depend on it.
+    """
+    if pairs == FULL_PAIRS:
+        known = grouped_row(layout, wide=wide, capability=capability)
+        if known is not None:
+            return known.gate_up if has_gate else known.down
+    rows = (64 if has_gate else 128) // (2 if pairs > 64 else 1)
+    return GroupedTile(rows, warps=4, stages=3)
 
 
 @triton.jit
@@ -336,15 +355,18 @@ def grouped_gate_up(
     out: Tensor,
     glu: Glu = SWIGLU,
     bias: Tensor | None = None,
+    tile: GroupedTile | None = None,
 ) -> None:
-    """The GLU of gate x and up x of the batch's pairs.
+    """The GLU of gate x and up x of the batch's pairs; `tile` stands for the table's choice.
 
     Shapes:
         bias [E, 2I] bfloat16 or float32, gates first
         workspace from `expand`; codes int8 [M, H] or [M, 2, H] (plain), scales float32 [M, H/32]
         out float32 [>= n_rows, I], the batch's rows in order
     """
-    _grouped(rows, batch, workspace, groups.tokens, codes, scales, out, glu, bias, has_gate=True)
+    _grouped(
+        rows, batch, workspace, groups.tokens, codes, scales, out, glu, bias, tile, has_gate=True
+    )
 
 
 def grouped_down(
@@ -356,15 +378,18 @@ def grouped_down(
     scales: Tensor,
     out: Tensor,
     bias: Tensor | None = None,
+    tile: GroupedTile | None = None,
 ) -> None:
-    """Contributions of the batch's pairs, not yet weighted.
+    """Contributions of the batch's pairs, not yet weighted; `tile` as in `grouped_gate_up`.
 
     Shapes:
         bias [E, H] bfloat16 or float32
         codes int8 [>= n_rows, I] or [>= n_rows, 2, I] (plain), scales float32 [>= n_rows, I/32]
         out float32 [>= n_rows, H], the batch's rows in order
     """
-    _grouped(rows, batch, workspace, batch.tiles, codes, scales, out, SWIGLU, bias, has_gate=False)
+    _grouped(
+        rows, batch, workspace, batch.tiles, codes, scales, out, SWIGLU, bias, tile, has_gate=False
+    )
 
 
 def add_rows(
@@ -396,6 +421,7 @@ def _grouped(
     out: Tensor,
     glu: Glu,
     bias: Tensor | None,
+    tile: GroupedTile | None,
     *,
     has_gate: bool,
 ) -> None:
@@ -404,12 +430,15 @@ def _grouped(
     n = layout.inter if has_gate else layout.hidden
     offset = 0 if has_gate else layout.gate_up.n * layout.gate_up.k
     scale_at = (0 if has_gate else layout.gate_up.base_bytes) + 8 * matrix.n * matrix.groups
-    weight_rows = (64 if has_gate else 128) // (2 if batch.pairs > 64 else 1)
-    _grouped_kernel[(triton.cdiv(n, weight_rows), batch.tiles.shape[0])](
+    wide, capability = is_wide(codes), capability_of(out.device)
+    tile = tile or grouped_tile(
+        layout, pairs=batch.pairs, wide=wide, has_gate=has_gate, capability=capability
+    )
+    _grouped_kernel[(triton.cdiv(n, tile.rows), batch.tiles.shape[0])](
         workspace, rows.base, batch.tiles, tokens, codes, scales, out,
         0.0 if glu.limit is None else glu.limit, bias, batch.first,
-        n, matrix.groups, layout.slot_floats, offset, scale_at, weight_rows, batch.pairs,
-        rows.fine is not None, is_wide(codes), has_gate,
+        n, matrix.groups, layout.slot_floats, offset, scale_at, tile.rows, batch.pairs,
+        rows.fine is not None, wide, has_gate,
         glu.limit is not None, glu.alpha, glu.shift,
-        gcd(matrix.groups, _UNROLL), num_warps=4, num_stages=3,
+        gcd(matrix.groups, _UNROLL), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

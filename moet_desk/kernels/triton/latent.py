@@ -64,7 +64,11 @@ def _absorb_kernel(
         line = head * PITCH + d0 + row
         at = (line.to(tl.int64) * R)[:, None] + r[None, :]
         tile = weight_tile(weight + at, live[:, None] & (r < R)[None, :], KIND, HARDWARE)
-        if KIND == "fp8":
+        if KIND == "int8":
+            spot = (line * (R // 32))[:, None] + (r // 32)[None, :]
+            factor = tl.load(scales + spot, mask=live[:, None] & (r < R)[None, :], other=0.0)
+            tile *= factor.to(tl.float32)  # exact: 8 bits each
+        elif KIND == "fp8":
             if SCALE_ROWS == 1:
                 block = line
             else:

@@ -45,6 +45,10 @@ _ALL_1, _SEEN_1 = _ptx(_WORDS), _ptx(_WORDS, seen="$6")
 _ALL_2, _SEEN_2 = (_ptx(_WORDS, seen=s, turn="$5", pieces=2) for s in ("", "$6"))
 _ALL_4, _SEEN_4 = (_ptx(_WORDS, seen=s, turn="$5", pieces=4) for s in ("", "$6"))
 _ONE_FLOAT = tl.constexpr("ld.global.nc.f32 $0, [$1];")
+_ONE_BF16 = tl.constexpr(
+    "{ .reg .b16 zero, half; .reg .b32 w; mov.b16 zero, 0; ld.global.nc.b16 half, [$1];"
+    " mov.b32 w, {zero, half}; mov.b32 $0, w; }"
+)
 _FOUR_E4M3 = tl.constexpr(
     "{ .reg .b16 low, high, a, b, c, d; .reg .b32 p, q;"
     " mov.b32 {low, high}, $4;"
@@ -132,10 +136,10 @@ def four_words(
 
 @triton.jit
 def run_values(words, KIND: tl.constexpr, HARDWARE: tl.constexpr):
-    """The weights in four words as float32, in order, without the scale of e4m3.
+    """The weights in four words as float32, in order, without the scale of e4m3 or int8.
 
-    KIND: "f32", "bf16" or "fp8". HARDWARE: e4m3 is converted by instructions of SM89 and later; the
-    same values.
+    KIND: "f32", "bf16", "fp8" or "int8". HARDWARE: e4m3 is converted by instructions of SM89 and
+    later; the same values.
     """
     values = ()
     for i in tl.static_range(4):
@@ -146,6 +150,11 @@ def run_values(words, KIND: tl.constexpr, HARDWARE: tl.constexpr):
                 (words[i] << 16).to(tl.float32, bitcast=True),
                 (words[i] & -65536).to(tl.float32, bitcast=True),
             )
+        elif KIND == "int8":
+            for byte in tl.static_range(4):
+                # 2**23 + the byte with its sign bit turned, as bits of float32: exact
+                bits = (((words[i] ^ -2139062144) >> (8 * byte)) & 255) | 0x4B000000
+                values = values + (bits.to(tl.float32, bitcast=True) - 8388736.0,)
         elif HARDWARE:
             values = values + tl.inline_asm_elementwise(
                 _FOUR_E4M3, "=f,=f,=f,=f,r", [words[i]],
@@ -159,11 +168,16 @@ def run_values(words, KIND: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def one_float(pointers, PTX: tl.constexpr):
-    """The float32 behind each pointer."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            _ONE_FLOAT, "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
-        )
+def one_scale(pointers, KIND: tl.constexpr, PTX: tl.constexpr):
+    """The scale behind each pointer as float32: bfloat16 for "int8", else float32."""
+    if not PTX:
+        return tl.load(pointers).to(tl.float32)
     else:
-        return tl.load(pointers)
+        return tl.inline_asm_elementwise(
+            _ONE_BF16 if KIND == "int8" else _ONE_FLOAT,
+            "=f,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moet_desk.kernels.kinds import Score
 
-MOST_EXPERTS = 512
+MOST_EXPERTS = 1024
 MOST_CHOSEN = 16
 
 _SOFTMAX, _SIGMOID, _SQRT_SOFTPLUS, _TOPK_SOFTMAX = (tl.constexpr(i) for i in range(4))
@@ -81,10 +81,11 @@ def _in_best_groups(
 
 @triton.jit
 def _route_kernel(
-    logits, bias, ids, weights, scale,
+    logits, bias, ids, weights, share, scale,
     E: tl.constexpr, E2: tl.constexpr, K: tl.constexpr, K2: tl.constexpr,
     SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
+    REAL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     i = tl.arange(0, E2)
@@ -116,8 +117,14 @@ def _route_kernel(
     chosen = tl.where(k < K, chosen, 0.0)
     if RENORM:
         chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
+    chosen = chosen * scale + spoiled
+    if REAL < E:
+        real = chosen_ids < REAL
+        tl.store(share + t, tl.sum(tl.where(real | (k >= K), 0.0, chosen), 0))
+        chosen_ids = tl.where(real, chosen_ids, -1)
+        chosen = tl.where(real, chosen, 0.0)
     tl.store(ids + t * K + k, chosen_ids, mask=k < K)
-    tl.store(weights + t * K + k, chosen * scale + spoiled, mask=k < K)
+    tl.store(weights + t * K + k, chosen, mask=k < K)
 
 
 def route(
@@ -131,13 +138,18 @@ def route(
     kept_groups: int = 1,
     renormalize: bool,
     scale: float,
+    n_real: int | None = None,
+    share: Tensor | None = None,
 ) -> None:
     """Choose the experts of each token and how much each counts; see `reference.route`.
 
-    A NaN or infinite logit gives distinct ids in range and NaN for every weight of its token.
+    A NaN or infinite logit gives distinct ids in range and NaN for every weight of its token. With
+    `n_real`, ids from there on are identity experts: they become -1 with weight 0, and their
+    weights are added up in `share`.
 
     Shapes:
-        logits [T, E] float32, bias [E] float32 or None; ids [T, K] int32, weights [T, K] float32
+        logits [T, E] float32, bias [E] float32 or None; ids [T, K] int32, weights [T, K] float32;
+        share [T] float32
 
     Raises:
         ValueError: more than `MOST_EXPERTS` or `MOST_CHOSEN`, or K above E.
@@ -146,9 +158,10 @@ def route(
     if n_experts > MOST_EXPERTS or top_k > min(MOST_CHOSEN, n_experts):
         raise ValueError(f"cannot choose {top_k} of {n_experts} experts")
     _route_kernel[(logits.shape[0],)](
-        logits, logits if bias is None else bias, ids, weights, scale,
+        logits, logits if bias is None else bias, ids, weights, share, scale,
         n_experts, triton.next_power_of_2(n_experts), top_k, triton.next_power_of_2(top_k),
         _KINDS[score], bias is not None,
         n_groups, kept_groups, triton.next_power_of_2(n_groups), renormalize,
-        num_warps=1 if n_experts <= 256 else 2,
+        n_experts if n_real is None else n_real,
+        num_warps=1 if n_experts <= 256 else 2 if n_experts <= 512 else 4,
     )  # fmt: skip

@@ -198,6 +198,10 @@ class ChatScreen(ChatView):
         self._export(kind)
 
     def _set_quality(self, quality: Quality) -> None:
+        info = self._bridge.model()
+        if info is not None and not info.has_qualities:
+            self.notify("The server decides how it computes.")
+            return
         self._conversation.wish(quality=quality)
         gate = gate_in_use(self._bridge.model(), self._conversation.wishes.gate)
         self.notify(f"From the next message on: {quality_words(quality, gate)}.", markup=False)

@@ -46,6 +46,7 @@ from moet_desk.ui.widgets.transcript import Transcript
 
 DRAFT_DELAY_S = 0.3
 
+_TOO_LONG = ("MD-API-03", "MD-CONN-05")
 RETRY, RESTART, FORGET, NEW = "retry", "restart", "forget", "new"
 """Ways out of a problem, which its panel offers."""
 
@@ -365,7 +366,7 @@ class ChatView(Screen[None]):
         turns = self._conversation.turns
         if not turns or turn is not turns[-1]:
             return {}
-        if problem.get("code") == "MD-API-03":
+        if problem.get("code") in _TOO_LONG:
             forget = {FORGET: "Forget the oldest turns"} if len(turns) > 2 else {}
             return forget | {NEW: "New chat"}
         return {RETRY: "Try again"}
@@ -387,7 +388,11 @@ class ChatView(Screen[None]):
             "writing",
             *([] if rate is None else [show_number(rate, "tok/s")]),
             f"{live.n_tokens} tokens",
-            f"waiting {show_percent(snapshot.wait_share, 0)} of time",
+            *(
+                []
+                if snapshot.remote
+                else [f"waiting {show_percent(snapshot.wait_share, 0)} of time"]
+            ),
             *([] if live.quality is not Quality.BALANCED else [self.again_words()]),
         ]
         return Content(f"{self._glyphs.caret} " + f" {self._glyphs.dot} ".join(parts))

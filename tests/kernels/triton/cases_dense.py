@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from moet_desk.kernels.kinds import KvFormat
@@ -12,16 +13,20 @@ from moet_desk.kernels.triton.dense import WeightKind
 from tests.kernels.triton.gate import Case
 
 EXACT = {"enable_fp_fusion": False}
-POINTER = {WeightKind.F32: "*fp32", WeightKind.BF16: "*bf16", WeightKind.FP8: "*u8"}
+POINTER = {
+    WeightKind.F32: "*fp32", WeightKind.BF16: "*bf16", WeightKind.FP8: "*u8",
+    WeightKind.INT8: "*i8",
+}  # fmt: skip
 TILES = {90: gemm.HOPPER_TILE, 120: gemm.CONSUMER_TILE}
 
 
 def _weight(kind: WeightKind, *, by_row: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
     """Signature and constexprs of a weight and its scales."""
     values: dict[str, Any] = {"KIND": kind.value, "HARDWARE": True}
-    values["SCALE_ROWS"] = 1 if by_row else 128
-    if kind is WeightKind.FP8:
-        return {"weight": "*u8", "scales": "*fp32"}, values
+    values["SCALE_ROWS"] = 1 if by_row or kind is WeightKind.INT8 else 128
+    scales = {WeightKind.FP8: "*fp32", WeightKind.INT8: "*bf16"}
+    if kind in scales:
+        return {"weight": POINTER[kind], "scales": scales[kind]}, values
     return {"weight": POINTER[kind]}, {**values, "scales": None}
 
 
@@ -112,6 +117,8 @@ def _norm(hidden: int) -> Case:
 
 def _gemm(kind: WeightKind, capability: int, *, by_row: bool = False) -> Case:
     tile = TILES[capability]
+    if kind is WeightKind.INT8:
+        tile = replace(tile, k=32)
     types, values = _weight(kind, by_row=by_row)
     types |= {"parts": "*bf16", "out": "*fp32", "out_stride": "i32", "M": "i32"}
     values |= {
@@ -153,6 +160,9 @@ def _cases() -> Iterator[Case]:
         yield _gemv(4096, 4096, rows, WeightKind.FP8, by_row=True)
         yield _gemv(4096, 4096, rows, WeightKind.FP8, swiglu=True, by_row=True)
         yield _absorb(64, 128, 128, 512, rows, WeightKind.FP8, by_row=True)
+        yield _gemv(6144, 16384, rows, WeightKind.INT8)
+        yield _gemv(4096, 6144, rows, WeightKind.INT8, swiglu=True)
+        yield _absorb(64, 192, 256, 512, rows, WeightKind.INT8)
     for capability in TILES:
         yield _gemm(WeightKind.FP8, capability, by_row=True)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import gcd
 from typing import Any
 
 import triton
 
 from moet_desk.kernels.layouts import ExpertLayout
-from moet_desk.kernels.triton import cache, experts, fetch, grouped, quant, route
-from tests.kernels.triton.gate import Case
+from moet_desk.kernels.triton import cache, experts, fetch, grouped, quant, route, tile_table
+from tests.kernels.triton.gate import CAPABILITIES, Case
 
 SHAPES = {
     "ds4": (4096, 2048),
@@ -35,10 +36,17 @@ def pointers(kind: str, names: str) -> dict[str, str]:
 
 
 def expert_cases(
-    name: str, hidden: int, inter: int, n_tokens: int, *, fine: bool
+    name: str,
+    hidden: int,
+    inter: int,
+    n_tokens: int,
+    *,
+    fine: bool,
+    tiles: experts.ExpertTiles | None = None,
+    only: int | None = None,
 ) -> Iterator[Case]:
-    layout = ExpertLayout(hidden, inter)
-    tiles = experts.tiles_for(layout, fine=fine)
+    layout, measured = ExpertLayout(hidden, inter), tiles is not None
+    tiles = tiles or experts.tiles_for(layout, fine=fine)
     label = f"{'FP4' if fine else '2bit'} H={hidden} I={inter} T={n_tokens}"
     tables = pointers("*u8", "base fine") | pointers("*i32", "uniq_slot fine_slot uniq_pair codes")
     tables["scales"] = "*fp32"
@@ -67,8 +75,9 @@ def expert_cases(
             shape | own,
             tile.warps,
             NO_FUSION,
-            decode=not (quantize and fine),  # a tile that the table does not hold
+            decode=measured or not (quantize and fine),  # a tile that the rule does not give
             wants=("IDP.4A", "PRMT"),
+            only=only,
         )
     down = {
         "BASE_OFFSET": layout.gate_up.base_bytes,
@@ -85,6 +94,7 @@ def expert_cases(
         NO_FUSION,
         wants=("IDP.4A", "PRMT"),
         fused=0,
+        only=only,
     )
 
 
@@ -101,10 +111,34 @@ def catalogue_cases() -> Iterator[Case]:
             yield from expert_cases(name, hidden, inter, 1, fine=fine)
 
 
-def combine_case() -> Case:
-    constexprs = {"H": 4096, "K": 6, "B": 512, "SHARED": True, "PTX": True}
+def table_cases() -> Iterator[Case]:
+    """Tiles that were measured, each for its card."""
+    for capability, card in tile_table.load().items():
+        number = int(capability.replace(".", ""))
+        for row in card.decode if number in CAPABILITIES else ():
+            tiles = experts.ExpertTiles(row.gate_up, row.down)
+            yield from expert_cases(
+                "gpt-oss" if row.hidden == 2880 else "", row.hidden, row.inter, row.tokens,
+                fine=row.fine, tiles=tiles, only=number,
+            )  # fmt: skip
+        for full in card.grouped if number in CAPABILITIES else ():
+            layout = ExpertLayout(full.hidden, full.inter)
+            for gated in (True, False):
+                tile = full.gate_up if gated else full.down
+                yield grouped_case(
+                    layout, tile, gated=gated, wide=full.wide, pairs=128, only=number
+                )
+
+
+def combine_case(*, with_identity: bool = False) -> Case:
+    constexprs: dict[str, Any] = {"H": 4096, "K": 6, "B": 512, "SHARED": True, "PTX": True}
     signature = pointers("*fp32", "part weights base residual out")
-    return Case("combine", experts._combine_kernel, signature, constexprs, 4, NO_FUSION, fused=0)
+    name = "combine with identity experts" if with_identity else "combine"
+    if with_identity:
+        signature["ids"] = "*i32"
+    else:
+        constexprs["ids"] = None
+    return Case(name, experts._combine_kernel, signature, constexprs, 4, NO_FUSION, fused=0)
 
 
 def quant_cases() -> Iterator[Case]:
@@ -188,7 +222,9 @@ def fetch_cases() -> Iterator[Case]:
     )
 
 
-def route_case(n_experts: int, top_k: int, score: int, groups: int) -> Case:
+def route_case(
+    n_experts: int, top_k: int, score: int, groups: int, *, n_real: int | None = None
+) -> Case:
     constexprs = {
         "E": n_experts,
         "E2": triton.next_power_of_2(n_experts),
@@ -200,13 +236,14 @@ def route_case(n_experts: int, top_k: int, score: int, groups: int) -> Case:
         "KEPT": max(1, groups // 2),
         "GROUPS2": triton.next_power_of_2(groups),
         "RENORM": True,
+        "REAL": n_experts if n_real is None else n_real,
     }
     return Case(
         f"route E={n_experts} K={top_k} groups={groups}",
         route._route_kernel,
-        pointers("*fp32", "logits bias weights") | {"ids": "*i32", "scale": "fp32"},
+        pointers("*fp32", "logits bias weights share") | {"ids": "*i32", "scale": "fp32"},
         constexprs,
-        1 if n_experts <= 256 else 2,
+        1 if n_experts <= 256 else 2 if n_experts <= 512 else 4,
     )
 
 
@@ -231,41 +268,58 @@ def grouped_cases() -> Iterator[Case]:
             wants=("STG.E.128",),
         )
     for gated, wide, pairs in product((True, False), (False, True), (16, 32, 64, 128)):
-        matrix = layout.gate_up if gated else layout.down
-        yield Case(
-            f"grouped_{'gate_up' if gated else 'down'}{' wide' if wide else ''} pairs={pairs}",
-            grouped._grouped_kernel,
-            pointers("*i8", "weights codes")
-            | pointers("*i32", "tiles tokens")
-            | pointers("*fp32", "scales out")
-            | {"base": "*i64", "limit": "fp32", "shift": "i32"},
-            {
-                "N": 2048 if gated else 4096,
-                "G": matrix.groups,
-                "STRIDE": layout.slot_floats,
-                "OFFSET": 0,
-                "SCALE_OFFSET": 0,
-                "B": (64 if gated else 128) // (2 if pairs > 64 else 1),
-                "P": pairs,
-                "FINE": wide,
-                "WIDE": wide,
-                "GATED": gated,
-                "LIMITED": False,
-                "ALPHA": 1.0,
-                "SHIFT": 0.0,
-                "bias": None,
-                "UNROLL": 2,
-            },
-            4,
-            {"num_stages": 3},
-            decode=False,
-        )
+        tile = grouped.grouped_tile(layout, pairs=pairs, wide=wide, has_gate=gated)
+        yield grouped_case(layout, tile, gated=gated, wide=wide, pairs=pairs)
+
+
+def grouped_case(
+    layout: ExpertLayout,
+    tile: tile_table.GroupedTile,
+    *,
+    gated: bool,
+    wide: bool,
+    pairs: int,
+    only: int | None = None,
+) -> Case:
+    matrix = layout.gate_up if gated else layout.down
+    of = "" if only is None else f" H={layout.hidden} I={layout.inter}"
+    return Case(
+        f"grouped_{'gate_up' if gated else 'down'}{' wide' if wide else ''} pairs={pairs}{of}",
+        grouped._grouped_kernel,
+        pointers("*i8", "weights codes")
+        | pointers("*i32", "tiles tokens")
+        | pointers("*fp32", "scales out")
+        | {"base": "*i64", "limit": "fp32", "shift": "i32"},
+        {
+            "N": layout.inter if gated else layout.hidden,
+            "G": matrix.groups,
+            "STRIDE": layout.slot_floats,
+            "OFFSET": 0,
+            "SCALE_OFFSET": 0,
+            "B": tile.rows,
+            "P": pairs,
+            "FINE": wide,
+            "WIDE": wide,
+            "GATED": gated,
+            "LIMITED": False,
+            "ALPHA": 1.0,
+            "SHIFT": 0.0,
+            "bias": None,
+            "UNROLL": gcd(matrix.groups, grouped._UNROLL),
+        },
+        tile.warps,
+        {"num_stages": tile.stages},
+        decode=False,
+        only=only,
+    )
 
 
 CASES = [
     *all_expert_cases(),
     *catalogue_cases(),
+    *table_cases(),
     combine_case(),
+    combine_case(with_identity=True),
     *quant_cases(),
     lookup_case(1, 6),
     lookup_case(3, 8),
@@ -274,5 +328,6 @@ CASES = [
     route_case(256, 6, 2, 1),
     route_case(256, 8, 1, 8),
     route_case(512, 10, 0, 1),
+    route_case(768, 12, 0, 1, n_real=512),
     *grouped_cases(),
 ]

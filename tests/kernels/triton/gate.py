@@ -23,7 +23,10 @@ CAPABILITIES = (90, 120)
 MOST_SHARED_BYTES = {90: 227 * 1024, 120: 99 * 1024}
 """What one program can have on each card (design §13)."""
 
-MODULES = ("cases_moe", "cases_dense", "cases_attention", "cases_indexer", "cases_sampling")
+MODULES = (
+    "cases_moe", "cases_dense", "cases_attention", "cases_indexer", "cases_delta", "cases_sampling",
+    "cases_streams",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

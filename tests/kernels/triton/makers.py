@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.reference import quantize_dense
 from moet_desk.kernels.triton.dense import DenseWeight, WeightKind
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.latent import LatentWeight
@@ -19,6 +20,8 @@ def dense_weight(
         return DenseWeight(values)
     if kind is WeightKind.BF16:
         return DenseWeight(values.bfloat16())
+    if kind is WeightKind.INT8:
+        return DenseWeight(*quantize_dense(values))
     grid = (n, 1) if by_row else (-(-n // 128), -(-k // 128))
     scales = torch.rand(grid, device=device) + 0.1
     return DenseWeight((values * 10).to(torch.float8_e4m3fn), scales)
@@ -30,6 +33,8 @@ def real_values(weight: DenseWeight) -> Tensor:
     if weight.scales is None:
         return values
     scales = weight.scales.double()
+    if weight.kind is WeightKind.INT8:
+        return values * scales.repeat_interleave(32, 1)
     if scales.shape == (weight.n, 1):
         return values * scales
     scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)

@@ -31,9 +31,9 @@ def test_gate__one_kernel__compiles_for_both_cards() -> None:
 @pytest.mark.timeout(900)
 def test_gate__every_kernel__within_limits() -> None:
     """Some cases of each kernel for both cards; a change of kernels asks for all of them
-    (`python -m tests.kernels.triton.gate`, 400 compilations).
+    (`python -m tests.kernels.triton.gate`, all compilations).
     """
-    rows = run_gate("--each", "4")
+    rows = run_gate("--each", "3")
     assert len({str(row["kernel"]).split()[0] for row in rows}) > 25
     assert {row["capability"] for row in rows} == {90, 120}
     assert [row for row in rows if row["complaints"]] == []

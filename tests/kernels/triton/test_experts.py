@@ -151,6 +151,16 @@ def test_step__extreme_scales__still_the_reference() -> None:
     assert torch.allclose(run_step(step).hidden, want, rtol=1e-6, atol=0.0, equal_nan=True)
 
 
+def test_combine__pairs_without_an_expert__nothing_of_theirs_is_read() -> None:
+    part, weights, residual = torch.randn(6, 70), torch.rand(2, 3), torch.randn(2, 70)
+    ids, out = torch.tensor([[4, -1, 0], [-1, -1, -1]], dtype=torch.int32), torch.empty(2, 70)
+    part[[1, 3, 4, 5]], weights[ids < 0] = torch.nan, 0.0
+    combine(part, weights, base=None, residual=residual, out=out, ids=ids)
+    assert torch.equal(out[1], residual[1])
+    some = part[:3].nan_to_num(nan=0.0).view(1, 3, 70)
+    assert torch.equal(out[:1], residual[:1] + reference.combine(some, weights[:1]))
+
+
 def test_combine__shared_expert_and_residual__added_last() -> None:
     part, weights = torch.randn(6, 700), torch.rand(2, 3)
     base, residual, out = torch.randn(2, 700), torch.randn(2, 700), torch.empty(2, 700)

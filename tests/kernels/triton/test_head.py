@@ -103,10 +103,10 @@ def test_head__prompt_in_chunks_and_steps__near_the_cpu_engine(pack: Path) -> No
             core.prefiller.step(request)
             assert not request.errors
         state = state_of(request)
-        assert (state.sequence.length, len(state.pending)) == (len(IDS) - 2, 1)
+        assert (state.sequence.length, state.waiting) == (len(IDS) - 2, 1)
         head = core.decoder.drafting.mtp.head
         assert isinstance(head, DeviceHead)
-        guess, found = head.read(IDS[-1:], state.pending[0][None], state.sequence, Plane.FINE)
+        guess, found = head.read(IDS[-1:], state.pending[0], state.sequence, Plane.FINE)
         logits = core.model.buffers.logits[0]
         assert (logits - want).abs().max() < 2e-3 * want.std()
         assert (found[0] - want_state).abs().max() < 2e-3 * want_state.std()

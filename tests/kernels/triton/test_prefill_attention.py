@@ -42,10 +42,15 @@ def test_mla_prefill__chunk_of_a_prompt__as_the_twin(
     assert relative_error(out, want) < 3e-5
 
 
-@pytest.mark.parametrize("by_row", [False, True])
-def test_mla_prefill__e4m3_weights__groups_begin_at_a_block_of_scales(by_row: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "by_row"),
+    [(WeightKind.FP8, False), (WeightKind.FP8, True), (WeightKind.INT8, True)],
+)
+def test_mla_prefill__scaled_weights__groups_begin_at_a_block_of_scales(
+    kind: WeightKind, by_row: bool
+) -> None:
     heads, dn, dv, r, dr = 4, 48, 48, 64, 16  # 96 rows a head: every fourth head begins a block
-    up = latent_weight(WeightKind.FP8, heads + 1, dn, dv, r, by_row=by_row)
+    up = latent_weight(kind, heads + 1, dn, dv, r, by_row=by_row)
     entries = ref.mla_write(torch.randn(9, r), torch.randn(9, dr), KvFormat.F32)
     kv, q = paged([entries], 16, KvFormat.F32), torch.randn(9, heads + 1, dn)
     q_rope, out = torch.randn(9, heads + 1, dr), torch.empty(9, (heads + 1) * dv)

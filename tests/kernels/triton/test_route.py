@@ -54,6 +54,24 @@ def test_route__every_kind__ids_equal_and_weights_close(case: tuple[object, ...]
     assert torch.allclose(weights, want, rtol=2e-6, atol=1e-7)
 
 
+def test_route__identity_experts__set_aside_and_their_weights_added_up() -> None:
+    logits, bias = torch.randn(5, 768) * 3, torch.randn(768) * 1e-3  # LongCat-Flash
+    logits[1, :512], logits[2, 512:] = -50.0, -50.0  # of row 1 all are identity, of row 2 none
+    logits[3, 4] = torch.nan
+    options = {"score": Score.SOFTMAX, "renormalize": False, "scale": 6.0}
+    ids, weights = run(logits, bias, 12, **options)
+    share = torch.full((5,), -7.0)
+    aside, kept = run(logits, bias, 12, **options, n_real=512, share=share)
+    real = ids < 512
+    assert torch.equal(aside, ids.masked_fill(~real, -1))
+    assert torch.equal(kept[:3], (weights * real)[:3])
+    assert torch.allclose(share[:3], (weights * ~real).sum(-1)[:3], rtol=1e-6)
+    assert (real[1].any(), real[2].all()) == (False, True)
+    assert share[2] == 0
+    assert kept[3][real[3]].isnan().all()
+    assert share[3].isnan() or real[3].all()
+
+
 @pytest.mark.parametrize("score", list(Score))
 def test_route__equal_logits__lowest_ids(score: Score) -> None:
     logits = torch.zeros(1, 40)

@@ -1,4 +1,6 @@
-"""Sparse attention on a device's launches, interpreted, against the CPU engine."""
+"""Sparse attention and rounded dense weights on a device's launches, interpreted, against the CPU
+engine.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,14 @@ def test_engine__prompt_in_chunks_then_a_step__near_the_cpu_engine(tmp_path: Pat
     ids = torch.randint(
         3, 256, (N_PROMPT + N_STEP,), generator=torch.Generator().manual_seed(3)
     ).tolist()  # fmt: skip
-    with loaded(pack, **OPTIONS) as cpu:
+    with loaded(pack, **OPTIONS, dense_format="int8") as cpu:
         sizes = [N_PROMPT] + [1] * N_STEP
         want = logits_of(cpu, ids, plane=Plane.FINE, sizes=sizes)[N_PROMPT - 1 :]
-    with on_device(pack) as core:  # chunks of 8: the first one sees all, the others do not
+    with on_device(
+        pack, dense_format="int8"
+    ) as core:  # chunks of 8: the first one sees all, the others do not
+        kinds = {layer.attention.w_out.kind.value for layer in core.model.layers}
+        assert kinds == {"int8"}
         sequence, other = core.kv.reserve(len(ids)), core.kv.reserve(len(ids))
         assert sequence is not None
         assert other is not None

@@ -1,0 +1,84 @@
+"""Dense weights as shipped, or rounded to 8 bits where a card is too small for them. Pure.
+
+Rounding happens while a model is loaded (`reference.quantize_dense`); packs keep what was shipped.
+No torch, so that plans can be made without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from enum import Enum
+
+from moet_desk.errors import MoetError
+from moet_desk.kernels.row_sizes import GROUP
+from moet_desk.plan import DeviceBudget, ModelShape, TierPlan, Wishes, plan_device_tiers
+
+
+class DenseFormat(Enum):
+    """How dense weights lie where they are computed with."""
+
+    STORED = "stored"
+    INT8 = "int8"
+
+
+PLAIN = ("BF16", "F16", "F32")
+"""Types of a file whose matrices are rounded; others are small already."""
+
+_KEPT = (
+    "embed_tokens", "lm_head", ".gate", ".router", "router.classifier", "shared_expert_gate",
+    "eh_proj", "_proj_bias",
+)  # fmt: skip
+_SCALE_BYTES = 2
+
+
+def may_round(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a dense tensor can be rounded: a matrix of a product that chooses nothing.
+
+    Routers and indexers choose experts and tokens, embedding and head choose words: these stay.
+    """
+    is_matrix = len(shape) == 2 and shape[1] % GROUP == 0
+    return is_matrix and ".indexer." not in name and not name.endswith(_KEPT)
+
+
+def rounded_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes of a rounded matrix: integers, and a scale per 32 of them."""
+    rows, width = shape
+    return rows * width + _SCALE_BYTES * rows * width // GROUP
+
+
+def saving(tensors: Iterable[tuple[str, tuple[int, ...], int]]) -> int:
+    """Bytes that rounding saves: of unrounded tensors the logical name, shape and bytes go in."""
+    return sum(
+        n_bytes - rounded_bytes(shape) for name, shape, n_bytes in tensors if may_round(name, shape)
+    )
+
+
+def cpu_dense_format(wanted: str) -> DenseFormat:
+    """On a CPU weights are float32 whatever they were: rounded only where the user asked for it."""
+    return DenseFormat.INT8 if wanted == DenseFormat.INT8.value else DenseFormat.STORED
+
+
+def fit_device(
+    wanted: str, shape: ModelShape, saved: int, budget: DeviceBudget, wishes: Wishes
+) -> tuple[DenseFormat, ModelShape, TierPlan]:
+    """The tiers of a card; dense weights are rounded only if they do not fit as they are shipped.
+
+    Args:
+        wanted: "auto", or the user's choice.
+        shape: with the dense weights as shipped.
+        saved: bytes that rounding would save.
+        budget: of the card and of pinned RAM.
+        wishes: what the user fixed.
+
+    Raises:
+        MoetError: as `plan_device_tiers`; with "auto" it is about the smaller of both.
+    """
+    if wanted != DenseFormat.INT8.value or not saved:
+        try:
+            return DenseFormat.STORED, shape, plan_device_tiers(shape, budget, wishes)
+        except MoetError as error:
+            if error.code != "MD-GPU-05" or wanted != "auto" or not saved:
+                raise
+    rounded = replace(shape, dense_bytes=shape.dense_bytes - saved)
+    return DenseFormat.INT8, rounded, plan_device_tiers(rounded, budget, wishes)
