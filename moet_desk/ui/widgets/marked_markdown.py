@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from markdown_it.token import Token
 from textual.app import ComposeResult
 from textual.content import Content
+from textual.widget import Widget
 from textual.widgets import Markdown
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
@@ -22,6 +23,8 @@ from moet_desk.ui.text import markdown_parser
 UNDERLINE = "underline"
 
 if TYPE_CHECKING:
+    from textual.css.styles import RulesMap
+
     _Block = MarkdownBlock
 else:
     _Block = object  # so that the Textual class stays the first of its kind, for its style sheet
@@ -36,6 +39,15 @@ def underlined(content: Content, token: Token) -> Content:
     return content
 
 
+def needs_other_rows(widget: Widget, content: Content) -> bool:
+    """Whether a text would not fit the rows that a widget has for its text just so.
+
+    To lay a long chat out anew is most of what a flush of a few words costs.
+    """
+    width, rows = widget.content_size
+    return not width or content.get_height(cast("RulesMap", widget.styles), width) != rows
+
+
 class _MarkedText(_Block):
     """A block of text: paragraph, heading, table cell."""
 
@@ -43,6 +55,11 @@ class _MarkedText(_Block):
         super().build_from_token(token)
         if MARKS in token.meta:
             self.set_content(underlined(self._content, token))
+
+    def set_content(self, content: Content) -> None:
+        """Draw another text; the screen is laid out anew only if it needs other rows."""
+        self._content = content
+        self.update(content, layout=needs_other_rows(self, content))
 
 
 class _MarkedCode(MarkdownFence):
