@@ -63,7 +63,8 @@ def gate() -> None:
     """Steps in turn with and without the gate of balanced answers, tau 0."""
     from types import SimpleNamespace
 
-    from moet_desk.engine.cuda.measure import Setup, ShapeBench
+    from moet_desk.engine.cuda.measure import ShapeBench
+    from moet_desk.engine.cuda.measured import Setup
     from moet_desk.engine.cuda.pinned import PinnedMemory
     from moet_desk.engine.cuda.shapes import SHAPES
     from moet_desk.engine.gate import Gate

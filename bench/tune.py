@@ -297,16 +297,23 @@ def _numbers(tile: Tile | GroupedTile) -> list[int]:
 def merged(
     old: Mapping[str, Any], capability: str, card: str, rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The table with this card's rows in the place of its old ones; other cards' stay."""
+    """The table with rows of this card in the place of its old ones of the same shapes."""
+    before = old["cards"].get(capability, {"decode": [], "grouped": []})
+    kept = {_key(row): row for part in ("decode", "grouped") for row in before[part]}
+    every = list((kept | {_key(row): row for row in rows}).values())
     own = {
         "card": card,
         "date": datetime.now(UTC).date().isoformat(),
-        "decode": [row for row in rows if "fine" in row],
-        "grouped": [row for row in rows if "wide" in row],
+        "decode": [row for row in every if "fine" in row],
+        "grouped": [row for row in every if "wide" in row],
     }
     made = {"format": tile_table.FORMAT, "cards": {**old["cards"], capability: own}}
     tile_table.parse(made)
     return made
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in ("hidden", "inter", "fine", "wide", "tokens"))
 
 
 def written(table: Mapping[str, Any]) -> str:
@@ -342,12 +349,15 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(rows[-1]), flush=True)
         del trials
         torch.cuda.empty_cache()
+    if not rows:
+        print("nothing was measured", file=sys.stderr)
+        return 1
     device = torch.device("cuda", torch.cuda.current_device())
     capability, card = tile_table.capability_of(device), torch.cuda.get_device_name(device)
     old = json.loads(asked.write.read_text()) if asked.write.is_file() else {"cards": {}}
     asked.write.write_text(written(merged(old, capability, card, rows)))
     print(f"{len(rows)} rows in {asked.write} after {time.monotonic() - began:.0f} s")
-    return 0 if rows else 1
+    return 0
 
 
 if __name__ == "__main__":

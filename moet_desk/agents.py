@@ -8,11 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 NO_KEY = "none"
 """What agents send where the endpoint asks for no key; most of them insist on one."""
+
+KEY_VARIABLE = "MOETDESK_AGENT_KEY"
+"""Where agents that can be told a name find the endpoint's key. Under OPENAI_API_KEY they offered
+OpenAI's models as well, and would have sent our key there.
+"""
+
+
+_USUAL_CONTEXT = 32768  # where a number has to stand and none is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +71,11 @@ def _codex(target: Target, folder: Path) -> Setup:
         "[model_providers.moet-desk]",
         'name = "Moet Desk"',
         f"base_url = {_quoted(target.openai)}",
-        'env_key = "OPENAI_API_KEY"',
+        f'env_key = "{KEY_VARIABLE}"',
         'wire_api = "responses"',
         "stream_idle_timeout_ms = 3600000",
     ]
-    variables = {"CODEX_HOME": str(folder), "OPENAI_API_KEY": target.key}
+    variables = {"CODEX_HOME": str(folder), KEY_VARIABLE: target.key}
     return Setup(("codex",), variables, {folder / "config.toml": "\n".join(lines) + "\n"})
 
 
@@ -79,17 +87,18 @@ def _opencode(target: Target, folder: Path) -> Setup:
         "$schema": "https://opencode.ai/config.json",
         "model": f"moet-desk/{target.model}",
         "small_model": f"moet-desk/{target.model}",
+        "enabled_providers": ["moet-desk"],  # it has models of its own on the network
         "provider": {
             "moet-desk": {
                 "npm": "@ai-sdk/openai-compatible",
                 "name": "Moet Desk",
-                "options": {"baseURL": target.openai, "apiKey": "{env:OPENAI_API_KEY}"},
+                "options": {"baseURL": target.openai, "apiKey": f"{{env:{KEY_VARIABLE}}}"},
                 "models": {target.model: model},
             }
         },
     }
     file = folder / "opencode.json"
-    variables = {"OPENCODE_CONFIG": str(file), "OPENAI_API_KEY": target.key}
+    variables = {"OPENCODE_CONFIG": str(file), KEY_VARIABLE: target.key}
     return Setup(("opencode",), variables, {file: _json(document)})
 
 
@@ -109,10 +118,15 @@ def _aider(target: Target, folder: Path) -> Setup:
 
 
 def _continue(target: Target, folder: Path) -> Setup:
+    head = "name: Moet Desk\nversion: 0.0.1\nschema: v1\n"
+    file = folder / "config.yaml"
+    command = ("cn", "--config", str(file))
+    return Setup(command, {}, {file: f"{head}{_continue_model(target)}\n"})
+
+
+def _continue_model(target: Target) -> str:
+    """The model in Continue's settings, which its editor extensions and its agent share."""
     lines = [
-        "name: Moet Desk",
-        "version: 0.0.1",
-        "schema: v1",
         "models:",
         f"  - name: {_quoted(target.model)}",
         "    provider: openai",
@@ -123,9 +137,15 @@ def _continue(target: Target, folder: Path) -> Setup:
     ]
     if target.context is not None:
         lines += ["    defaultCompletionOptions:", f"      contextLength: {target.context}"]
-    file = folder / "config.yaml"
-    command = ("cn", "--config", str(file))
-    return Setup(command, {}, {file: "\n".join(lines) + "\n"})
+    return "\n".join(lines)
+
+
+def _zed(target: Target) -> object:
+    """The model in Zed's settings; the key is typed into its own settings."""
+    model = {"name": target.model, "display_name": target.model}
+    limits = {"max_tokens": target.context or _USUAL_CONTEXT}
+    provider = {"api_url": target.openai, "available_models": [model | limits]}
+    return {"language_models": {"openai_compatible": {"Moet Desk": provider}}}
 
 
 def _qwen(target: Target, _: Path) -> Setup:
@@ -168,6 +188,8 @@ def snippets(target: Target) -> Mapping[str, str]:
         "Anthropic variables": (
             f"export ANTHROPIC_BASE_URL={target.address} ANTHROPIC_AUTH_TOKEN={key}"
         ),
+        "Zed, settings.json": _json(_zed(target)).rstrip("\n"),
+        "Continue, config.yaml": _continue_model(replace(target, key=python)),
         **{f"Agent {name}": f"moet-desk launch {name} --run" for name in AGENTS},
     }
 

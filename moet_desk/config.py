@@ -246,7 +246,8 @@ def save_setting(config_file: Path, name: str, value: Any) -> Any:
         table.pop(key, None)
     else:
         table[key] = AUTOMATIC if typed is None else _to_toml(setting, typed)
-    holds_key = bool(document.get("endpoint", {}).get("key"))
+    endpoint = document.get("endpoint")
+    holds_key = isinstance(endpoint, Mapping) and bool(endpoint.get("key"))
     _replace(config_file, tomlkit.dumps(document), old, private=holds_key)
     return setting.default if value is None else typed
 

@@ -188,10 +188,9 @@ _ROWS: tuple[ErrorSpec, ...] = (
     ),
     ErrorSpec(
         "MD-RAM-05",
-        "These made-up rows do not fit the RAM limit",
-        "The experts of {shape} take {need} and --ram-limit is {have}. Rows over the limit would be"
-        " read from a drive, but made-up rows are in no file, so that would measure nothing.",
-        "Raise --ram-limit, or measure a real model: moet-desk bench MODEL --arena-rows N",
+        "The RAM limit is too small for a step",
+        "A step of {shape} can need {need} of rows at once and --ram-limit is {have}.",
+        "Raise --ram-limit; rows beyond it are read from the drive of the models.",
         exit=ExitCode.NO_ROOM,
         http=503,
     ),
@@ -674,6 +673,13 @@ _ROWS: tuple[ErrorSpec, ...] = (
         'Use: moet-desk run "your question"   or: moet-desk serve',
         exit=ExitCode.USAGE,
     ),
+    ErrorSpec(
+        "MD-TERM-04",
+        "This terminal cannot draw screens",
+        "The app moves the cursor, and a terminal of the type {term} cannot.",
+        "Talk line by line instead: moet-desk run -i --plain",
+        exit=ExitCode.USAGE,
+    ),
     # process and engine ----------------------------------------------------------------------
     ErrorSpec(
         "MD-ENG-01",
@@ -950,6 +956,20 @@ _ROWS: tuple[ErrorSpec, ...] = (
         http=404,
     ),
     ErrorSpec(
+        "MD-CHAT-04",
+        "This file cannot be attached",
+        "{path}: {reason}.",
+        "Attach a text file: notes, code, a table as CSV. Save other documents as text first.",
+        exit=ExitCode.USAGE,
+    ),
+    ErrorSpec(
+        "MD-CHAT-05",
+        "This text is too large to attach",
+        "{name} has {size}; at most {limit} can be attached.",
+        "Attach the part that matters.",
+        exit=ExitCode.USAGE,
+    ),
+    ErrorSpec(
         "MD-GRAM-01",
         "The form of this answer cannot be enforced",
         "{parameter}: {reason}.",
@@ -966,6 +986,43 @@ _ROWS: tuple[ErrorSpec, ...] = (
         safe="The text so far is kept.",
         reaction=_CLIENT,
         exit=ExitCode.ENGINE,
+    ),
+    ErrorSpec(
+        "MD-TRACE-01",
+        "There is no such recording",
+        "{reason}: {path}.",
+        "Give a file made with --record-trace, or one of: {names}.",
+        exit=ExitCode.NOT_FOUND,
+    ),
+    ErrorSpec(
+        "MD-TRACE-02",
+        "The recording is damaged",
+        "{path}: {reason}.",
+        "Record it again, or fetch the file again.",
+        reaction=_DAMAGED,
+        exit=ExitCode.DAMAGED,
+    ),
+    ErrorSpec(
+        "MD-TRACE-03",
+        "The recording was made by another version",
+        "{path} has version {version}; this program reads version {known}.",
+        "Open it with the moet-desk that made it ({program}), or record it again.",
+        exit=ExitCode.USAGE,
+    ),
+    ErrorSpec(
+        "MD-TRACE-04",
+        "A recording cannot answer",
+        "What you see was recorded earlier; no model is loaded.",
+        "Start moet-desk without --demo-trace to ask a model.",
+        safe="What you wrote is still in the prompt.",
+        http=503,
+    ),
+    ErrorSpec(
+        "MD-TRACE-05",
+        "The recording could not be written",
+        "{path}: {reason}.",
+        "Choose another file or free some space.",
+        safe="The answer is not affected.",
     ),
     ErrorSpec(
         "MD-BUG-01",

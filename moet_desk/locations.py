@@ -65,8 +65,13 @@ class Locations:
 
     @property
     def run_dir(self) -> Path:
-        """The lock of the running program."""
+        """The lock of the running program, and where its endpoint listens."""
         return self.data_dir / "run"
+
+    @property
+    def endpoint_file(self) -> Path:
+        """Where the endpoint listens, while it does."""
+        return self.run_dir / "endpoint.json"
 
 
 @dataclass(frozen=True, slots=True)

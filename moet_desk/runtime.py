@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import fcntl
+import io
 import logging
 import os
 import platform
@@ -223,7 +224,8 @@ def terminal_guard(places: Locations) -> Iterator[None]:
         raise _unwritable(path, problem) from problem
     saved = os.dup(1), os.dup(2)
     terminal = saved[1] if os.isatty(2) else saved[0]
-    screen = os.fdopen(terminal, "w", encoding="utf-8", errors="replace", closefd=False)
+    raw = os.fdopen(terminal, "wb", closefd=False)
+    screen = _Screen(raw, encoding="utf-8", errors="replace")
     streams = sys.__stdout__, sys.__stderr__
     _flush()
     os.dup2(output, 1)
@@ -233,14 +235,28 @@ def terminal_guard(places: Locations) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # the terminal may be gone
-            screen.flush()
+        screen.flush()
         _flush()
         sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]
         os.dup2(saved[0], 1)
         os.dup2(saved[1], 2)
         for fd in saved:
             os.close(fd)
+
+
+class _Screen(io.TextIOWrapper):
+    """The terminal. That it is gone ends no thread that draws: the app has to come to where it
+    keeps what was written.
+    """
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            return super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
 
 
 def _flush() -> None:

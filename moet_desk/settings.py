@@ -215,7 +215,7 @@ class Ui:
         _About("Colours of the app.", _N),
     ] = "moet-dark"
     glyphs: Annotated[
-        Literal["auto", "unicode", "ascii"], _About("Characters used for bars and maps.", _N)
+        Literal["auto", "unicode", "ascii"], _About("Characters used for bars and maps.", _S)
     ] = "auto"
     color: Annotated[
         Literal["auto", "always", "never"], _About("Whether colours are used.", _S)
@@ -416,14 +416,15 @@ def _read_bool(value: Any, _: Setting) -> bool:
 def _read_text(value: Any, _: Setting) -> str:
     if not isinstance(value, str):
         raise ValueError("not text")
+    value.encode()  # half of a character cannot be saved; that is a ValueError too
     return value
 
 
-def _read_list(value: Any, _: Setting) -> tuple[str, ...]:
+def _read_list(value: Any, setting: Setting) -> tuple[str, ...]:
     if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
-        return tuple(value)
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, list | tuple):
+        return tuple(_read_text(part, setting) for part in value)
     raise ValueError("not a list of texts")
 
 

@@ -43,13 +43,66 @@ TIER_LETTERS = "NRGQ"
 
 
 @dataclass(frozen=True, slots=True)
+class Story:
+    """What happened to one expert since the model was loaded. Times are seconds after that."""
+
+    uses: float
+    fetches: int
+    evictions: int
+    used_s: float | None  # the last use; None: none was seen
+    fetched_s: float | None  # the last fetch
+    source: Tier | None  # where that came from
+
+
+@dataclass(frozen=True, slots=True)
+class Stories:
+    """What happened to every expert, packed: arrays over (layer, expert) in native byte order.
+
+    `uses` float32, `fetches` and `evictions` uint32, `used_s` and `fetched_s` float32 (below 0:
+    never), `source` uint8. Where `exact` is False they were worked out from pictures taken up to
+    ten times a second: uses are estimates, and what came and went between two pictures is missing.
+    """
+
+    now_s: float
+    uses: bytes
+    fetches: bytes
+    evictions: bytes
+    used_s: bytes
+    fetched_s: bytes
+    source: bytes
+    exact: bool
+
+    def of(self, row: int) -> Story:
+        """The story of row layer * E + expert."""
+        used_s, fetched_s = self.floats(self.used_s)[row], self.floats(self.fetched_s)[row]
+        return Story(
+            uses=self.floats(self.uses)[row],
+            fetches=self.counts(self.fetches)[row],
+            evictions=self.counts(self.evictions)[row],
+            used_s=None if used_s < 0 else used_s,
+            fetched_s=None if fetched_s < 0 else fetched_s,
+            source=None if fetched_s < 0 else Tier(self.source[row]),
+        )
+
+    @staticmethod
+    def floats(packed: bytes) -> memoryview[float]:
+        """Read a float32 array."""
+        return memoryview(packed).cast("f")
+
+    @staticmethod
+    def counts(packed: bytes) -> memoryview[int]:
+        """Read a uint32 array."""
+        return memoryview(packed).cast("I")
+
+
+@dataclass(frozen=True, slots=True)
 class CacheView:
     """Where every expert of every MoE layer is: the heatmap's data.
 
     `tiers[i]` and `heat[i]` are one byte per expert of MoE layer `i`: a `Tier` value, and a ramp
     step 0 (never used) to 7 (hottest). `generations[i]` grows when one of the two changed, so a
     view repaints only those rows. `hit_share[i]` is the share of recent look-ups that a slot
-    answered, None before the first one.
+    answered, None before the first one. `stories` is None where nobody keeps them.
     """
 
     layers: tuple[int, ...]
@@ -58,6 +111,7 @@ class CacheView:
     heat: tuple[bytes, ...]
     generations: tuple[int, ...]
     hit_share: tuple[float | None, ...]
+    stories: Stories | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,3 +348,64 @@ class Failed:
 
 
 Event = PrefillProgress | TextDelta | Finished | Failed
+
+
+# -- calls of the endpoint -------------------------------------------------------------------
+
+
+class CallState(Enum):
+    """How far a call of the endpoint is; the values are shown to people."""
+
+    QUEUED = "waiting"
+    READING = "reading"
+    WRITING = "writing"
+    DONE = "done"
+    FAILED = "failed"
+    STOPPED = "stopped"  # here, by its client, or as the model was put away
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointCall:
+    """One call as it is now. Times are seconds since it came in; None: not known, or no answer."""
+
+    number: int
+    wall_s: float  # when it came in, since the epoch
+    client: str  # the program's name
+    route: str  # "chat, stream"
+    model: str = ""
+    state: CallState = CallState.QUEUED
+    prompt_tokens: int | None = None
+    prompt_done: int = 0
+    n_tokens: int | None = None  # written so far
+    queue_s: float | None = None
+    first_s: float | None = None
+    total_s: float = 0.0
+    tok_per_s: float | None = None
+    status: int | None = None  # of HTTP
+    error: str = ""  # code and cause
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it can still be stopped."""
+        return self.state in (CallState.QUEUED, CallState.READING, CallState.WRITING)
+
+
+class EndpointState(Enum):
+    """Whether programs can connect; the values are shown to people."""
+
+    OFF = "off"
+    WAITS = "waits for a model"
+    RUNNING = "running"
+    FAILED = "not running"
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointView:
+    """The endpoint as it is now. `address` is without "/v1"; "" before it was known. `error` is
+    `MoetError.to_dict()` of why it does not run.
+    """
+
+    state: EndpointState = EndpointState.OFF
+    address: str = ""
+    calls: tuple[EndpointCall, ...] = ()
+    error: Mapping[str, Any] | None = None

@@ -28,9 +28,11 @@ from moet_desk.settings import SETTINGS, Setting
 from moet_desk.ui.app import MoetDeskApp, binding_ids
 from moet_desk.ui.commands import WORDS
 from moet_desk.ui.palette import show_key
+from moet_desk.ui.screens.attach import AttachDialog
 from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen
 from moet_desk.ui.screens.chat_list import ChatList
+from moet_desk.ui.screens.chat_options import ChatOptions, Choice
 from moet_desk.ui.screens.doctor import DoctorScreen
 from moet_desk.ui.screens.endpoint import EndpointScreen
 from moet_desk.ui.screens.help import HelpPanel
@@ -39,12 +41,15 @@ from moet_desk.ui.screens.models import ModelList, ModelsScreen
 from moet_desk.ui.screens.pack_plan import PackPlan
 from moet_desk.ui.screens.settings import SettingsScreen
 from moet_desk.ui.screens.setup import SetupScreen
+from moet_desk.ui.widgets.cache_lists import CacheLines
 from moet_desk.ui.widgets.filter_line import FilterLine
+from moet_desk.ui.widgets.find_line import FindLine
 from moet_desk.ui.widgets.heatmap import Heatmap
 from moet_desk.ui.widgets.offer_list import Offers
 from moet_desk.ui.widgets.problem import ConfirmDialog
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.sign_in import SignInDialog
+from moet_desk.ui.widgets.transcript import Transcript
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
 
@@ -98,6 +103,7 @@ _AREAS: Mapping[str, str] = {
     "EVAL": "Measuring quality",
     "CHAT": "Chats and templates",
     "GRAM": "Answers of a given form",
+    "TRACE": "Recordings",
     "BUG": "Our mistakes",
 }
 
@@ -276,7 +282,11 @@ def _setting(setting: Setting) -> tuple[str, ...]:
 _SCREENS: Mapping[str, tuple[Any, ...]] = {
     "Everywhere": (MoetDeskApp,),
     "Chat (F2)": (ChatScreen, Prompt),
-    "Cache (F3)": (CacheScreen, Heatmap),
+    "A message of the chat (Alt+Up)": (Transcript,),
+    "Find in the chat": (FindLine,),
+    "Options of a chat": (ChatOptions, Choice),
+    "Attaching a file": (AttachDialog,),
+    "Cache (F3)": (CacheScreen, Heatmap, CacheLines),
     "Models (F4)": (ModelsScreen, ModelList),
     "Plan of a model": (PackPlan,),
     "Endpoint (F5)": (EndpointScreen,),

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp
 from moet_desk import __version__
 from moet_desk.api import messages, responses, tokens
 from moet_desk.api.bodies import model_body, models_body
+from moet_desk.api.calls import Calls, call_of
 from moet_desk.api.chat import ChatDeltas, ChatWriter, Envelope, envelope
 from moet_desk.api.completions import (
     CompletionRequest,
@@ -58,8 +59,12 @@ _WORKERS = 3
 _CLIENT_GONE = 499  # nobody reads it; the log does
 
 
-def build_app(engine: EngineHandle, options: EndpointOptions, kept: ResponseStore) -> ASGIApp:
-    """Make the ASGI application that serves `engine`, with the responses that were kept."""
+def build_app(
+    engine: EngineHandle, options: EndpointOptions, kept: ResponseStore, calls: Calls
+) -> ASGIApp:
+    """Make the ASGI application that serves `engine`, with the responses that were kept; who calls
+    it is noted in `calls`.
+    """
     routes = _Routes(engine, options, kept)
     app = Starlette(
         routes=[
@@ -86,14 +91,14 @@ def build_app(engine: EngineHandle, options: EndpointOptions, kept: ResponseStor
         },
     )
     if not options.cors:
-        return Guard(app, options)
+        return Guard(app, options, calls)
     pages = CORSMiddleware(
         app,
         allow_origins=options.cors,
         allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("authorization", "content-type", "x-api-key", "anthropic-version"),
     )
-    return Guard(pages, options)
+    return Guard(pages, options, calls)
 
 
 class _Routes:
@@ -235,7 +240,11 @@ class _Routes:
     ) -> Response | Relay:
         """Have the engine answer, and hand what it says to the writer."""
         streams = await self._in_thread(self._submit_all, requests)
-        answers = [Answer(i, make_deltas(s), s.prompt_tokens) for i, s in enumerate(streams)]
+        call = call_of(http.scope)
+        call.answered_by(streams, model=self._engine.snapshot().model, streamed=bool(stream))
+        answers = [
+            Answer(i, make_deltas(s), s.prompt_tokens, call.note) for i, s in enumerate(streams)
+        ]
         if stream:
             return Relay(streams, answers, writer, keep_alive_s=self._options.keep_alive_s)
         body = await whole(streams, answers, writer, http.receive)
@@ -342,13 +351,15 @@ def _json(body: object, status: int = 200) -> Response:
 async def _moet_error(http: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, MoetError):
         raise error
+    call_of(http.scope).failed(error)
     return error_response(error, http.url.path)
 
 
 async def _http_error(http: Request, error: Exception) -> JSONResponse:
     status = error.status_code if isinstance(error, HTTPException) else 404
-    address = f"{http.method} {http.url.path}"
-    return error_response(fail("MD-API-10", address=address), http.url.path, status=status)
+    problem = fail("MD-API-10", address=f"{http.method} {http.url.path}")
+    call_of(http.scope).failed(problem)
+    return error_response(problem, http.url.path, status=status)
 
 
 async def _client_gone(http: Request, error: Exception) -> Response:

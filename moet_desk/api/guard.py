@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moet_desk.api.bodies import anthropic_error_body, error_body
+from moet_desk.api.calls import Calls
 from moet_desk.errors import MoetError, fail
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,8 @@ class EndpointOptions:
     `port` 0 takes a free one. `hosts` are further names clients may use for this computer, `cors`
     the origins of web pages that may call it. Without a `key` only loopback addresses are served.
     `aliases` are further names of the loaded model. `responses` is the file of responses that can
-    be gone on from; None keeps them in memory.
+    be gone on from; None keeps them in memory. `note` is a file that says where it listens while it
+    does so.
     """
 
     host: str = "127.0.0.1"
@@ -43,6 +45,7 @@ class EndpointOptions:
     cors: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     responses: Path | None = None
+    note: Path | None = None
     keep_alive_s: float = 10.0
     max_body_bytes: int = 32 * 2**20
     body_timeout_s: float = 60.0
@@ -138,18 +141,23 @@ def error_response(error: MoetError, path: str, status: int | None = None) -> JS
 
 
 class Guard:
-    """Checks every request before the routes see it, and logs what broke behind it."""
+    """Checks every request before the routes see it, notes it in `calls`, and logs what broke
+    behind it.
+    """
 
-    def __init__(self, app: ASGIApp, options: EndpointOptions) -> None:
+    def __init__(self, app: ASGIApp, options: EndpointOptions, calls: Calls) -> None:
         self._app = app
         self._options = options
+        self._calls = calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
+        call = self._calls.begin(scope)
 
         async def send_noted(message: Message) -> None:
             nonlocal started
             started = True
+            call.status = message.get("status", call.status)
             await send(message)
 
         try:
@@ -160,9 +168,13 @@ class Guard:
                 check_key(headers, self._options)
             await self._app(scope, receive, send_noted)
         except MoetError as error:
-            await error_response(error, scope["path"])(scope, receive, send)
+            call.failed(error)
+            await error_response(error, scope["path"])(scope, receive, send_noted)
         except Exception as error:
+            call.failed(error)
             log.exception("request failed: %s %r", scope["method"], scope["path"])
             if not started:
                 bug = fail("MD-BUG-01", reason=type(error).__name__, log="moet-desk.log")
-                await error_response(bug, scope["path"])(scope, receive, send)
+                await error_response(bug, scope["path"])(scope, receive, send_noted)
+        finally:
+            call.end()

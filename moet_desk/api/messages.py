@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from moet_desk.api.blocks import string_of, texts_of
 from moet_desk.api.schemas import ChatRequest, chat_request, read_struct, refuse
 from moet_desk.engine.handle import ModelInfo
 from moet_desk.engine.reasoning import effort_switches
@@ -200,12 +201,15 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any
     for i, block in enumerate(blocks):
         here, kind = f"{where}.content[{i}]", block.get("type")
         if kind == "text":
-            texts.append(_string(block, "text", here))
+            texts.append(string_of(block, "text", here))
         elif kind == "thinking":
-            thoughts.append(_string(block, "thinking", here))
+            thoughts.append(string_of(block, "thinking", here))
         elif kind == "tool_use":
-            function = {"name": _string(block, "name", here), "arguments": block.get("input") or {}}
-            call = {"id": _string(block, "id", here), "type": "function", "function": function}
+            function = {
+                "name": string_of(block, "name", here),
+                "arguments": block.get("input") or {},
+            }
+            call = {"id": string_of(block, "id", here), "type": "function", "function": function}
             calls.append(call)
         elif kind != "redacted_thinking":  # nobody but its vendor can read that
             raise refuse(f"{here}.type", f"{kind} blocks are not served")
@@ -223,9 +227,9 @@ def _user(role: str, blocks: Sequence[Mapping[str, Any]], where: str) -> list[di
     for i, block in enumerate(blocks):
         here, kind = f"{where}.content[{i}]", block.get("type")
         if kind == "text":
-            texts.append(_string(block, "text", here))
+            texts.append(string_of(block, "text", here))
         elif kind == "tool_result":
-            call_id = _string(block, "tool_use_id", here)
+            call_id = string_of(block, "tool_use_id", here)
             text = _text(block.get("content") or "", f"{here}.content")
             results.append({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
@@ -236,21 +240,4 @@ def _user(role: str, blocks: Sequence[Mapping[str, Any]], where: str) -> list[di
 
 def _text(content: object, where: str) -> str:
     """Text, or the text of blocks."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise refuse(where, "it must be text or a list of blocks")
-    texts = []
-    for i, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind != "text":
-            raise refuse(f"{where}[{i}]", f"only text is read, not {kind} blocks")
-        texts.append(_string(block, "text", f"{where}[{i}]"))
-    return "\n\n".join(texts)
-
-
-def _string(block: Mapping[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise refuse(f"{where}.{name}", "it must be text")
-    return value
+    return "\n\n".join(texts_of(content, where, kinds=("text",), word="blocks"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -69,10 +69,18 @@ class Answer:
         finished: the engine's last event, None before it.
         reason: why it ended, in OpenAI's words; "" before that.
         reasoning_tokens: about how many tokens its reasoning took.
+        note: is told every event.
     """
 
-    def __init__(self, index: int, deltas: Deltas, prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        deltas: Deltas,
+        prompt_tokens: int,
+        note: Callable[[Event], None] = lambda _event: None,
+    ) -> None:
         self.index = index
+        self.note = note
         self.prompt_tokens = prompt_tokens
         self.parts = Parts()
         self.changes: list[Change] = []
@@ -189,6 +197,7 @@ def _advance(
     Raises:
         MoetError: the answer failed.
     """
+    answers[index].note(event)
     if isinstance(event, Failed):
         raise as_moet_error(event.error)
     if not isinstance(event, TextDelta | Finished):

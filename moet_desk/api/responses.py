@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from moet_desk.api.blocks import string_of, texts_of
 from moet_desk.api.schemas import MAX_TOP_LOGPROBS, ChatRequest, chat_request, read_struct, refuse
 
 # What would change the answer and is not served; null, false and empty count as left out.
@@ -21,6 +22,9 @@ _REFUSED: Mapping[str, str] = {
     "max_tool_calls": "tools are called by the client",
     "context_management": "nothing is cut off",
 }
+
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+"""Types of parts that are text."""
 
 
 class Reasoning(msgspec.Struct):
@@ -187,15 +191,15 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise refuse(f"{where}.role", "it must be user, assistant, system or developer")
         return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
     if kind == "function_call":
-        call_id = _string(item, "call_id", where)
+        call_id = string_of(item, "call_id", where)
         function = {
-            "name": _string(item, "name", where),
-            "arguments": _string(item, "arguments", where),
+            "name": string_of(item, "name", where),
+            "arguments": string_of(item, "arguments", where),
         }
         call = {"id": call_id, "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind == "function_call_output":
-        call_id = _string(item, "call_id", where)
+        call_id = string_of(item, "call_id", where)
         text = _text(item.get("output"), f"{where}.output")
         return {"role": "tool", "tool_call_id": call_id, "content": text}
     if kind == "reasoning":
@@ -205,21 +209,4 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(content: object, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise refuse(where, "it must be text or a list of parts")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("input_text", "output_text", "text", "reasoning_text", "summary_text"):
-            raise refuse(f"{where}[{i}]", f"only text is read, not {kind} parts")
-        texts.append(_string(part, "text", f"{where}[{i}]"))
-    return "".join(texts)
-
-
-def _string(item: Mapping[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise refuse(f"{where}.{name}", "it must be text")
-    return value
+    return "".join(texts_of(content, where, kinds=_TEXTS, word="parts"))

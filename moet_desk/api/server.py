@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
+import logging
+import os
 import socket
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import uvicorn
 
 from moet_desk.api.app import build_app
+from moet_desk.api.calls import Calls
 from moet_desk.api.guard import EndpointOptions
 from moet_desk.engine.handle import EngineHandle
 from moet_desk.errors import fail
 from moet_desk.store.responses import ResponseStore
+
+log = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 1  # running answers get this long to end, then they are cancelled
 _NEXT_PORTS = 100  # how far the search for a free port goes
@@ -31,12 +38,13 @@ class Endpoint:
     """The local server of one engine.
 
     Args of the constructor: the engine, and where to listen. `start` may be called again after
-    `stop`.
+    `stop`. `calls` lists who called it since it was made.
     """
 
     def __init__(self, engine: EngineHandle, options: EndpointOptions | None = None) -> None:
         self._engine = engine
         self._options = options or EndpointOptions()
+        self.calls = Calls()
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -68,7 +76,7 @@ class Endpoint:
             return
         listener = bind(self._options)
         self._options = replace(self._options, port=listener.getsockname()[1])
-        self._server = _Server(self._engine, self._options)
+        self._server = _Server(self._engine, self._options, self.calls)
         self._thread = threading.Thread(
             target=self._server.run_on, args=(listener,), name="endpoint", daemon=True
         )
@@ -76,10 +84,14 @@ class Endpoint:
         self._server.ready.wait()
         if not self._server.started:
             raise fail("MD-ENG-03", reason="The endpoint did not start", log="moet-desk.log")
+        if self._options.note is not None:
+            write_note(self._options.note, self.address)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Close the socket, end running answers, end the thread."""
         if self._server is not None and self._thread is not None:
+            if self._options.note is not None:
+                self._options.note.unlink(missing_ok=True)
             self._server.should_exit = True
             self._thread.join(timeout_s)
         self._server = self._thread = None
@@ -88,12 +100,12 @@ class Endpoint:
 class _Server(uvicorn.Server):
     """uvicorn on a socket of ours, telling when it is up."""
 
-    def __init__(self, engine: EngineHandle, options: EndpointOptions) -> None:
+    def __init__(self, engine: EngineHandle, options: EndpointOptions, calls: Calls) -> None:
         self.ready = threading.Event()  # up, or never will be: see `started`
         self._kept = ResponseStore(options.responses)
         super().__init__(
             uvicorn.Config(
-                build_app(engine, options, self._kept),
+                build_app(engine, options, self._kept, calls),
                 http="h11",
                 ws="none",
                 lifespan="off",
@@ -118,6 +130,15 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready.set()
+
+
+def write_note(path: Path, address: str) -> None:
+    """Say where this process listens, for programs on this computer; best effort."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"address": address, "pid": os.getpid()}), "utf-8")
+    except OSError as problem:
+        log.warning("%s cannot be written: %s", path, problem)
 
 
 def bind(options: EndpointOptions) -> socket.socket:

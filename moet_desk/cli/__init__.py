@@ -17,7 +17,7 @@ import click
 
 from moet_desk import __version__
 from moet_desk.cli.context import Invocation, global_options
-from moet_desk.cli.output import Format, report_error
+from moet_desk.cli.output import Format, be_plain, report_error
 from moet_desk.errors import ExitCode, MoetError, fail
 
 PROGRAM = "moet-desk"
@@ -98,10 +98,24 @@ class LazyGroup(click.Group):
     epilog="Without a command it opens the app.",
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
+@click.option(
+    "--demo-trace",
+    is_flag=False,
+    flag_value="",
+    metavar="[NAME|FILE]",
+    help="Open the app on a recording: no model and no GPU are needed.",
+)
 @global_options
 @click.pass_context
-def cli(ctx: click.Context) -> int | None:
+def cli(ctx: click.Context, demo_trace: str | None) -> int | None:
     """Very large mixture-of-experts models on one consumer GPU."""
+    if demo_trace is not None:
+        if ctx.invoked_subcommand is not None:
+            raise click.UsageError("--demo-trace opens the app and takes no command", ctx)
+        played: int = importlib.import_module("moet_desk.cli.recording").open_recording(
+            ctx.obj, demo_trace
+        )
+        return played
     if ctx.invoked_subcommand is not None:
         return None
     opened: int = importlib.import_module("moet_desk.cli.app").open_app(ctx.obj)
@@ -112,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code. Never raises, never prints a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     invocation = Invocation()
+    be_plain(False)
     try:
         status = cli.main(given, prog_name=PROGRAM, standalone_mode=False, obj=invocation)
         return int(status or 0)

@@ -5,47 +5,44 @@ Screens and endpoint do not know each other; both see the same engine. Runs in t
 
 from __future__ import annotations
 
-import logging
 import sys
-import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from moet_desk.cli.context import Invocation, engine_options
-from moet_desk.errors import MoetError, fail
+from moet_desk.errors import fail
 
 _AT_HOME = "The models of this computer answer in moet-desk without --connect."
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from moet_desk.api.guard import EndpointOptions
-    from moet_desk.api.server import Endpoint
+    from moet_desk.cli.app_endpoint import AppEndpoint
     from moet_desk.cli.desk import AppDesk
-    from moet_desk.engine.handle import EngineHandle, GenerateRequest, ModelInfo, RequestStream
+    from moet_desk.engine.handle import EngineHandle
     from moet_desk.locations import Locations
     from moet_desk.settings import Settings
     from moet_desk.store.jobs import Job
     from moet_desk.store.library import Library
-    from moet_desk.telemetry import EngineSnapshot
     from moet_desk.ui.desk import PlanWishes
     from moet_desk.ui.setup_steps import Setup
-
-log = logging.getLogger(__name__)
 
 
 def open_app(invocation: Invocation) -> int:
     """Open the app: on the model that was used last, at the first start in the wizard.
 
     Raises:
-        MoetError: MD-TERM-03 no terminal, MD-ENG-01 another one runs, MD-CFG-.., MD-CHAT-02.
+        MoetError: MD-TERM-03 or 04 no terminal, MD-ENG-01 another one runs, MD-CFG-.., MD-CHAT-02.
     """
     check_terminal()
     settings = invocation.load_settings().settings
 
     from moet_desk import runtime
+    from moet_desk.cli.app_endpoint import AppEndpoint
     from moet_desk.cli.desk import AppDesk
+    from moet_desk.cli.recording import start_recording
+    from moet_desk.cli.serve import endpoint_options
     from moet_desk.store.chats import ChatStore
     from moet_desk.ui import app
 
@@ -54,7 +51,8 @@ def open_app(invocation: Invocation) -> int:
     with runtime.instance_lock(places):
         runtime.start_logging(places, settings.log.level)
         chats = ChatStore.open(places.chats_file, on_delete=partial(_forget_prompts, places))
-        desk = AppDesk(invocation, settings, partial(_open_pack, invocation, settings))
+        endpoint = AppEndpoint(endpoint_options(settings.endpoint, places))
+        desk = AppDesk(invocation, settings, partial(open_pack, invocation, settings, endpoint))
         desk.forget_done()
         start = plan_start(desk, invocation.library, quality=settings.answers.quality)
         with runtime.terminal_guard(places):
@@ -65,8 +63,10 @@ def open_app(invocation: Invocation) -> int:
                 pack_job=_pack_job(invocation) if start.packs_first else None,
                 chats=chats,
                 desk=desk,
+                endpoint=endpoint,
                 model=start.model,
                 setup=start.setup,
+                record=start_recording,
             )
 
 
@@ -74,11 +74,16 @@ def check_terminal() -> None:
     """The app needs one.
 
     Raises:
-        MoetError: MD-TERM-03.
+        MoetError: MD-TERM-03 or 04.
     """
+    from moet_desk import config
+
     for name, stream in (("stdin", sys.stdin), ("stdout", sys.stdout)):
         if not stream.isatty():
             raise fail("MD-TERM-03", stream=name)
+    terminal = config.read_terminal()
+    if terminal.is_dumb:
+        raise fail("MD-TERM-04", term=terminal.term or "without a name")
 
 
 def open_connected(invocation: Invocation, connect: Callable[[], EngineHandle]) -> int:
@@ -97,16 +102,20 @@ def open_connected(invocation: Invocation, connect: Callable[[], EngineHandle]) 
     opened: list[EngineHandle] = [connect()]
 
     from moet_desk import runtime
+    from moet_desk.cli.app_endpoint import AppEndpoint
     from moet_desk.cli.desk import AppDesk
+    from moet_desk.cli.serve import endpoint_options
     from moet_desk.store.chats import ChatStore
     from moet_desk.ui import app
+    from moet_desk.ui.desk import NoEndpoint
 
     places = invocation.locations
     runtime.tune_interpreter()
     with runtime.instance_lock(places, runtime.CONNECTED_LOCK):
         runtime.start_logging(places, settings.log.level, runtime.CONNECTED_LOG)
         chats = ChatStore.open(places.chats_file, on_delete=partial(_forget_prompts, places))
-        desk = AppDesk(invocation, settings, partial(_open_pack, invocation, settings))
+        unused = AppEndpoint(endpoint_options(settings.endpoint, places))
+        desk = AppDesk(invocation, settings, partial(open_pack, invocation, settings, unused))
         with runtime.terminal_guard(places):
             return app.run(
                 settings,
@@ -115,6 +124,7 @@ def open_connected(invocation: Invocation, connect: Callable[[], EngineHandle]) 
                 pack_job=None,
                 chats=chats,
                 desk=desk,
+                endpoint=NoEndpoint(),
                 model="",
                 setup=None,
                 log_name=runtime.CONNECTED_LOG,
@@ -171,10 +181,14 @@ def _pack_job(invocation: Invocation) -> Job:
     return start_pack(embedded_source(), DEMO, invocation.locations.data_dir)
 
 
-def _open_pack(
-    invocation: Invocation, settings: Settings, name: str, wishes: PlanWishes | None
+def open_pack(
+    invocation: Invocation,
+    settings: Settings,
+    endpoint: AppEndpoint,
+    name: str,
+    wishes: PlanWishes | None,
 ) -> EngineHandle:
-    from moet_desk.cli.serve import endpoint_options
+    """Start the engine on a pack, with the endpoint beside it."""
     from moet_desk.engine.handle import start_engine
 
     pack = invocation.library.ready(name)
@@ -184,63 +198,4 @@ def _open_pack(
         from moet_desk.cli.machine import machine_facts
 
         options = options_for(machine_facts(invocation, None), options, wishes)
-    endpoint = endpoint_options(settings.endpoint, invocation.locations)
-    return _Served(start_engine(pack, options), endpoint)
-
-
-class _Served:
-    """The engine of the app, with an endpoint beside it from when the model is ready.
-
-    The endpoint is no reason for the app to fail: without it (the port is in use) the log says so.
-    """
-
-    def __init__(self, handle: EngineHandle, options: EndpointOptions) -> None:
-        self._handle = handle
-        self._options = options
-        self._endpoint: Endpoint | None = None
-        self._lock = threading.Lock()  # guards `_endpoint` and `_closed`; not the decode loop's
-        self._closed = False
-        threading.Thread(target=self._serve, name="endpoint-start", daemon=True).start()
-
-    def _serve(self) -> None:
-        from moet_desk.api.server import Endpoint
-
-        try:
-            self._handle.wait_ready()
-            endpoint = Endpoint(self._handle, self._options)
-            with self._lock:
-                if not self._closed:
-                    endpoint.start()
-                    self._endpoint = endpoint
-        except MoetError as error:
-            log.warning("no endpoint: %s", error)
-            return
-        log.info("endpoint at %s/v1", endpoint.address)
-
-    def submit(self, request: GenerateRequest) -> RequestStream:
-        return self._handle.submit(request)
-
-    def count_tokens(self, request: GenerateRequest) -> int:
-        return self._handle.count_tokens(request)
-
-    def encode(self, request: GenerateRequest) -> list[int]:
-        return self._handle.encode(request)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._handle.decode(ids)
-
-    def snapshot(self) -> EngineSnapshot:
-        return self._handle.snapshot()
-
-    def model(self) -> ModelInfo | None:
-        return self._handle.model()
-
-    def wait_ready(self, timeout_s: float | None = None) -> bool:
-        return self._handle.wait_ready(timeout_s)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            if self._endpoint is not None:
-                self._endpoint.stop()
-        self._handle.close()
+    return endpoint.serve(start_engine(pack, options))

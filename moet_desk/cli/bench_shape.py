@@ -7,7 +7,7 @@ Owns the options, the checks before anything is made, and the record; the measur
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import quantiles
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +25,7 @@ from moet_desk.units import GIB, show_disk, show_memory, show_rate
 if TYPE_CHECKING:
     import torch
 
-    from moet_desk.engine.cuda.measure import Figures
+    from moet_desk.engine.cuda.measured import Figures, Setup
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
@@ -94,7 +94,8 @@ def bench_shape(invocation: Invocation, name: str, wishes: ShapeWishes) -> None:
 
     Raises:
         MoetError: MD-GPU-01, MD-GPU-02 no CUDA device that can be used, MD-GPU-05 or MD-RAM-05 it
-            does not fit the limits, MD-RAM-02 memory cannot be pinned.
+            does not fit the limits, MD-RAM-02 memory cannot be pinned, MD-DISK-01 the drive has no
+            room for made-up rows.
     """
     shape = SHAPES[name](max(wishes.context, wishes.prefill))
     if wishes.rows > shape.most_rows:
@@ -102,18 +103,20 @@ def bench_shape(invocation: Invocation, name: str, wishes: ShapeWishes) -> None:
             f"a step of {name} has {shape.most_rows} rows at most", param_hint="--rows"
         )
     shape = _with_drafts(shape, wishes)
-    _check_ram(shape, wishes.ram_limit, exact=wishes.exact)
     device = _device()
-    from moet_desk.engine.cuda.measure import Setup, measure
+    from moet_desk.engine.cuda.measure import measure
+    from moet_desk.engine.cuda.measured import Setup
 
     setup = Setup(
         shape, device, _vram_bytes(device, wishes.vram_limit), context=wishes.context,
         rows=wishes.rows, drafts=wishes.draft_depth, prefill=wishes.prefill,
         plane=Plane.FINE if wishes.exact else Plane.BASE, fine_slots=wishes.fine_slots,
+        ram_bytes=wishes.ram_limit, folder=invocation.locations.models_dir,
     )  # fmt: skip
+    setup.in_ram()  # refuses what is too little before anything is made
     invocation.say(f"Measuring made-up weights of {name}, {setup.n_slots()} slots")
     figures = measure(setup, hit_rate=wishes.hit_rate, progress=invocation.say)
-    record = {**machine(), **_gpu(device), **make_record(shape, wishes, figures, setup.n_rows)}
+    record = {**machine(), **_gpu(device), **make_record(shape, wishes, figures, setup)}
     if invocation.format is Format.HUMAN:
         print_text(for_people(record))
     else:
@@ -134,21 +137,6 @@ def _with_drafts(shape: Shape, wishes: ShapeWishes) -> Shape:
             f"a step of {shape.name} checks {most} guesses at most", param_hint="--draft-depth"
         )
     return shape.with_head()
-
-
-def _check_ram(shape: Shape, limit: int | None, *, exact: bool) -> None:
-    """Refuse a limit that would send rows to a drive: made-up rows are in no file."""
-    from moet_desk.kernels.layouts import ExpertLayout
-
-    spec = shape.spec
-    n_rows = len(spec.moe_layers) * spec.moe_ffn.router.n_experts
-    layout = ExpertLayout(spec.hidden, spec.moe_ffn.inter)
-    need = n_rows * (layout.base_stride + (layout.fine_stride if exact else 0))
-    if limit is not None and need > limit:
-        raise fail(
-            "MD-RAM-05", shape=shape.name, need=show_memory(need), have=show_memory(limit),
-            need_bytes=need, have_bytes=limit,
-        )  # fmt: skip
 
 
 def _device() -> torch.device:
@@ -173,8 +161,11 @@ def _gpu(device: torch.device) -> Mapping[str, Any]:
     return {"gpu": torch.cuda.get_device_name(device), "driver": driver()}
 
 
-def make_record(shape: Shape, wishes: ShapeWishes, figures: Figures, n_rows: int) -> dict[str, Any]:
+def make_record(
+    shape: Shape, wishes: ShapeWishes, figures: Figures, setup: Setup
+) -> dict[str, Any]:
     """The figures in the schema of bench/records (design §13), without the machine."""
+    in_ram = setup.in_ram()
     steps, bandwidth = figures.steps, figures.bandwidth
     marks = quantiles(steps.times_ms, n=20)
     groups = figures.by_group
@@ -188,7 +179,7 @@ def make_record(shape: Shape, wishes: ShapeWishes, figures: Figures, n_rows: int
         "quality": "exact" if wishes.exact else "fast",
         "base_slots": figures.n_slots,
         "fine_slots": figures.n_fine_slots,
-        "rows": n_rows,
+        "rows": setup.n_rows,
         "hit_rate_wanted": wishes.hit_rate,
         "hit_rate": rounded(steps.hit_rate, 4),
         "misses_per_step": rounded(steps.misses),
@@ -205,7 +196,18 @@ def make_record(shape: Shape, wishes: ShapeWishes, figures: Figures, n_rows: int
             "p95": rounded(marks[-1], 3),
             "by_group": groups and {name: rounded(ms, 3) for name, ms in groups.items()},
         },
-        "bytes_per_step": {"vram": figures.vram_bytes, "pcie": figures.pcie_bytes, "nvme": None},
+        "bytes_per_step": {
+            "vram": figures.vram_bytes, "pcie": figures.pcie_bytes,
+            "nvme": None if figures.drive is None else round(steps.drive_bytes),
+        },
+        "drive": figures.drive
+        and {
+            "rows_per_step": rounded(steps.drive_rows),
+            "rows_in_ram": {plane.value: n for plane, n in in_ram.items()},
+            "bytes_per_s": round(figures.drive.bytes_per_s),
+            "read_ms": figures.drive.read_ms and asdict(figures.drive.read_ms),
+            "direct": figures.drive.direct,
+        },
         "achieved_bw": {
             "vram_bytes_per_s": round(1e3 * figures.vram_bytes / steps.median_ms),
             "pcie_bytes_per_s": round(1e3 * figures.pcie_bytes / steps.median_ms),
@@ -285,6 +287,7 @@ def for_people(record: Mapping[str, Any]) -> str:
         *_draft_lines(record["drafts"]),
         f"  VRAM           {show_disk(moved['vram'])} per step{_rates(record, 'vram')}",
         f"  PCIe           {show_disk(moved['pcie'])} per step{_rates(record, 'pcie')}",
+        *_drive_lines(record),
         f"  roofline       {_or_unknown(record['roofline_ratio'])} of the step is what its bytes"
         " take at the speed of copies",
     ]
@@ -306,6 +309,18 @@ def _group_lines(step: Mapping[str, Any]) -> list[str]:
     return [
         f"    {_WORDS[name]:<16} {ms:7.3f} ms  {ms / step['median']:4.0%}"
         for name, ms in groups.items()
+    ]
+
+
+def _drive_lines(record: Mapping[str, Any]) -> list[str]:
+    drive = record["drive"]
+    if drive is None:
+        return []
+    how = "" if drive["direct"] else ", through the page cache"
+    moved, rate = record["bytes_per_step"]["nvme"], show_rate(drive["bytes_per_s"])
+    return [
+        f"  drive          {show_disk(moved)} per step ({drive['rows_per_step']:.1f} rows), reads"
+        f" reach {rate}{how}"
     ]
 
 

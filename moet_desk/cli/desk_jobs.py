@@ -39,6 +39,7 @@ _STEPS = {
     "verify": (("Verify", "verify"),),
     "repair": (("Verify", "verify"), ("Fetch", "fetch"), ("Repair", "repair")),
 }
+_MOST = 2**62  # bytes or rows, of anything
 _WAITING = {"Dense": "weights that are no experts", "Pack": "begins when files are there"}
 
 
@@ -135,22 +136,28 @@ def _step(name: str, event: Mapping[str, Any] | None, *, is_done: bool) -> JobSt
         return JobStep(name, finished=True)
     if event is None:
         return JobStep(name, note=_WAITING.get(name, ""))
-    done, total, unit = event.get("done"), event.get("total"), str(event.get("unit", "bytes"))
+    unit = str(event.get("unit", "bytes"))
+    done, total = _number(event, "done"), _number(event, "total")
     if "done_bytes" in event:
-        done, total, unit = event["done_bytes"], event["total_bytes"], "bytes"
-    done, total = int(done or 0), int(total or 0)
-    rate = event.get("rate_bytes_per_s")
-    n_bytes = event.get("bytes")
+        done, total, unit = _number(event, "done_bytes"), _number(event, "total_bytes"), "bytes"
+    rate: float | None = _number(event, "rate_bytes_per_s") or None
     if unit == "rows":
-        unit = "experts"
+        unit, n_bytes = "experts", _number(event, "bytes")
         rate = rate * done / n_bytes if rate and n_bytes else None
     finished = done >= total > 0
-    return JobStep(name, done, total, unit, rate, finished, note=_note(event, finished=finished))
+    note = _note(event, finished=finished)
+    return JobStep(name, int(done), int(total), unit, rate, finished, note=note)
+
+
+def _number(event: Mapping[str, Any], name: str) -> float:
+    """A figure of an event; 0 for what is none: a line may be torn, or of another version."""
+    value = event.get(name)
+    return value if isinstance(value, int | float) and 0 <= value <= _MOST else 0
 
 
 def _note(event: Mapping[str, Any], *, finished: bool) -> str:
     if event.get("trouble"):
         return str(event["trouble"])
     if event.get("files") and not finished:
-        return f"{event['files_done']} of {event['files']} files"
+        return f"{event.get('files_done', '?')} of {event['files']} files"
     return ""

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moet_desk.agents import AGENTS, NO_KEY, Setup, Target, child_variables, is_cloud_key
+from moet_desk.agents import (
+    AGENTS,
+    KEY_VARIABLE,
+    NO_KEY,
+    Setup,
+    Target,
+    child_variables,
+    is_cloud_key,
+)
 from moet_desk.cli.context import Invocation, output_options
 from moet_desk.cli.output import Format, print_document, print_text
 from moet_desk.errors import fail
@@ -54,10 +62,11 @@ def launch(
     from moet_desk import config
 
     endpoint = invocation.load_settings().settings.endpoint
-    served = _served(endpoint)
+    address = noted_address(invocation.locations.endpoint_file) or address_of(endpoint)
+    served = _served(address, endpoint.key)
     name = model or (served or {}).get("id") or "demo"
     context = (served or {}).get("max_model_len")
-    target = Target(address_of(endpoint), str(name), endpoint.key or NO_KEY, context)
+    target = Target(address, str(name), endpoint.key or NO_KEY, context)
     setup = AGENTS[agent](target, invocation.locations.data_dir / "agents" / agent)
     environment = config.child_environment(config.read_terminal())
     command = [*setup.command, *arguments]
@@ -76,16 +85,28 @@ def launch(
     return _become(program, command, child_variables(environment, setup))
 
 
+def noted_address(file: Path) -> str | None:
+    """Where the program that runs here listens, as it noted it; None if none does. Its port may be
+    another one than in the settings: a free one, or one of its command line.
+    """
+    try:
+        note = json.loads(file.read_text("utf-8"))
+        os.kill(int(note["pid"]), 0)
+        return str(note["address"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
 def address_of(endpoint: Endpoint) -> str:
-    """Where programs on this computer reach the endpoint."""
+    """Where programs on this computer reach the endpoint of the settings."""
     host = "127.0.0.1" if endpoint.host in _EVERYWHERE else endpoint.host
     return f"http://{f'[{host}]' if ':' in host else host}:{endpoint.port}"
 
 
-def _served(endpoint: Endpoint) -> Mapping[str, Any] | None:
+def _served(address: str, key: str) -> Mapping[str, Any] | None:
     """What the endpoint says of its model; None if it does not answer."""
-    headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
-    request = urllib.request.Request(f"{address_of(endpoint)}/v1/models", headers=headers)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"{address}/v1/models", headers=headers)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(request, timeout=_ASK_S) as answer:
@@ -125,7 +146,7 @@ def _show(
         invocation.say("The endpoint does not answer now. Open moet-desk, or use: moet-desk serve")
 
 
-_SECRET = frozenset(("ANTHROPIC_AUTH_TOKEN", "OPENAI_API_KEY"))
+_SECRET = frozenset(("ANTHROPIC_AUTH_TOKEN", "OPENAI_API_KEY", KEY_VARIABLE))
 
 
 def _without_key(text: str, setup: Setup) -> str:

@@ -20,6 +20,33 @@ SCHEMA = 1
 """Fields of a document are only ever added inside one schema number."""
 
 
+class _Plain:
+    wanted = False
+
+
+def be_plain(wanted: bool) -> None:
+    """Whether the words of this process are for a screen reader, whatever the terminal can do."""
+    _Plain.wanted = wanted
+
+
+def is_plain() -> bool:
+    """Whether nothing may be drawn again and no sign stand for a word: it was asked for, or the
+    terminal cannot move its cursor.
+    """
+    if _Plain.wanted or not sys.stderr.isatty():
+        return _Plain.wanted
+    from moet_desk.config import read_terminal  # what costs time at the start is only read here
+
+    return read_terminal().is_dumb
+
+
+def prints_lines() -> bool:
+    """Whether answers are printed by whole lines; a file gets the text as it is, if that was not
+    asked for.
+    """
+    return _Plain.wanted or (sys.stdout.isatty() and is_plain())
+
+
 class Format(Enum):
     """How a command prints its data."""
 
@@ -60,6 +87,7 @@ def say(text: str) -> None:
 def report_error(error: MoetError, wanted: Format) -> int:
     """Print an error in the wanted format and return its exit code."""
     mark = "✗" if (sys.stderr.encoding or "").lower().startswith("utf") else "x"
+    mark = "Error:" if is_plain() else mark
     lines = [f"{mark} {error.title}  {error.code}", f"  {error.cause}", f"  Do: {error.do}"]
     try:
         say("\n".join([*lines, f"  {error.safe}"] if error.safe else lines))
@@ -91,7 +119,8 @@ class Meter:
     def __init__(self, *, quiet: bool = False, now: Callable[[], float] = time.monotonic) -> None:
         self._quiet = quiet
         self._now = now
-        self._on_terminal = sys.stderr.isatty()
+        self._plain = is_plain()
+        self._on_terminal = sys.stderr.isatty() and not self._plain
         self._name = ""
         self._since_s = self._last_s = now()
         self._open = False  # a redrawn line waits for its end
@@ -106,7 +135,7 @@ class Meter:
             self.close()
             self._name, self._since_s, self._last_s = name, now_s, now_s
         wait_s = self.REDRAW_S if self._on_terminal else self.LINE_S
-        is_due = now_s - self._last_s >= wait_s or (is_new and self._on_terminal)
+        is_due = now_s - self._last_s >= wait_s or (is_new and (self._on_terminal or self._plain))
         if done < total and not is_due:
             return
         self._last_s = now_s
@@ -132,4 +161,7 @@ class Meter:
         left = ""
         if 0 < done < total and seconds > 1:
             left = f"  {show_duration(seconds * (total - done) / done)} left"
+        if self._plain:
+            parts = [f"{share:.0%}" if total else "", figures, left.strip()]
+            return ", ".join([self._name, *filter(None, parts)])
         return f"{self._name:<18} [{bar}] {share:4.0%}  {figures}{left}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,7 +20,16 @@ from moet_desk.cli.context import (
     output_options,
 )
 from moet_desk.cli.models import complete_model
-from moet_desk.cli.output import Format, print_document, print_event, say
+from moet_desk.cli.output import (
+    Format,
+    be_plain,
+    is_plain,
+    print_document,
+    print_event,
+    print_text,
+    prints_lines,
+    say,
+)
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, Quality, Sampling
 from moet_desk.errors import ExitCode, MoetError
 
@@ -65,7 +76,14 @@ class Question:
     type=click.FloatRange(0, 1),
     help="Balanced: words less likely than this are made again, exactly.",
 )
+@click.option("--plain", is_flag=True, help="For screen readers: whole lines, nothing redrawn.")
 @click.option("--raw", is_flag=True, help="Continue PROMPT as text, without the chat template.")
+@click.option(
+    "--record-trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Record what the cache does, with prompt and answer, for --demo-trace.",
+)
 @device_option
 @drafts_option
 @draft_depth_option
@@ -79,6 +97,7 @@ def run(
     *,
     interactive: bool,
     system: str | None,
+    plain: bool,
     raw: bool,
     quality: str | None,
     gate: float | None,
@@ -87,6 +106,7 @@ def run(
     device: str | None,
     drafts: str | None,
     draft_depth: int | None,
+    record_trace: Path | None,
     **sampling: Any,
 ) -> int:
     """Ask MODEL one question, or talk with it.
@@ -94,8 +114,10 @@ def run(
     Text piped in is put behind PROMPT. A single argument is the name of a model if there is one of
     this name, otherwise it is the prompt for the model that comes with the program.
     """
-    if interactive and invocation.format is not Format.HUMAN:
-        raise click.UsageError("-i prints plain text only")
+    if (interactive or plain) and invocation.format is not Format.HUMAN:
+        raise click.UsageError("-i and --plain print plain text only")
+    if plain:
+        be_plain(True)
     question = _question(invocation, model, prompt, interactive=interactive)
     if raw and question.interactive:
         raise click.UsageError("--raw needs a prompt and no -i")
@@ -117,7 +139,11 @@ def run(
     runtime.start_logging(invocation.locations, settings.log.level)
     pack = invocation.model_path(question.model)
     options = engine_options(settings)
-    with opened_engine(pack, options, quiet=invocation.quiet or _is_piped()) as handle:
+    _tell(f"Loading {question.model}.")
+    with (
+        opened_engine(pack, options, quiet=invocation.quiet or _is_piped()) as engine,
+        _recorded(invocation, engine, record_trace) as handle,
+    ):
         if question.interactive:
             return _talk(invocation, handle, base, start)
         if raw:
@@ -126,6 +152,24 @@ def run(
             messages = [*start, {"role": "user", "content": question.prompt}]
             request = replace(base, messages=messages)
         return _ask_once(invocation, handle, request, question.model)
+
+
+@contextmanager
+def _recorded(
+    invocation: Invocation, handle: EngineHandle, path: Path | None
+) -> Iterator[EngineHandle]:
+    """The engine, recorded for as long as the block runs if a file is given."""
+    if path is None:
+        yield handle
+        return
+    from moet_desk.cli.recording import start_recording
+
+    recorder = start_recording(handle, path)
+    try:
+        yield recorder.watch(handle)
+    finally:
+        recorder.close()
+    invocation.say(f"Recorded: {path} ({path.stat().st_size:,} bytes)")
 
 
 def _question(
@@ -165,7 +209,13 @@ def _base_request(
 
 def _is_piped() -> bool:
     """Whether nobody watches stderr: scripts want no steps of loading there."""
-    return not sys.stderr.isatty()
+    return not sys.stderr.isatty() and not is_plain()
+
+
+def _tell(event: str) -> None:
+    """An event that is seen elsewhere and has to be said in plain text."""
+    if is_plain():
+        say(event)
 
 
 # -- one question ----------------------------------------------------------------------------
@@ -176,6 +226,9 @@ def _ask_once(
 ) -> int:
     from moet_desk.cli.engine import ask
 
+    if prints_lines() and invocation.format is Format.HUMAN:
+        answer = _ask_plainly(handle, request)
+        return ExitCode.INTERRUPTED if answer.interrupted else ExitCode.OK
     on_text: Callable[[str], None] = _print_piece
     if invocation.format is Format.JSON:
         on_text = _keep_quiet
@@ -190,6 +243,21 @@ def _ask_once(
     else:
         print_event("finished", model=model, **_result(answer))
     return ExitCode.INTERRUPTED if answer.interrupted else ExitCode.OK
+
+
+def _ask_plainly(handle: EngineHandle, request: GenerateRequest) -> Answer:
+    """Print an answer line by line, with a sentence before and after it."""
+    from moet_desk.cli.engine import ask
+    from moet_desk.cli.plain import PlainText, end_words
+
+    say("The answer:")
+    text = PlainText(print_text)
+    try:
+        answer = ask(handle, request, text.feed)
+    finally:
+        text.end()
+    say(end_words(answer.finished))
+    return answer
 
 
 def _print_piece(text: str) -> None:
@@ -256,21 +324,27 @@ def _talk(
         if not line.strip():
             continue
         turn = {"role": "user", "content": line}
+        request = replace(base, messages=[*messages, turn])
         try:
-            answer = ask(handle, replace(base, messages=[*messages, turn]), _print_piece)
+            if prints_lines():
+                answer = _ask_plainly(handle, request)
+            else:
+                answer = ask(handle, request, _print_piece)
         except MoetError as error:
             if error.code == "MD-ENG-03":
                 raise  # no further turn can go well
             # The turn that failed is not kept, so the next one can go well.
             say(f"\n{error.title}  {error.code}\n  {error.cause}\n  Do: {error.do}")
             continue
-        _print_piece("\n" if answer.text.endswith("\n") else "\n\n")
+        if not prints_lines():
+            _print_piece("\n" if answer.text.endswith("\n") else "\n\n")
         messages += [turn, {"role": "assistant", "content": answer.text}]
 
 
 def _read_line() -> str | None:
     """The next line, None at the end of input."""
-    if sys.stdin.isatty() and sys.stdout.isatty():
+    _tell("Your turn.")
+    if sys.stdin.isatty() and sys.stdout.isatty() and not is_plain():
         try:
             return input("> ")
         except EOFError:

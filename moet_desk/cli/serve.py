@@ -105,6 +105,7 @@ def endpoint_options(settings: EndpointSettings, places: Locations) -> EndpointO
         cors=settings.cors,
         aliases=settings.aliases,
         responses=places.responses_file,
+        note=places.endpoint_file,
     )
 
 

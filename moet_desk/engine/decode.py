@@ -34,6 +34,10 @@ class DecodeExperts:
         self._math = math
         self._plane = plane
 
+    def expect(self, moe_layer: int, ids: Tensor) -> None:
+        """See `Expecting`."""
+        self._residency.expect(self._plane, moe_layer, ids[0].tolist())
+
     def __call__(self, moe_layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """See `Experts`; here T is 1."""
         slots = self._residency.slots(self._plane, moe_layer, ids[0].tolist())

@@ -193,6 +193,7 @@ class RequestStream:
         self._events: deque[Event] = deque()
         self._ready = threading.Event()
         self._wake: Callable[[], None] | None = None
+        self._watch: Callable[[Event], None] | None = None
         self._done = False
 
     def push(self, event: Event) -> None:
@@ -215,6 +216,10 @@ class RequestStream:
         if self._events:
             wake()
 
+    def watch(self, watch: Callable[[Event], None]) -> None:
+        """Have each event told to `watch` too, in the reader's thread, when it is taken."""
+        self._watch = watch
+
     def cancel(self) -> None:
         """Ask the engine to stop; a `Finished(CANCELLED)` follows unless it ended already."""
         self._cancel(self.id)
@@ -229,6 +234,9 @@ class RequestStream:
         taken: list[Event] = []
         while self._events:
             taken.append(self._events.popleft())
+        if self._watch is not None:
+            for event in taken:
+                self._watch(event)
         if taken and isinstance(taken[-1], Finished | Failed):
             self._done = True
         return taken

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moet_desk.engine.ledger import Ledger
 from moet_desk.engine.promotion import Budget, Fill, Promotion, share_of
 from moet_desk.engine.transfer import Transfer
 from moet_desk.kernels.reference import CacheTables, claim, lookup, release
 from moet_desk.kernels.reference.cache import HALF_LIFE
 from moet_desk.store.pack_format import Plane
-from moet_desk.telemetry import CacheView, Tier, TierCounters, TierSizes
+from moet_desk.telemetry import CacheView, Stories, Tier, TierCounters, TierSizes
 from moet_desk.units import MIB
 
 HEAT_HALF_LIFE = 512
@@ -45,6 +46,15 @@ class Pool:
     @property
     def n_slots(self) -> int:
         return int(self.slots.shape[0])
+
+
+class _Tally:
+    """What happened to each expert since the last view."""
+
+    def __init__(self, n_layers: int, n_experts: int) -> None:
+        self.uses = np.zeros((n_layers, n_experts), np.float32)
+        self.fetches = np.zeros(n_layers * n_experts, np.uint32)
+        self.evictions = np.zeros(n_layers * n_experts, np.uint32)
 
 
 class Residency:
@@ -90,6 +100,10 @@ class Residency:
         self._promotions = 0
         self.wait_s = 0.0
         self._view: CacheView | None = None
+        self._began = time.monotonic()
+        self._ledger = Ledger(grid[0] * grid[1], exact=True)
+        self._told: np.ndarray | None = None  # tiers at the last view
+        self._new = _Tally(*grid)
 
     # -- decode ------------------------------------------------------------------------------
 
@@ -110,6 +124,15 @@ class Residency:
         """
         self._note_heat(layer, experts)
         return self._slots(plane, layer, experts)
+
+    def expect(self, plane: Plane, layer: int, experts: Sequence[int]) -> None:
+        """A layer's experts will be asked for soon: begin to read those from disk that are neither
+        in a slot nor in RAM. Nothing here changes by it.
+        """
+        slot_of = self._pools[plane].tables.slot_of[layer]
+        for expert in experts:
+            if slot_of[expert] < 0:
+                self._transfer.expect(plane, layer * self._n_experts + expert)
 
     def mixed_slots(self, layer: int, experts: Sequence[int]) -> list[tuple[Plane, Tensor]]:
         """For each of a token's experts its 4-bit slot if it has one now, else its 2-bit slot.
@@ -134,6 +157,8 @@ class Residency:
         found = lookup(pool.tables, layer, experts, now=self._uses)
         self._note_use(plane, layer, experts, n_missed=len(found.misses))
         self._count["evictions"] += len(found.evicted)
+        for row in found.evicted:
+            self._new.evictions[row] += 1
         if found.misses:
             self._fetch_missing(pool, plane, layer, found.misses)
         return [pool.slots[slot] for slot in found.slots]
@@ -150,6 +175,7 @@ class Residency:
                 self._transfer.fetch(plane, self._row(layer, expert), pool.slots[slot])
                 self._tier_recent[Tier.RAM if in_ram else Tier.NVME] += 1
                 self._bytes_to_slot[plane] += pool.slots.shape[1] * 4
+                self._new.fetches[self._row(layer, expert)] += 1
                 waiting.pop()
         finally:
             for _, slot in waiting:  # after an error: these slots hold nothing that can be used
@@ -169,6 +195,7 @@ class Residency:
         heat = self._heat[layer]
         heat *= self._decay
         heat[list(experts)] += 1.0
+        self._new.uses[layer, experts] += 1.0
 
     # -- prefill -----------------------------------------------------------------------------
 
@@ -192,6 +219,8 @@ class Residency:
                 release(pool.tables, free)
             raise
         self._bytes_to_slot[plane] += target.numel() * 4
+        if free is not None:
+            self._new.fetches[row] += 1
         return target
 
     # -- hot FP4 set (engine/hot_set.py) -----------------------------------------------------
@@ -293,9 +322,19 @@ class Residency:
             )
         shares = tuple(float(hits / asked) if asked else None for hits, asked in self._recent)
         self._view = CacheView(
-            self._moe_layers, self._n_experts, tier_rows, heat_rows, generations, shares
-        )
+            self._moe_layers, self._n_experts, tier_rows, heat_rows, generations, shares,
+            stories=self._stories(tiers.reshape(-1)),
+        )  # fmt: skip
         return self._view
+
+    def _stories(self, tiers: np.ndarray) -> Stories:
+        now_s, new = time.monotonic() - self._began, self._new
+        self._ledger.note(
+            now_s, uses=new.uses.reshape(-1), fetches=new.fetches, evictions=new.evictions,
+            before=self._told,
+        )  # fmt: skip
+        self._told, self._new = tiers, _Tally(len(self._moe_layers), self._n_experts)
+        return self._ledger.stories(now_s)
 
     def counters(self, *, step_s: float) -> TierCounters:
         arena = self._transfer.arena.counters

@@ -29,6 +29,7 @@ from moet_desk.engine.handle import (
     RequestStream,
 )
 from moet_desk.engine.messages import prepare_messages, prepare_tools
+from moet_desk.engine.parsers.answers import AnswerFormat
 from moet_desk.errors import MoetError, fail
 from moet_desk.marked_text import MarkedText, join
 from moet_desk.telemetry import (
@@ -110,6 +111,7 @@ class Script:
     prompts: PromptReading = PromptReading.CPU
     drafts: DraftChoice = field(default_factory=DraftChoice)
     tokens_per_step: float = 1.0
+    format: AnswerFormat = field(default_factory=AnswerFormat)  # with tags: `answers` may reason
 
 
 class _Cache:
@@ -330,6 +332,7 @@ class ScriptedEngine:
         answer = self.script.answers[number % len(self.script.answers)]
         stream = RequestStream(f"scripted-{number}", self._cancel)
         stream.prompt_tokens = prompt_tokens
+        stream.answers = self.script.format
         tokens = re.findall(r"\s*\S{1,5}|\s+$", answer)[: request.max_tokens]
         job = _Job(number, request, stream, prompt_tokens, tokens, self._now_s)
         self._jobs.append(job)

@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 from torch import Tensor
 
-from moet_desk.engine.blocks.ffn import Experts
+from moet_desk.engine.blocks.ffn import Expecting, Experts
 from moet_desk.engine.blocks.streams import StreamBlock, StreamEnd
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache, KvSequence
@@ -41,6 +41,10 @@ class StreamModel(Model):
         self, ids: Tensor, kv: KvCache, sequence: KvSequence, experts: Experts
     ) -> Generator[None, None, Tensor]:
         """See `Model.layers`; returns [T, n * H]."""
+        if isinstance(experts, Expecting):
+            for layer in self._layers:
+                if (known := layer.ffn.known(ids)) is not None:
+                    experts.expect(layer.ffn.moe_layer, known)
         x = spread(self.embed(ids), self._streams.n)
         for layer in self._layers:
             x = layer(x, ids, kv, sequence, experts)

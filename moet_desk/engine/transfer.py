@@ -21,6 +21,11 @@ class Transfer:
         self.arena = arena
         self.layout = layout
 
+    def expect(self, plane: Plane, row: int) -> None:
+        """A row will be put into a slot soon: begin to read what of it is not in RAM."""
+        for needed in (Plane.BASE,) if plane is Plane.BASE else Plane:
+            self.arena.expect(needed, row)
+
     def fetch(self, plane: Plane, row: int, slot: Tensor, *, scan: bool = False) -> None:
         """Put a row into a slot: 2-bit weights for BASE, exact FP4 weights for FINE.
 

@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from moet_desk.errors import MoetError
 from moet_desk.store.pack_format import Plane
-from moet_desk.store.pack_reader import PackReader
 from moet_desk.telemetry import ReadTimes
 
 RECENT_READS = 512
@@ -52,6 +52,35 @@ def plain_memory(n_bytes: int, unit: int) -> mmap.mmap:
     return mmap.mmap(-1, n_bytes)
 
 
+class RowSizes(Protocol):
+    """Rows of a model at rest. `pack_format.PackMeta` is one."""
+
+    @property
+    def n_rows(self) -> int: ...
+
+    @property
+    def base_stride(self) -> int: ...
+
+    @property
+    def fine_stride(self) -> int: ...
+
+
+class RowSource(Protocol):
+    """Where rows are read from. `pack_reader.PackReader` is one; `read_row` runs in any thread."""
+
+    @property
+    def meta(self) -> RowSizes: ...
+
+    @property
+    def direct(self) -> bool: ...
+
+    def read_row(self, plane: Plane, row: int, out: memoryview) -> None: ...
+
+    def expect(self, plane: Plane, row: int) -> None: ...
+
+    def unreadable_row(self, row: int, reason: str) -> MoetError: ...
+
+
 class _Region:
     """Places for rows of one plane. `place_of_row` is ordered from the least recently used on."""
 
@@ -76,14 +105,14 @@ class Arena:
     """Rows of a pack in RAM, least recently used out first.
 
     Args:
-        reader: the open pack.
+        reader: the open pack, or what stands for one.
         base_rows, fine_rows: how many rows of each plane to hold. 0 reads every row from the file.
         allocate: where the memory comes from.
     """
 
     def __init__(
         self,
-        reader: PackReader,
+        reader: RowSource,
         *,
         base_rows: int,
         fine_rows: int,
@@ -128,6 +157,11 @@ class Arena:
     def holds(self, plane: Plane, row: int) -> bool:
         return row in self._regions[plane].place_of_row
 
+    def expect(self, plane: Plane, row: int) -> None:
+        """A row will be asked for soon: begin to read it from the file, unless it is here."""
+        if not self.holds(plane, row):
+            self._reader.expect(plane, row)
+
     def present(self, plane: Plane) -> NDArray[np.bool_]:
         """Which rows are in RAM now, bool [n_rows]."""
         in_ram: NDArray[np.bool_] = self._regions[plane].table != ABSENT
@@ -152,7 +186,11 @@ class Arena:
             if row not in region.place_of_row:
                 self._read(region, plane, row, scan=True)
                 progress(region.stride)
-        self._read_s.clear()  # nobody waits for one of these; loading shows its own times
+        self.forget_times()  # nobody waits for one of these; loading shows its own times
+
+    def forget_times(self) -> None:
+        """Let `read_times` begin anew."""
+        self._read_s.clear()
 
     def bring(
         self, plane: Plane, rows: Sequence[int], *, keep: Collection[int], run: Executor

@@ -1,8 +1,9 @@
 """Chats on disk: one SQLite file, written so that nothing said is lost.
 
 Each change is one durable transaction, also while an answer is being written, so after kill -9 the
-text up to the last update is there; such an answer shows as stopped on the next opening. Owns the
-schema and its migrations. One connection behind a lock: any thread may call, calls wait for each
+text up to the last update is there; such an answer shows as stopped on the next opening. Messages
+form a tree: an answer that was asked for again, and a message that was edited, get a sibling. The
+schema is in `chat_schema`. One connection behind a lock: any thread may call, calls wait for each
 other.
 """
 
@@ -12,7 +13,7 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from moet_desk.errors import MoetError, fail
+from moet_desk.store.chat_schema import make_index, prepare, store_errors, transaction
 
 _BUSY_S = 5.0  # how long to wait for another program that writes to the file
-_CHECKED_BYTES = 64 * 2**20  # larger files are not read through at every start
 _TRIGRAM = 3  # shorter words are not in the search index
 
 
@@ -34,83 +35,46 @@ class MessageStatus(StrEnum):
     WRITING = "writing"
     STOPPED = "stopped"
     FAILED = "failed"
-    REPLACED = "replaced"  # answered again
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One stored message. `position` counts from 0 within its chat."""
+    """One stored message. `position` counts from 0 within its chat, in the order of storing.
+
+    `parent` is the id of the message it follows, None for a first one. `files` are what was sent
+    with it, as objects that say "name" and "text".
+    """
 
     id: int
+    parent: int | None
     position: int
     role: str
     content: str
     reasoning: str
     status: MessageStatus
     meta: Mapping[str, Any]
+    files: tuple[Mapping[str, Any], ...]
     created: datetime
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """One stored chat; lists leave `messages` empty."""
+    """One stored chat; lists leave `messages` empty. `tip` is the last message of the branch that
+    was open, None for the newest one; `settings` are how its answers are asked for.
+    """
 
     id: int
     title: str
     model: str
     system: str
     draft: str
+    draft_files: tuple[Mapping[str, Any], ...]
+    settings: Mapping[str, Any]
+    tip: int | None
     created: datetime
     updated: datetime
     messages: tuple[Message, ...] = field(default=())
 
-
-_SCHEMA_1 = """
-CREATE TABLE chats (
-  id INTEGER PRIMARY KEY AUTOINCREMENT,
-  title TEXT NOT NULL,
-  model TEXT NOT NULL DEFAULT '',
-  system TEXT NOT NULL DEFAULT '',
-  draft TEXT NOT NULL DEFAULT '',
-  created REAL NOT NULL,
-  updated REAL NOT NULL
-);
-CREATE INDEX chats_by_time ON chats (updated DESC, id DESC);
-CREATE TABLE messages (
-  id INTEGER PRIMARY KEY AUTOINCREMENT,
-  chat_id INTEGER NOT NULL REFERENCES chats (id) ON DELETE CASCADE,
-  position INTEGER NOT NULL,
-  role TEXT NOT NULL,
-  content TEXT NOT NULL,
-  reasoning TEXT NOT NULL DEFAULT '',
-  status TEXT NOT NULL,
-  meta TEXT NOT NULL DEFAULT '{}',
-  created REAL NOT NULL,
-  UNIQUE (chat_id, position)
-);
-CREATE INDEX messages_being_written ON messages (status) WHERE status = 'writing';
-"""
-
-# Entry i brings a file from version i to version i + 1; PRAGMA user_version holds the version.
-_MIGRATIONS: tuple[str, ...] = (_SCHEMA_1,)
-
-_SEARCH_INDEX = """
-CREATE VIRTUAL TABLE IF NOT EXISTS message_words USING fts5 (
-  content, content='messages', content_rowid='id', tokenize='trigram'
-);
-CREATE TRIGGER IF NOT EXISTS words_added AFTER INSERT ON messages BEGIN
-  INSERT INTO message_words (rowid, content) VALUES (new.id, new.content);
-END;
-CREATE TRIGGER IF NOT EXISTS words_removed AFTER DELETE ON messages BEGIN
-  INSERT INTO message_words (message_words, rowid, content)
-    VALUES ('delete', old.id, old.content);
-END;
-CREATE TRIGGER IF NOT EXISTS words_changed AFTER UPDATE OF content ON messages BEGIN
-  INSERT INTO message_words (message_words, rowid, content)
-    VALUES ('delete', old.id, old.content);
-  INSERT INTO message_words (rowid, content) VALUES (new.id, new.content);
-END;
-"""
 
 _WITH_WORD = """
 (title LIKE :like ESCAPE '\\'
@@ -158,7 +122,7 @@ class ChatStore:
             MoetError: MD-CHAT-02 the file is damaged, foreign or newer than this program; it is
                 left as it is. MD-DISK-02 or MD-DISK-03 it cannot be written.
         """
-        with _store_errors(path):
+        with store_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             connection = sqlite3.connect(
@@ -166,7 +130,7 @@ class ChatStore:
             )
         store = cls(path, connection, now, on_delete)
         try:
-            with _store_errors(path):
+            with store_errors(path):
                 store._prepare()
         except MoetError:
             connection.close()
@@ -180,13 +144,23 @@ class ChatStore:
 
     # -- chats ---------------------------------------------------------------------------------
 
-    def create_chat(self, title: str, *, model: str = "", system: str = "") -> int:
+    def create_chat(
+        self,
+        title: str,
+        *,
+        model: str = "",
+        system: str = "",
+        settings: Mapping[str, Any] | None = None,
+    ) -> int:
         """Store an empty chat; returns its id, which is never used again."""
         now = self._now().timestamp()
-        row = (_clean(title), _clean(model), _clean(system), now, now)
+        row = (_clean(title), _clean(model), _clean(system), _json(settings or {}), now, now)
         with self._writing() as connection:
             cursor = connection.execute(
-                "INSERT INTO chats (title, model, system, created, updated) VALUES (?, ?, ?, ?, ?)",
+                """
+                INSERT INTO chats (title, model, system, settings, created, updated)
+                VALUES (?, ?, ?, ?, ?, ?)
+                """,
                 row,
             )
         return _new_id(cursor)
@@ -205,6 +179,28 @@ class ChatStore:
                 {**values, "limit": limit},
             ).fetchall()
         return tuple(_chat_of(row) for row in rows)
+
+    def excerpts(self, query: str, chat_ids: Sequence[int]) -> Mapping[int, str]:
+        """Return, by chat, a stretch of its newest message that contains the query's longest word.
+
+        Chats of which only the title contains it are left out.
+        """
+        words = sorted(_clean(query).split(), key=len)
+        if not words or not chat_ids:
+            return {}
+        word = words[-1]
+        marks = ", ".join("?" * len(chat_ids))
+        with self._reading() as connection:
+            rows = connection.execute(
+                f"""
+                SELECT chat_id, MAX(position), substr(
+                  content, max(1, instr(lower(content), lower(?)) - 30), 200) AS part
+                FROM messages WHERE content LIKE ? ESCAPE '\\' AND chat_id IN ({marks})
+                GROUP BY chat_id
+                """,
+                (word, _like(word), *chat_ids),
+            ).fetchall()
+        return {row["chat_id"]: row["part"] for row in rows}
 
     def get_chat(self, chat_id: int) -> Chat:
         """Return a chat with all of its messages.
@@ -239,6 +235,19 @@ class ChatStore:
         """Keep the unsent prompt of a chat. Raises MD-CHAT-03."""
         self._change_chat(chat_id, "draft", draft)
 
+    def save_draft_files(self, chat_id: int, files: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the files beside the unsent prompt of a chat. Raises MD-CHAT-03."""
+        self._change_chat(chat_id, "draft_files", _json(files))
+
+    def save_settings(self, chat_id: int, *, system: str, settings: Mapping[str, Any]) -> None:
+        """Keep how the answers of a chat are asked for. Raises MD-CHAT-03."""
+        self._change_chat(chat_id, "system", system)
+        self._change_chat(chat_id, "settings", _json(settings))
+
+    def set_tip(self, chat_id: int, message_id: int) -> None:
+        """Remember the last message of the branch that is open. Raises MD-CHAT-03."""
+        self._change_chat(chat_id, "tip", message_id)
+
     # -- messages ------------------------------------------------------------------------------
 
     def add_message(
@@ -248,10 +257,11 @@ class ChatStore:
         content: str,
         *,
         status: str = MessageStatus.DONE,
-        reasoning: str = "",
+        parent: int | None = None,
+        files: Sequence[Mapping[str, Any]] = (),
         meta: Mapping[str, Any] | None = None,
     ) -> int:
-        """Put a message at the end of a chat; returns its id.
+        """Put a message behind another one of its chat, and make it the tip; returns its id.
 
         Raises:
             MoetError: MD-CHAT-03, there is no such chat.
@@ -261,9 +271,10 @@ class ChatStore:
             "chat_id": chat_id,
             "role": role,
             "content": _clean(content),
-            "reasoning": _clean(reasoning),
             "status": MessageStatus(status).value,
-            "meta": json.dumps(dict(meta or {})),
+            "parent": parent,
+            "files": _json(files),
+            "meta": _json(meta or {}),
             "now": now,
         }
         with self._writing() as connection:
@@ -271,13 +282,15 @@ class ChatStore:
             cursor = connection.execute(
                 """
                 INSERT INTO messages
-                  (chat_id, position, role, content, reasoning, status, meta, created)
-                SELECT :chat_id, COALESCE(MAX(position) + 1, 0), :role, :content, :reasoning,
-                  :status, :meta, :now FROM messages WHERE chat_id = :chat_id
+                  (chat_id, position, role, content, status, parent, files, meta, created)
+                SELECT :chat_id, COALESCE(MAX(position) + 1, 0), :role, :content,
+                  :status, :parent, :files, :meta, :now FROM messages WHERE chat_id = :chat_id
                 """,
                 values,
             )
-        return _new_id(cursor)
+            tip = {"tip": _new_id(cursor), "chat_id": chat_id}
+            connection.execute("UPDATE chats SET tip = :tip WHERE id = :chat_id", tip)
+        return tip["tip"]
 
     def update_message(
         self,
@@ -297,7 +310,7 @@ class ChatStore:
             "id": message_id,
             "content": _clean(content),
             "status": MessageStatus(status).value,
-            "meta": json.dumps(dict(meta)),
+            "meta": _json(meta),
             "reasoning": None if reasoning is None else _clean(reasoning),
             "now": self._now().timestamp(),
         }
@@ -321,59 +334,13 @@ class ChatStore:
 
     def _prepare(self) -> None:
         connection = self._connection
-        connection.row_factory = sqlite3.Row
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("PRAGMA secure_delete = ON")
-        # FULL: each commit survives a power cut. One fsync per update, about one a second.
-        connection.execute("PRAGMA synchronous = FULL")
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        self._refuse_foreign(version)
-        connection.execute("PRAGMA journal_mode = WAL")
-        for number in range(version, len(_MIGRATIONS)):
-            self._migrate(number)
-        self._has_index = self._make_index()
+        prepare(connection, self._path)
+        self._has_index = make_index(connection)
         with self._writing():
             connection.execute(
                 "UPDATE messages SET status = ? WHERE status = ?",
                 (MessageStatus.STOPPED.value, MessageStatus.WRITING.value),
             )
-
-    def _refuse_foreign(self, version: int) -> None:
-        if version > len(_MIGRATIONS):
-            reason = f"it was written by a newer moet-desk (format {version})"
-            raise fail("MD-CHAT-02", path=str(self._path), reason=reason)
-        has_tables = self._connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
-        if version == 0 and has_tables:
-            raise fail("MD-CHAT-02", path=str(self._path), reason="it belongs to another program")
-        if self._path.stat().st_size <= _CHECKED_BYTES:
-            found = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if found != "ok":
-                raise fail("MD-CHAT-02", path=str(self._path), reason=f"it is damaged ({found})")
-
-    def _migrate(self, number: int) -> None:
-        with self._writing() as connection:
-            if connection.execute("PRAGMA user_version").fetchone()[0] > number:
-                return  # another process was faster
-            for statement in _MIGRATIONS[number].split(";\n"):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {number + 1}")
-
-    def _make_index(self) -> bool:
-        """Make the search index; False if this SQLite has no FTS5 with trigrams."""
-        try:
-            existed = self._connection.execute(
-                "SELECT 1 FROM sqlite_schema WHERE name = 'message_words'"
-            ).fetchone()
-            self._connection.executescript(_SEARCH_INDEX)
-            if existed is None:
-                self._connection.execute(
-                    "INSERT INTO message_words (message_words) VALUES ('rebuild')"
-                )
-        except sqlite3.OperationalError as problem:
-            if "no such module" in str(problem) or "no such tokenizer" in str(problem):
-                return False
-            raise
-        return True
 
     def _conditions(self, query: str) -> tuple[str, dict[str, Any]]:
         parts: list[str] = []
@@ -382,16 +349,16 @@ class ChatStore:
             is_indexed = self._has_index and len(word) >= _TRIGRAM
             part = _WITH_INDEXED_WORD if is_indexed else _WITH_WORD
             parts.append(part.replace(":like", f":like{i}").replace(":phrase", f":phrase{i}"))
-            escaped = word.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-            values[f"like{i}"] = f"%{escaped}%"
+            values[f"like{i}"] = _like(word)
             if is_indexed:
                 values[f"phrase{i}"] = '"' + word.replace('"', '""') + '"'
         return ("WHERE " + " AND ".join(parts) if parts else ""), values
 
-    def _change_chat(self, chat_id: int, column: str, value: str) -> None:
+    def _change_chat(self, chat_id: int, column: str, value: str | int) -> None:
+        stored = _clean(value) if isinstance(value, str) else value
         with self._writing() as connection:
             cursor = connection.execute(
-                f"UPDATE chats SET {column} = ? WHERE id = ?", (_clean(value), chat_id)
+                f"UPDATE chats SET {column} = ? WHERE id = ?", (stored, chat_id)
             )
             self._require(cursor, chat_id)
 
@@ -406,44 +373,14 @@ class ChatStore:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, _store_errors(self._path):
+        with self._lock, store_errors(self._path):
             yield self._connection
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """One transaction: all of it or nothing."""
-        with self._lock, _store_errors(self._path):
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._connection
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:  # a full disk has ended it already
-                    self._connection.execute("ROLLBACK")
-                raise
-
-
-@contextmanager
-def _store_errors(path: Path) -> Iterator[None]:
-    """Turn what SQLite and the system refuse into catalogue errors."""
-    try:
-        yield
-    except sqlite3.DatabaseError as problem:
-        raise _error_of(problem, path) from problem
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise fail("MD-DISK-03", path=str(path), reason=reason) from problem
-
-
-def _error_of(problem: sqlite3.DatabaseError, path: Path) -> MoetError:
-    primary = getattr(problem, "sqlite_errorcode", 0) & 0xFF  # the low byte is the kind
-    if primary == sqlite3.SQLITE_FULL:
-        return fail("MD-DISK-02", path=str(path), done="the last message")
-    if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-        return fail("MD-DISK-03", path=str(path), reason=str(problem))
-    if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return fail("MD-CHAT-02", path=str(path), reason="another program is using it")
-    return fail("MD-CHAT-02", path=str(path), reason=str(problem))
+        with self._lock, store_errors(self._path), transaction(self._connection):
+            yield self._connection
 
 
 def _new_id(cursor: sqlite3.Cursor) -> int:
@@ -457,17 +394,61 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _time_of(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
+def _json(value: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
+    return json.dumps(dict(value) if isinstance(value, Mapping) else [dict(one) for one in value])
+
+
+def _like(word: str) -> str:
+    escaped = word.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+    return f"%{escaped}%"
+
+
+# Values that this program does not write come from damage. They are read as nothing said, so that
+# the rest of a chat can still be opened.
+
+
+def _time_of(seconds: Any) -> datetime:
+    try:
+        return datetime.fromtimestamp(float(seconds), UTC)
+    except (TypeError, ValueError, OverflowError, OSError):
+        return datetime.fromtimestamp(0, UTC)
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value or "")
+
+
+def _value(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _object(text: Any) -> Mapping[str, Any]:
+    value = _value(text)
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(text: Any) -> tuple[Mapping[str, Any], ...]:
+    value = _value(text)
+    return tuple(one for one in value if isinstance(one, dict)) if isinstance(value, list) else ()
+
+
+def _status(value: Any) -> MessageStatus:
+    return MessageStatus(value) if value in list(MessageStatus) else MessageStatus.STOPPED
 
 
 def _chat_of(row: sqlite3.Row, messages: tuple[Message, ...] = ()) -> Chat:
     return Chat(
         id=row["id"],
-        title=row["title"],
-        model=row["model"],
-        system=row["system"],
-        draft=row["draft"],
+        title=_text(row["title"]),
+        model=_text(row["model"]),
+        system=_text(row["system"]),
+        draft=_text(row["draft"]),
+        draft_files=_objects(row["draft_files"]),
+        settings=_object(row["settings"]),
+        tip=row["tip"],
         created=_time_of(row["created"]),
         updated=_time_of(row["updated"]),
         messages=messages,
@@ -477,11 +458,13 @@ def _chat_of(row: sqlite3.Row, messages: tuple[Message, ...] = ()) -> Chat:
 def _message_of(row: sqlite3.Row) -> Message:
     return Message(
         id=row["id"],
+        parent=row["parent"],
         position=row["position"],
-        role=row["role"],
-        content=row["content"],
-        reasoning=row["reasoning"],
-        status=MessageStatus(row["status"]),
-        meta=json.loads(row["meta"]),
+        role=_text(row["role"]),
+        content=_text(row["content"]),
+        reasoning=_text(row["reasoning"]),
+        status=_status(row["status"]),
+        meta=_object(row["meta"]),
+        files=_objects(row["files"]),
         created=_time_of(row["created"]),
     )

@@ -263,9 +263,11 @@ class JobStore:
         if not _ID.fullmatch(job_id):
             return None
         try:
-            return msgspec.json.decode(self._path(job_id, ".json").read_bytes(), type=JobRecord)
+            path = self._path(job_id, ".json")
+            record = msgspec.json.decode(path.read_bytes(), type=JobRecord)
         except (OSError, ValueError, RecursionError):
             return None
+        return record if record.id == job_id else None
 
     def _look_at(self, record: JobRecord) -> JobView:
         pid = _holder(self._path(record.id, ".lock"))  # before reading, as in `poll`
@@ -377,7 +379,7 @@ def _tail(path: Path) -> tuple[list[dict[str, Any]], float]:
 
 def _parse(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
             if isinstance(event, dict):
                 yield event
@@ -386,10 +388,11 @@ def _parse(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
 def error_of(event: dict[str, Any]) -> MoetError | None:
     """The error that an event of a child reports, if it does."""
     record = event.get("error")
-    if not isinstance(record, dict) or record.get("code") not in CATALOGUE:
+    code = record.get("code") if isinstance(record, dict) else None
+    if not isinstance(record, dict) or not isinstance(code, str) or code not in CATALOGUE:
         return None
     facts = {name: value for name, value in record.items() if name not in _WORDS}
-    return fail(record["code"], **facts)
+    return fail(code, **facts)
 
 
 def _crashed(status: int | None, log: Path) -> MoetError:

@@ -137,6 +137,14 @@ class PackReader:
         if verify and row_digest(view) != self._digests.of(plane, row):
             raise damaged_rows(self.path, self.meta, [(plane, row)])
 
+    def expect(self, plane: Plane, row: int) -> None:
+        """Let the kernel begin to read a row that will be asked for soon, if reads go through its
+        page cache. A wish only: nothing is said about whether it can be met.
+        """
+        stride = self.meta.stride(plane)
+        if plane not in self._direct_fds and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fds[plane], row * stride, stride, os.POSIX_FADV_WILLNEED)
+
     def _fill(self, plane: Plane, view: memoryview, offset: int) -> None:
         fd = self._fds[plane]
         if plane in self._direct_fds and _address(view) % ROW_ALIGN_BYTES == 0:

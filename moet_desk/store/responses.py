@@ -87,7 +87,7 @@ class ResponseStore:
             if row is None:
                 return None
             messages, body = json.loads(zlib.decompress(row[0]))
-        except (sqlite3.Error, zlib.error, ValueError) as problem:
+        except (sqlite3.Error, zlib.error, ValueError, TypeError) as problem:
             log.warning("response %r cannot be read: %s", response_id, problem)
             return None
         return Kept(messages, body)
@@ -124,7 +124,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
         return _connect(":memory:")
     try:
         return _open_file(path)
-    except (OSError, sqlite3.Error) as problem:
+    except (OSError, sqlite3.Error, UnicodeDecodeError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         log.warning("responses are kept in memory: %s cannot be used: %s", path.name, reason)
         return _connect(":memory:")
@@ -137,7 +137,7 @@ def _open_file(path: Path) -> sqlite3.Connection:
         return _connect(str(path))
     except sqlite3.OperationalError:  # another program has it, or the drive is full
         raise
-    except sqlite3.DatabaseError as problem:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as problem:  # SQLite may quote the damage
         aside = path.with_name(path.name + ".damaged")
         log.warning("%s cannot be read (%s); it is set aside as %s", path.name, problem, aside.name)
         path.replace(aside)
@@ -160,7 +160,7 @@ def _connect(where: str) -> sqlite3.Connection:
         file.execute("PRAGMA synchronous = NORMAL")
         file.executescript(_SCHEMA)
         file.execute("SELECT COUNT(*), SUM(n_bytes) FROM responses").fetchone()
-    except sqlite3.DatabaseError:
+    except (sqlite3.DatabaseError, UnicodeDecodeError):
         file.close()
         raise
     return file

@@ -6,7 +6,9 @@ decides nothing about chats, models or the engine. UI thread.
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,12 +24,14 @@ from textual.timer import Timer
 
 from moet_desk import config
 from moet_desk.engine.handle import EngineHandle, Quality
+from moet_desk.engine.playback import Playback
 from moet_desk.errors import CATALOGUE, ExitCode, MoetError
 from moet_desk.locations import Locations, TerminalFacts
 from moet_desk.runtime import LOG_FILE
 from moet_desk.settings import Endpoint as EndpointSettings
 from moet_desk.settings import Settings
 from moet_desk.ui.bridge import (
+    CALM_PERIOD_S,
     GAUGE_PERIOD_S,
     TEXT_PERIOD_S,
     Bridge,
@@ -36,13 +40,17 @@ from moet_desk.ui.bridge import (
     Phase,
     system_clock,
 )
-from moet_desk.ui.conversation import ChatStoreLike, Conversation, Wishes
-from moet_desk.ui.desk import Desk, JobView, PlanWishes
-from moet_desk.ui.palette import COMMANDS, GO, show_key
+from moet_desk.ui.chat_records import ChatStoreLike, Wishes
+from moet_desk.ui.conversation import Conversation
+from moet_desk.ui.desk import Desk, EndpointControl, JobView, NoEndpoint, PlanWishes
+from moet_desk.ui.palette import COMMANDS, GO, PLAYBACK, show_key
+from moet_desk.ui.playback import Player, Record, Tape
 from moet_desk.ui.quality_words import precision_line
+from moet_desk.ui.screens.attach import AttachDialog
 from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen
 from moet_desk.ui.screens.chat_list import ChatList
+from moet_desk.ui.screens.chat_options import ChatOptions, Choice
 from moet_desk.ui.screens.doctor import DoctorScreen
 from moet_desk.ui.screens.endpoint import EndpointScreen
 from moet_desk.ui.screens.help import HelpPanel
@@ -53,7 +61,9 @@ from moet_desk.ui.screens.settings import SettingsScreen
 from moet_desk.ui.screens.setup import SetupScreen
 from moet_desk.ui.setup_steps import Setup, Step
 from moet_desk.ui.theme import ASCII, MOET_DARK, THEMES, Glyphs, choose_glyphs
+from moet_desk.ui.widgets.cache_lists import CacheLines
 from moet_desk.ui.widgets.filter_line import FilterLine
+from moet_desk.ui.widgets.find_line import FindLine
 from moet_desk.ui.widgets.frame import MIN_COLUMNS, MIN_ROWS, TabLine
 from moet_desk.ui.widgets.gauges import History
 from moet_desk.ui.widgets.heatmap import Heatmap
@@ -61,6 +71,7 @@ from moet_desk.ui.widgets.offer_list import Offers
 from moet_desk.ui.widgets.problem import ConfirmDialog
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.sign_in import SignInDialog
+from moet_desk.ui.widgets.transcript import Transcript
 
 QUIT_AGAIN_S = 1.0
 
@@ -124,6 +135,16 @@ class MoetDeskApp(App[int]):
         Binding("f6", "go('settings')", "Settings", id="go.settings", priority=True, show=False),
         Binding("f8", "go('log')", "Log", id="go.log", priority=True, show=False),
         Binding("f7", "go('doctor')", "Doctor", id="go.doctor", priority=True, show=False),
+        Binding(
+            "f9", "playback('toggle')", "Play or pause", id="playback.pause", priority=True,
+            show=False,
+        ),
+        Binding("comma", "playback('back')", "Back", id="playback.back", show=False),
+        Binding(
+            "full_stop", "playback('forward')", "Forward", id="playback.forward", show=False
+        ),
+        Binding("minus", "playback('slower')", "Slower", id="playback.slower", show=False),
+        Binding("plus", "playback('faster')", "Faster", id="playback.faster", show=False),
         Binding("ctrl+p", "command_palette", "Commands", id="app.palette", priority=True),
         Binding("f1", "help", "Help", id="app.help", priority=True),
         Binding("ctrl+q", "leave", "Quit", id="app.quit", priority=True, show=False),
@@ -155,10 +176,13 @@ class MoetDeskApp(App[int]):
         clock: Clock | None = None,
         log_dir: str = "",
         log_name: str = LOG_FILE,
-        endpoint: EndpointSettings | None = None,
+        endpoint: EndpointControl | None = None,
+        endpoint_settings: EndpointSettings | None = None,
         config_file: Path = Path("config.toml"),
         no_loading: str = "",
         timers: bool = True,
+        playback: Playback | None = None,
+        record: Record | None = None,
     ) -> None:
         self._no_loading = no_loading
         self._look = look or Look()
@@ -171,8 +195,13 @@ class MoetDeskApp(App[int]):
         self.bridge = Bridge(open_engine, pack_job=pack_job, clock=clock, log_dir=log_dir)
         self.conversation = Conversation(self.bridge, chats, wishes=wishes or Wishes())
         self._desk = desk
+        self._config_file = config_file
         self.model = model  # name of the pack that is loaded, or being loaded
+        self.player = None if playback is None else Player(playback, self.conversation)
+        self._tape = Tape(record, clock)
         self._starts_in = "chat" if setup is None else "setup"
+        if playback is not None and not playback.recording.has_words:
+            self._starts_in = "cache"
         self._jobs: tuple[JobView, ...] = ()
         self._history = History()
         self._pulls: tuple[Timer, ...] = ()
@@ -188,10 +217,16 @@ class MoetDeskApp(App[int]):
             plain=plain, blink=self._look.motion == "full",
             marks_reruns=self._look.marks_reruns,
         )  # fmt: skip
-        self.cache = CacheScreen(self.glyphs, self._history, clock=clock, plain=plain)
+        self.cache = CacheScreen(
+            self.glyphs, self._history, clock=clock, plain=plain,
+            period_s=self._gauge_period_s(),
+        )  # fmt: skip
         self.models = ModelsScreen(desk, self.glyphs, clock=clock, plain=plain)
         self.doctor = DoctorScreen(desk, self.glyphs, clock=clock, plain=plain)
-        self.endpoint = EndpointScreen(endpoint or EndpointSettings(), self.glyphs, plain=plain)
+        self.endpoint = EndpointScreen(
+            endpoint or NoEndpoint(), endpoint_settings or EndpointSettings(), self.glyphs,
+            plain=plain,
+        )  # fmt: skip
         self.settings = SettingsScreen(config_file, self.glyphs, plain=plain)
         self.log_screen = LogScreen(Path(log_dir) / log_name, self.glyphs, plain=plain)
         quality = self.conversation.wishes.quality.value
@@ -207,7 +242,7 @@ class MoetDeskApp(App[int]):
 
     def on_mount(self) -> None:
         if self._look.motion != "full":
-            self.animation_level = "none"
+            self._set_motion()
         self.set_class(self.glyphs is ASCII, "-ascii")
         known = binding_ids()
         self.set_keymap({name: key for name, key in self._look.keys.items() if name in known})
@@ -222,10 +257,27 @@ class MoetDeskApp(App[int]):
         if self._pulls_itself:
             self._pulls = (
                 self.set_interval(TEXT_PERIOD_S, self.pull_text),
-                self.set_interval(GAUGE_PERIOD_S, self.pull_gauges),
+                self.set_interval(self._gauge_period_s(), self.pull_gauges),
             )
             self.call_after_refresh(gc.freeze)
+            self._watch_terminal()
         self.pull_gauges()
+
+    def _gauge_period_s(self) -> float:
+        """Pictures that move are slower for people who want less motion."""
+        return GAUGE_PERIOD_S if self._look.motion == "full" else CALM_PERIOD_S
+
+    def _watch_terminal(self) -> None:
+        """Draw everything after a pause in the shell; leave well when the window is closed."""
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            loop.add_signal_handler(number, self.hang_up)
+
+    def hang_up(self) -> None:
+        """The terminal is gone, or this process was asked to end: keep everything, and leave."""
+        self.conversation.keep()
+        self._leave_now(ExitCode.TERMINATED)
 
     def _screens(self) -> dict[str, Screen[None]]:
         return {
@@ -245,6 +297,7 @@ class MoetDeskApp(App[int]):
             timer.stop()
 
     def on_unmount(self) -> None:
+        self._say_of_tape(self._tape.end)
         self.conversation.close()
         self.bridge.close()
 
@@ -256,8 +309,17 @@ class MoetDeskApp(App[int]):
 
     async def pull_text(self) -> None:
         """Draw and save what the model has written since the last call."""
-        if self.is_running:
-            await self.chat.pull_text()
+        if not self.is_running:
+            return
+        if self.player is not None and await self._play(self.player):
+            self._history.clear()
+        await self.chat.pull_text()
+
+    async def _play(self, player: Player) -> bool:
+        """Move a recording on. Returns whether its place went back."""
+        ready = self.bridge.phase is Phase.READY
+        chat = self.chat if self.chat.is_mounted else None
+        return ready and await player.turn(chat)
 
     def pull_gauges(self) -> None:
         """Draw the newest snapshot on the screen in front; move the start on."""
@@ -265,8 +327,11 @@ class MoetDeskApp(App[int]):
             return
         self.bridge.poll()
         self._report_store()
+        if self._tape.must_end:
+            self._say_of_tape(self._tape.end)
         snapshot = self.bridge.snapshot()
-        self._history.add(snapshot, self._clock.monotonic())
+        self._history.add(snapshot, self._now_s())
+        self._draw_recording()
         self._jobs, notes = self._desk.jobs(), self._notes()
         used = max(self.conversation.context_used, snapshot.context_used)
         common: dict[str, Any] = {"context_used": used, "notes": notes, "jobs": self._jobs}
@@ -274,6 +339,8 @@ class MoetDeskApp(App[int]):
             case "cache":
                 info, wishes = self.bridge.model(), self.conversation.wishes
                 line = precision_line(info, wishes.quality, wishes.gate, width=self.size.width)
+                if self.player is not None and self.player.playback.recording.note:
+                    line = self.player.playback.recording.note
                 self.cache.show(snapshot, **common, precision=line)
             case "models":
                 self.models.show(snapshot, **common, loaded=self.model)
@@ -290,6 +357,17 @@ class MoetDeskApp(App[int]):
             case _:
                 self.chat.show(snapshot, notes=notes, jobs=self._jobs)
 
+    def _now_s(self) -> float:
+        """The time that what is shown belongs to."""
+        if self.player is not None:
+            return self.player.playback.position_s
+        return self._clock.monotonic()
+
+    def _draw_recording(self) -> None:
+        line = None if self.player is None else self.player.header(self.size.width, self.glyphs)
+        for tabs in self.screen.query(TabLine):
+            tabs.say(line)
+
     def _report_store(self) -> None:
         problem = self.conversation.store_problem
         if problem is not None and not self._store_reported:
@@ -302,8 +380,8 @@ class MoetDeskApp(App[int]):
             "display slow": self.chat.pace.slow,
         }
         notes = [note for note, holds in facts.items() if holds]
-        quality = self._quality_note()
-        return (*notes, quality) if quality else tuple(notes)
+        more = (self._tape.note, self._quality_note())
+        return (*notes, *(note for note in more if note))
 
     def _quality_note(self) -> str:
         """The quality, if it is not the usual one; while a balanced answer is written its reruns
@@ -326,6 +404,23 @@ class MoetDeskApp(App[int]):
         await self.switch_mode(mode)
         self.pull_gauges()
 
+    async def on_settings_screen_saved(self, _event: SettingsScreen.Saved) -> None:
+        """Put into effect what does not wait for a reload or a restart."""
+        settings = config.load(self._config_file).settings
+        look = look_of(settings, config.read_terminal())
+        before, self._look = self._look, look
+        if look.theme != before.theme:
+            self.theme = look.theme
+        self._set_motion()
+        if look.marks_reruns != before.marks_reruns:
+            await self.chat.show_reruns(look.marks_reruns)
+        self.conversation.wish_for_new(wishes_of(settings))
+
+    def _set_motion(self) -> None:
+        moves = self._look.motion == "full"
+        self.animation_level = "full" if moves else "none"
+        self.chat.set_blink(moves)
+
     async def on_tab_line_clicked(self, event: TabLine.Clicked) -> None:
         await self.action_go(event.mode)
 
@@ -333,6 +428,34 @@ class MoetDeskApp(App[int]):
     def searching(self) -> bool:
         """Whether the screen in front waits for something that is looked for in a thread."""
         return bool(getattr(self.screen, "searching", False))
+
+    # -- recordings ----------------------------------------------------------------------------
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys of a recording work only while one is played."""
+        return self.player is not None if action == "playback" else True
+
+    def action_playback(self, what: str) -> None:
+        """Pause, place and speed of the recording that is played."""
+        if self.player is not None:
+            self.player.control(what)
+            self.pull_gauges()
+
+    def action_record(self) -> None:
+        """Begin or end a recording of what the cache does."""
+        if self.player is not None:
+            self.notify("This is a recording already.")
+            return
+        self._say_of_tape(lambda: self._tape.toggle(self.bridge.engine, Path.cwd()))
+
+    def _say_of_tape(self, act: Callable[[], str]) -> None:
+        try:
+            words = act()
+        except MoetError as error:
+            self.chat.toast(error)
+            return
+        if words:
+            self.notify(words, markup=False, timeout=8)
 
     # -- models --------------------------------------------------------------------------------
 
@@ -359,6 +482,9 @@ class MoetDeskApp(App[int]):
 
     def _load_now(self, name: str, wishes: PlanWishes | None) -> None:
         self.conversation.stop()
+        self.player = None  # what is shown from now on is no recording
+        self._say_of_tape(self._tape.end)
+        self._draw_recording()
         self.model = name
         if wishes is not None:
             self.conversation.wish(quality=Quality(wishes.quality))
@@ -428,7 +554,7 @@ class MoetDeskApp(App[int]):
         """Quit; asks first while an answer is written."""
         if isinstance(self.screen, ConfirmDialog):
             return
-        if not self.conversation.busy:
+        if not self.conversation.busy or self.player is not None:
             self._leave_now()
             return
 
@@ -444,11 +570,11 @@ class MoetDeskApp(App[int]):
         )
         self.push_screen(dialog, answered)
 
-    def _leave_now(self) -> None:
+    def _leave_now(self, code: ExitCode = ExitCode.OK) -> None:
         if self.chat.is_mounted:
             self.chat.save_draft()
         self.stop_pulling()
-        self.exit(0)
+        self.exit(int(code))
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Our own variables, for themes that are not ours."""
@@ -472,6 +598,8 @@ class MoetDeskApp(App[int]):
             yield SystemCommand(title, text, partial(self.action_go, mode))
         adding = partial(self._add_model, None)
         yield SystemCommand("Add a model", "From the list, Hugging Face or a folder", adding)
+        for title, text, what in PLAYBACK if self.player is not None else ():
+            yield SystemCommand(title, text, partial(self.action_playback, what))
         yield SystemCommand("Help", "Keys, commands and glyphs (F1)", self.action_help)
         yield SystemCommand("Theme", "Change the colours", self.action_change_theme)
         yield SystemCommand("Quit", "Close moet-desk (Ctrl+Q)", self.action_leave)
@@ -491,7 +619,8 @@ def _same(screen: Screen[None]) -> Screen[None]:
 def binding_ids() -> tuple[str, ...]:
     """All action ids that `[keys]` may name, in the order of the help; a public contract."""
     owners = (
-        Prompt, ChatScreen, CacheScreen, Heatmap, ModelsScreen, ModelList, EndpointScreen,
+        Prompt, ChatScreen, Transcript, FindLine, AttachDialog, ChatOptions, Choice,
+        CacheScreen, Heatmap, CacheLines, ModelsScreen, ModelList, EndpointScreen,
         SettingsScreen, DoctorScreen, LogScreen,
         PackPlan, SetupScreen, Offers, FilterLine, SignInDialog, ChatList, ConfirmDialog,
         HelpPanel, MoetDeskApp,
@@ -512,8 +641,11 @@ def run(
     pack_job: PackJob | None,
     chats: ChatStoreLike,
     desk: Desk,
+    endpoint: EndpointControl,
     model: str,
     setup: Setup | None,
+    playback: Playback | None = None,
+    record: Record | None = None,
     log_name: str = LOG_FILE,
     no_loading: str = "",
 ) -> int:
@@ -526,8 +658,11 @@ def run(
         pack_job: the pack being made on the first start, None if it is there.
         chats: the store; closed with the app.
         desk: what the models, doctor and set-up screens ask.
+        endpoint: what the endpoint screen shows and starts.
         model: name of the pack that `open_engine` opens.
         setup: where the wizard is to begin or to go on, None to begin with the chat.
+        playback: controls of the recording that `open_engine` gives, None for a real engine.
+        record: starts a recording of what the cache does; None: that cannot be done.
         log_name: of the log in the folder of logs.
         no_loading: why models of this computer cannot be loaded; empty if they can.
     """
@@ -535,7 +670,8 @@ def run(
     app = MoetDeskApp(
         open_engine, chats, desk, model=model, setup=setup, look=look,
         wishes=wishes_of(settings), pack_job=pack_job, log_dir=str(locations.logs_dir),
-        log_name=log_name, endpoint=settings.endpoint, config_file=locations.config_file,
+        endpoint=endpoint, endpoint_settings=settings.endpoint,
+        config_file=locations.config_file, playback=playback, record=record, log_name=log_name,
         no_loading=no_loading,
     )  # fmt: skip
     app.run()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from moet_desk.errors import MoetError
-from moet_desk.ui.bridge import as_moet_error
+from moet_desk.ui.live_answer import as_moet_error
 
 T = TypeVar("T")
 

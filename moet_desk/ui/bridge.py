@@ -20,25 +20,19 @@ from moet_desk.engine.handle import (
     EngineHandle,
     GenerateRequest,
     ModelInfo,
-    Quality,
-    RequestStream,
 )
 from moet_desk.errors import MoetError, fail
-from moet_desk.marked_text import MarkedText, join
 from moet_desk.telemetry import (
     EngineSnapshot,
     EngineState,
-    Failed,
-    Finished,
     LoadStep,
-    PrefillProgress,
-    TextDelta,
-    Usage,
 )
-from moet_desk.ui.text import Cleaner
+from moet_desk.ui.live_answer import LiveAnswer, as_moet_error
 
 TEXT_PERIOD_S = 0.1
 GAUGE_PERIOD_S = 0.25
+CALM_PERIOD_S = 1.0
+"""Of the gauges, with less motion."""
 
 
 class PackJob(Protocol):
@@ -73,11 +67,12 @@ class Clock:
 
     wall: Callable[[], datetime]
     monotonic: Callable[[], float]
+    cpu: Callable[[], float] = lambda: 0.0  # of the thread that asks
 
 
 def system_clock() -> Clock:
-    """Local time and the monotonic clock of this computer."""
-    return Clock(wall=lambda: datetime.now().astimezone(), monotonic=time.monotonic)
+    """Local time, the monotonic clock of this computer and the thread's CPU time."""
+    return Clock(lambda: datetime.now().astimezone(), time.monotonic, time.thread_time)
 
 
 class FlushPace:
@@ -119,102 +114,30 @@ class FlushPace:
             self.period_s = max(self._base_s, self.period_s / 2)
 
 
-class LiveAnswer:
-    """The reading side of one answer: collects what has arrived, cleans it, counts."""
+class PicturePace:
+    """How often a moving picture is drawn: so often that drawing takes this much of a core.
 
-    def __init__(
-        self,
-        stream: RequestStream,
-        clock: Clock,
-        *,
-        quality: Quality = Quality.FAST,
-        log_dir: str = "",
-    ) -> None:
-        self.quality = quality
-        self._stream = stream
-        self._log_dir = log_dir
-        self._clock = clock
-        self._cleaner = Cleaner()
-        self._pieces: list[MarkedText] = []
-        self.started_s = clock.monotonic()
-        self._first_s: float | None = None
-        self._last_s: float | None = None
-        self._first_tokens = 0
-        self.n_tokens = 0
-        self.n_reran = 0
-        self.rerun_s = 0.0
-        self.prompt: PrefillProgress | None = None
-        self.prompt_since_s = self.started_s
-        self.finished: Finished | None = None
-        self.usage: Usage | None = None
-        self.error: MoetError | None = None
+    Never more often than the gauges move, never less than once a second.
+    """
 
-    @property
-    def ended(self) -> bool:
-        """Whether the last event has been taken."""
-        return self.finished is not None or self.error is not None
+    SHARE = 0.015
+    SLOWEST_S = 1.0
 
-    @property
-    def text(self) -> MarkedText:
-        """The whole clean text so far; marked is what came from tokens that were made again."""
-        if len(self._pieces) > 1:
-            self._pieces = [join(self._pieces)]
-        return self._pieces[0] if self._pieces else MarkedText()
+    def __init__(self, base_s: float) -> None:
+        self._base_s = self.period_s = base_s
+        self._due_s = 0.0
 
-    @property
-    def first_token_s(self) -> float | None:
-        """Seconds from sending to the first text, None before it."""
-        return None if self._first_s is None else self._first_s - self.started_s
+    def due(self, now_s: float) -> bool:
+        """Whether a picture may be drawn now; if so, sets the time of the next one."""
+        if now_s < self._due_s:
+            return False
+        self._due_s = now_s + self.period_s * 0.9  # a timer that fires early must not skip a turn
+        return True
 
-    @property
-    def tok_per_s(self) -> float | None:
-        """Mean rate since the first text, None before the second."""
-        if self._first_s is None or self._last_s is None or self._last_s <= self._first_s:
-            return None
-        return (self.n_tokens - self._first_tokens) / (self._last_s - self._first_s)
-
-    def pull(self) -> MarkedText:
-        """Take what has arrived; returns the new clean text."""
-        fresh: list[MarkedText] = []
-        for event in self._stream.take():
-            match event:
-                case TextDelta(text=piece, reran=reran):
-                    fresh.append(self._cleaner.feed_marked(MarkedText(piece, reran)))
-                    self._count(event)
-                case PrefillProgress():
-                    if self.prompt is None:
-                        self.prompt_since_s = self._clock.monotonic()
-                    self.prompt = event
-                case Finished(usage=usage):
-                    self.finished, self.usage = event, usage
-                case Failed(error=error, usage=failed_usage):
-                    self.usage = failed_usage
-                    self.error = as_moet_error(error, log_dir=self._log_dir)
-        text = join(fresh)
-        if text:
-            self._pieces.append(text)
-        return text
-
-    def _count(self, event: TextDelta) -> None:
-        now_s = self._clock.monotonic()
-        if self._first_s is None:
-            self._first_s = now_s
-            self._first_tokens = event.n_tokens
-        self._last_s = now_s
-        self.n_tokens += event.n_tokens
-        self.n_reran += event.n_reran
-        self.rerun_s += event.rerun_s
-
-    def stop(self) -> None:
-        """Ask the engine to stop; the text so far stays."""
-        self._stream.cancel()
-
-
-def as_moet_error(error: BaseException, *, log_dir: str) -> MoetError:
-    """The error itself if it is from the catalogue, else MD-BUG-01 with its words."""
-    if isinstance(error, MoetError):
-        return error
-    return fail("MD-BUG-01", reason=f"{type(error).__name__}: {error}", log=log_dir)
+    def record(self, cpu_s: float) -> None:
+        """Take what a picture has cost into account, half of it each time."""
+        wanted = min(self.SLOWEST_S, max(self._base_s, cpu_s / self.SHARE))
+        self.period_s = (self.period_s + wanted) / 2
 
 
 class Phase(Enum):
@@ -387,6 +310,11 @@ class Bridge:
         """The loaded model, None before it is loaded."""
         return None if self._handle is None else self._handle.model()
 
+    @property
+    def engine(self) -> EngineHandle | None:
+        """The engine, None before it is open."""
+        return self._handle
+
     # -- answers -------------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> LiveAnswer:
@@ -399,7 +327,16 @@ class Bridge:
             why = "" if self.phase is Phase.IDLE else " yet"
             raise fail("MD-ENG-07", why=why)
         stream = self._handle.submit(request)
-        return LiveAnswer(stream, self.clock, quality=request.quality, log_dir=self._log_dir)
+        return LiveAnswer(
+            stream, self.clock.monotonic, quality=request.quality, log_dir=self._log_dir
+        )
+
+    def count_tokens(self, text: str) -> int | None:
+        """Tokens of a text; None without a model. May take a second: call it in a thread."""
+        handle = self._handle
+        if handle is None or handle.model() is None:
+            return None
+        return handle.count_tokens(GenerateRequest(prompt=text))
 
     def close(self) -> None:
         """Stop the pack job (it can resume) and close the engine."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.content import Content
 
 from moet_desk import __version__
-from moet_desk.ui.conversation import Status, Turn
+from moet_desk.ui.chat_records import Status, Turn
 from moet_desk.ui.quality_words import again_words
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.gauges import show_percent
@@ -23,7 +23,8 @@ def welcome_content(model: str) -> Content:
         Content(""),
         *(Content(example) for example in _EXAMPLES),
         Content(""),
-        Content.styled("/ for commands, Ctrl+L for earlier chats, F1 for help", "$dim"),
+        Content.styled("/ for commands, Ctrl+O attaches a file, Ctrl+L earlier chats", "$dim"),
+        Content.styled("Alt+Up picks a message to copy, edit or answer again, F1 helps", "$dim"),
     ]
     return Content("\n").join(lines)
 

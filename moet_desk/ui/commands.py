@@ -21,6 +21,10 @@ class Verb(Enum):
     EXACT = "exact"
     CHATS = "chats"
     RETRY = "retry"
+    EDIT = "edit"
+    FILE = "file"
+    FIND = "find"
+    OPTIONS = "options"
     COPY = "copy"
     EXPORT = "export"
 
@@ -30,6 +34,10 @@ WORDS: dict[Verb, tuple[str, str]] = {
     Verb.CLEAR: ("", "the same as /new"),
     Verb.CHATS: ("", "earlier chats"),
     Verb.RETRY: ("", "answer the last message again"),
+    Verb.EDIT: ("", "write your last message again; both versions stay"),
+    Verb.FILE: ("PATH", "attach a text file; empty: choose one"),
+    Verb.FIND: ("TEXT", "search in this chat"),
+    Verb.OPTIONS: ("", "system prompt and sampling of this chat"),
     Verb.COPY: ("", "copy the last answer as Markdown"),
     Verb.EXPORT: ("md|json", "save this chat in the folder you started in"),
     Verb.SYSTEM: ("TEXT", "told to the model first; empty: nothing"),
@@ -83,7 +91,7 @@ def _complaint(command: Command) -> str | None:
         case Verb.EXPORT:
             if argument not in ("", "md", "json"):
                 return "Say /export md or /export json."
-        case Verb.SYSTEM:
+        case Verb.SYSTEM | Verb.FILE | Verb.FIND:
             pass
         case _:
             if argument:

@@ -6,120 +6,34 @@ its text is saved every second, so a killed process loses at most that. UI threa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime
-from enum import Enum
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from moet_desk.engine.handle import GenerateRequest, Quality, Sampling
+from moet_desk.engine.handle import GenerateRequest
 from moet_desk.errors import MoetError
-from moet_desk.marked_text import MarkedText, Ranges
-from moet_desk.telemetry import FinishReason, Usage
-from moet_desk.ui.bridge import Bridge, LiveAnswer, Phase
+from moet_desk.marked_text import MarkedText
+from moet_desk.telemetry import FinishReason
+from moet_desk.ui.attachments import Attachment
+from moet_desk.ui.branches import Tree
+from moet_desk.ui.bridge import Bridge, Phase
+from moet_desk.ui.chat_records import (
+    ChatStoreLike,
+    Draft,
+    Pulled,
+    Sent,
+    Status,
+    StoredChat,
+    Turn,
+    Wishes,
+    turn_of,
+)
+from moet_desk.ui.chat_request import figures_of, request_of
+from moet_desk.ui.live_answer import LiveAnswer
 from moet_desk.ui.text import clean_line
 
 SAVE_PERIOD_S = 1.0
 TITLE_CHARS = 60
-
-
-class Status(Enum):
-    """How a message ended; the values are what the store keeps."""
-
-    DONE = "done"
-    WRITING = "writing"
-    STOPPED = "stopped"
-    FAILED = "failed"
-    REPLACED = "replaced"  # answered again; kept, not shown
-
-
-class StoredMessage(Protocol):
-    """A message as the store returns it."""
-
-    @property
-    def id(self) -> int: ...
-    @property
-    def role(self) -> str: ...
-    @property
-    def content(self) -> str: ...
-    @property
-    def status(self) -> str: ...
-    @property
-    def meta(self) -> Mapping[str, Any]: ...
-    @property
-    def created(self) -> datetime: ...
-
-
-class StoredChat(Protocol):
-    """A chat as the store returns it; lists leave `messages` empty."""
-
-    @property
-    def id(self) -> int: ...
-    @property
-    def title(self) -> str: ...
-    @property
-    def system(self) -> str: ...
-    @property
-    def draft(self) -> str: ...
-    @property
-    def updated(self) -> datetime: ...
-    @property
-    def messages(self) -> Sequence[StoredMessage]: ...
-
-
-class ChatStoreLike(Protocol):
-    """What the screens need of `store.chats.ChatStore`; every method may raise a `MoetError`."""
-
-    def create_chat(self, title: str, *, model: str, system: str) -> int: ...
-    def list_chats(self, limit: int, query: str) -> Sequence[StoredChat]: ...
-    def get_chat(self, chat_id: int) -> StoredChat: ...
-    def delete_chat(self, chat_id: int) -> None: ...
-    def add_message(self, chat_id: int, role: str, content: str, *, status: str) -> int: ...
-    def update_message(
-        self, message_id: int, *, content: str, status: str, meta: Mapping[str, Any]
-    ) -> None: ...
-    def save_draft(self, chat_id: int, draft: str) -> None: ...
-    def close(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Turn:
-    """One message of the open chat."""
-
-    id: int
-    role: str
-    text: str
-    status: Status
-    created: datetime
-    meta: dict[str, Any] = field(default_factory=dict)
-    marks: Ranges = ()  # of `text`: what was made again; not stored
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """How answers are asked for; None means the model's own recommendation."""
-
-    quality: Quality = Quality.FAST
-    gate: float | None = None
-    temperature: float | None = None
-    system: str = ""
-    max_tokens: int | None = None
-
-
-class Sent(Enum):
-    """What became of a message."""
-
-    STARTED = "started"
-    QUEUED = "queued"  # sent when the answer or the loading has ended
-    REFUSED = "refused"  # one is already waiting
-
-
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """What a pull brought: new text, and whether the answer has ended with it."""
-
-    text: MarkedText
-    ended: bool
 
 
 class Conversation:
@@ -130,15 +44,16 @@ class Conversation:
         self._chats = chats
         self._saved_s = 0.0
         self._saved_chars = 0
-        self._new_draft = ""  # of the chat that is not stored yet
-        self._opened_draft = ""
+        self._new_draft = Draft()  # of the chat that is not stored yet
+        self._opened_draft = Draft()
         self._stopping = False
-        self._system_of_new = wishes.system
+        self._wishes_of_new = wishes
+        self._tree = Tree()
         self.wishes = wishes
         self.chat_id: int | None = None
-        self.turns: list[Turn] = []
+        self.turns: list[Turn] = []  # of the branch that is shown
         self.forgotten = 0  # turns at the beginning that are not sent any more
-        self.queued: str | None = None
+        self.queued: Draft | None = None
         self.live: LiveAnswer | None = None
         self.problem: MoetError | None = None  # of the last answer
         self.store_problem: MoetError | None = None  # saving failed; the chat goes on in memory
@@ -161,28 +76,25 @@ class Conversation:
         self._leave()
         self._reset()
         self.chat_id = chat.id
-        self._opened_draft = chat.draft
-        self.wish(system=chat.system)
-        for message in chat.messages:
-            status = Status(message.status)
-            if status is Status.REPLACED:
-                continue
-            if status is Status.WRITING:
-                status = Status.STOPPED
-            meta = dict(message.meta)
-            turn = Turn(message.id, message.role, message.content, status, message.created, meta)
-            self.turns.append(turn)
-            self.context_used = int(meta.get("context_used", self.context_used))
-            if "system" in meta:
-                self.wish(system=str(meta["system"]))
+        files = tuple(map(Attachment.from_stored, chat.draft_files))
+        self._opened_draft = Draft(chat.draft, files)
+        self.wishes = self.wishes.with_stored(chat.settings, system=chat.system)
+        self._tree = Tree(map(turn_of, chat.messages))
+        self._show_path(chat.tip)
+
+    def _show_path(self, tip: int | None) -> None:
+        self.turns = self._tree.path_to(tip)
+        self.forgotten = 0
+        self.problem = None
+        self.context_used = next(
+            (int(t.meta["context_used"]) for t in self.turns[::-1] if "context_used" in t.meta), 0
+        )
 
     def _reset(self) -> None:
         self.chat_id = None
-        self.turns = []
-        self.forgotten = 0
-        self.problem = None
-        self.context_used = 0
-        self.wish(system=self._system_of_new)
+        self._tree = Tree()
+        self._show_path(None)
+        self.wishes = self._wishes_of_new
 
     def _leave(self) -> None:
         self.queued = None
@@ -197,26 +109,103 @@ class Conversation:
             self.new()
         self._chats.delete_chat(chat_id)
 
-    def list_chats(self, query: str, *, limit: int = 200) -> Sequence[StoredChat]:
-        """Stored chats, newest first, that contain `query`."""
-        return self._chats.list_chats(limit, query)
+    def list_chats(self, query: str, *, limit: int = 200) -> Sequence[tuple[StoredChat, str]]:
+        """Stored chats, newest first, that contain `query`, each with a stretch of its text."""
+        chats = self._chats.list_chats(limit, query)
+        found = self._chats.excerpts(query, [chat.id for chat in chats])
+        return [(chat, found.get(chat.id, "")) for chat in chats]
 
     @property
-    def draft(self) -> str:
+    def draft(self) -> Draft:
         """The unsent prompt that the open chat had when it was opened."""
         return self._new_draft if self.chat_id is None else self._opened_draft
 
-    def save_draft(self, text: str) -> None:
-        """Keep an unsent prompt with its chat."""
+    def save_draft(self, text: str, files: tuple[Attachment, ...] = ()) -> None:
+        """Keep an unsent prompt and its files with its chat."""
+        draft, before = Draft(text, files), self.draft
         if self.chat_id is None:
-            self._new_draft = text
-        else:
-            chat_id = self.chat_id
+            self._new_draft = draft
+            return
+        chat_id, self._opened_draft = self.chat_id, draft
+        if text != before.text:
             self._guard(lambda: self._chats.save_draft(chat_id, text))
+        if files != before.files:  # they may be megabytes
+            stored = [file.to_stored() for file in files]
+            self._guard(lambda: self._chats.save_draft_files(chat_id, stored))
 
     def wish(self, **changes: Any) -> None:
-        """Change how the next answers are asked for; names are the fields of `Wishes`."""
+        """Change how the next answers of this chat are asked for; names are fields of `Wishes`.
+
+        A quality is meant for new chats as well: it is chosen for the model and the computer.
+        """
         self.wishes = replace(self.wishes, **changes)
+        if "quality" in changes:
+            self._wishes_of_new = replace(self._wishes_of_new, quality=changes["quality"])
+        if self.chat_id is not None:
+            chat_id, wishes = self.chat_id, self.wishes
+            self._guard(
+                lambda: self._chats.save_settings(
+                    chat_id, system=wishes.system, settings=wishes.to_stored()
+                )
+            )
+
+    def wish_for_new(self, wishes: Wishes) -> None:
+        """Change how answers are asked for in new chats, and in this one if nothing was sent."""
+        if self.wishes == self._wishes_of_new and self.chat_id is None:
+            self.wishes = wishes
+        self._wishes_of_new = wishes
+
+    # -- branches ------------------------------------------------------------------------------
+
+    @property
+    def all_turns(self) -> Sequence[Turn]:
+        """The messages of all branches, in the order in which they came."""
+        return self._tree.turns
+
+    def branch_of(self, turn: Turn) -> tuple[int, int]:
+        """Which of how many messages at the same place this is, from 1."""
+        siblings = self._tree.siblings(turn)
+        return siblings.index(turn.id) + 1, len(siblings)
+
+    def move(self, turn: Turn, by: int) -> bool:
+        """Show the branch of the sibling `by` further on. False: there is none, or an answer is
+        being written.
+        """
+        siblings = self._tree.siblings(turn)
+        at = siblings.index(turn.id) + by
+        if self.busy or not 0 <= at < len(siblings):
+            return False
+        self.go_to(siblings[at])
+        return True
+
+    def go_to(self, turn_id: int) -> bool:
+        """Show the branch that a message is in. False: an answer is being written elsewhere."""
+        if any(turn.id == turn_id for turn in self.turns):
+            return True
+        if self.busy or self.chat_id is None or turn_id not in self._tree:
+            return False
+        self._show_path(self._tree.end_of(turn_id))
+        chat_id, tip = self.chat_id, self.turns[-1].id
+        self._guard(lambda: self._chats.set_tip(chat_id, tip))
+        return True
+
+    def edit(self, turn: Turn, draft: Draft) -> bool:
+        """Send a message of the user again in other words, on a branch of its own. False: an answer
+        is being written, or no model is ready.
+
+        Raises:
+            MoetError: the store cannot take it; nothing was sent.
+        """
+        if self.busy or self._bridge.phase is not Phase.READY or turn not in self.turns:
+            return False
+        kept = self.turns
+        self.turns = kept[: kept.index(turn)]
+        try:
+            self._start(draft)
+        except MoetError:
+            self.turns = kept
+            raise
+        return True
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -225,56 +214,66 @@ class Conversation:
         """Whether an answer is being made."""
         return self.live is not None
 
-    def send(self, text: str) -> Sent:
+    def send(self, text: str, files: tuple[Attachment, ...] = ()) -> Sent:
         """Send a message now, or queue it behind the answer or the loading.
 
         Raises:
             MoetError: the store cannot take it; nothing was sent.
         """
         if not self.busy and self._bridge.phase is Phase.READY:
-            self._start(text)
+            self._start(Draft(text, files))
             return Sent.STARTED
         if self.queued is not None:
             return Sent.REFUSED
-        self.queued = text
+        self.queued = Draft(text, files)
         return Sent.QUEUED
 
-    def take_queued(self) -> str | None:
+    def take_queued(self) -> Draft | None:
         """Send the waiting message if it can go now; returns it."""
         ready = self.queued is not None and not self.busy and self._bridge.phase is Phase.READY
         if not ready or self.queued is None:
             return None
-        text, self.queued = self.queued, None
-        self._start(text)
-        return text
+        draft, self.queued = self.queued, None
+        self._start(draft)
+        return draft
 
-    def unqueue(self) -> str | None:
+    def unqueue(self) -> Draft | None:
         """Take the waiting message back; returns it."""
-        text, self.queued = self.queued, None
-        return text
+        draft, self.queued = self.queued, None
+        return draft
 
-    def _start(self, text: str) -> None:
+    def _start(self, draft: Draft) -> None:
         if self.chat_id is None:
+            names = ", ".join(file.name for file in draft.files)
             self.chat_id = self._chats.create_chat(
-                clean_line(text, TITLE_CHARS),
+                clean_line(draft.text.strip() or names, TITLE_CHARS),
                 model=self._bridge.snapshot().model,
                 system=self.wishes.system,
+                settings=self.wishes.to_stored(),
             )
-            self._new_draft = ""
-        self._add("user", text, Status.DONE)
+            self._new_draft = self._opened_draft = Draft()
+        self._add("user", draft, Status.DONE)
         self._answer()
 
-    def _add(self, role: str, text: str, status: Status) -> Turn:
+    def _add(self, role: str, draft: Draft, status: Status) -> Turn:
         if self.chat_id is None:
             raise RuntimeError("no chat is open")
-        message_id = self._chats.add_message(self.chat_id, role, text, status=status.value)
-        turn = Turn(message_id, role, text, status, self._bridge.clock.wall())
+        parent = self.turns[-1].id if self.turns else None
+        files = [file.to_stored() for file in draft.files]
+        message_id = self._chats.add_message(
+            self.chat_id, role, draft.text, status=status.value, parent=parent, files=files
+        )
+        turn = Turn(
+            message_id, role, draft.text, status, self._bridge.clock.wall(),
+            parent=parent, files=draft.files,
+        )  # fmt: skip
+        self._tree.add(turn)
         self.turns.append(turn)
         return turn
 
     def _answer(self) -> None:
         request = self.request()
-        self._add("assistant", "", Status.WRITING)
+        self._add("assistant", Draft(), Status.WRITING)
         self.problem = None
         self._stopping = False
         self._saved_s = self._bridge.clock.monotonic()
@@ -286,33 +285,30 @@ class Conversation:
 
     def request(self) -> GenerateRequest:
         """The request for an answer to the turns so far."""
-        wishes = self.wishes
-        messages = [{"role": "system", "content": wishes.system}] if wishes.system else []
-        messages += [
-            {"role": turn.role, "content": turn.text}
-            for turn in self.turns[self.forgotten :]
-            if turn.role == "user" or turn.text
-        ]
-        return GenerateRequest(
-            messages=messages,
-            sampling=Sampling(temperature=wishes.temperature),
-            max_tokens=wishes.max_tokens,
-            quality=wishes.quality,
-            gate=wishes.gate,
-            client="chat",
-        )
+        return request_of(self.turns[self.forgotten :], self.wishes, self._bridge.model())
 
-    def retry(self) -> bool:
-        """Answer the last message again; the old answer stays in the store. False: nothing to."""
+    def retry(self, turn: Turn | None = None) -> bool:
+        """Answer a message again, by default the last one; the old answer stays as a sibling.
+
+        Args:
+            turn: an answer, or a message of the user, of the branch that is shown.
+
+        Returns:
+            False: there is nothing to answer, no model, or an answer is being written.
+        """
         if self.busy or self._bridge.phase is not Phase.READY or not self.turns:
             return False
-        last = self.turns[-1]
-        if last.role == "assistant":
-            self.turns.pop()
-            self._save(last, Status.REPLACED)
-        if not self.turns or self.turns[-1].role != "user":
+        at = len(self.turns) - 1 if turn is None else self.turns.index(turn)
+        end = at if self.turns[at].role == "assistant" else at + 1
+        if end == 0 or self.turns[end - 1].role != "user":
             return False
-        self._answer()
+        kept = self.turns
+        self.turns = kept[:end]
+        try:
+            self._answer()
+        except MoetError:
+            self.turns = kept
+            raise
         return True
 
     def forget_oldest(self) -> int:
@@ -339,17 +335,19 @@ class Conversation:
         live = self.live
         if live is None:
             return Pulled(MarkedText(), ended=False)
-        text = live.pull()
+        thought, text = live.pull()
         turn = self.turns[-1]
-        turn.text, turn.marks = live.text.text, live.text.marks
+        turn.text, turn.marks, turn.thought = live.text.text, live.text.marks, live.thought
+        if live.thought_s is not None:
+            turn.meta |= {"thought_s": live.thought_s, "thought_tokens": live.thought_tokens}
         if live.ended:
             self._end(self._status_of(live))
-            return Pulled(text, ended=True)
-        now_s = self._bridge.clock.monotonic()
-        if now_s - self._saved_s >= SAVE_PERIOD_S and len(turn.text) > self._saved_chars:
-            self._saved_s, self._saved_chars = now_s, len(turn.text)
+            return Pulled(text, ended=True, thought=thought)
+        now_s, n_chars = self._bridge.clock.monotonic(), len(turn.text) + len(turn.thought)
+        if now_s - self._saved_s >= SAVE_PERIOD_S and n_chars > self._saved_chars:
+            self._saved_s, self._saved_chars = now_s, n_chars
             self._save(turn, Status.WRITING)
-        return Pulled(text, ended=False)
+        return Pulled(text, ended=False, thought=thought)
 
     def _status_of(self, live: LiveAnswer) -> Status:
         if live.error is not None:
@@ -367,10 +365,10 @@ class Conversation:
             meta["quality"] = live.finished.quality
         if live.usage is not None:
             self.context_used = live.usage.prompt_tokens + live.usage.completion_tokens
-            meta |= _figures(live.usage) | {"context_used": self.context_used}
+            meta |= figures_of(live.usage) | {"context_used": self.context_used}
         if server := self._bridge.snapshot().remote:
             meta["server"] = server
-        self.turns[-1].marks = live.text.marks
+        self.turns[-1].marks, self.turns[-1].thought = live.text.marks, live.thought
         self._end_with(status, live.text.text, live.error)
 
     def _end_with(self, status: Status, text: str, error: MoetError | None) -> None:
@@ -379,7 +377,7 @@ class Conversation:
         if error is not None:
             turn.meta["error"] = error.to_dict()
         if self.wishes.system:
-            turn.meta["system"] = self.wishes.system
+            turn.meta["system"] = self.wishes.system  # it may be another one later
         self.problem = error
         self.live = None
         self._save(turn, status)
@@ -387,7 +385,11 @@ class Conversation:
     def _save(self, turn: Turn, status: Status) -> None:
         self._guard(
             lambda: self._chats.update_message(
-                turn.id, content=turn.text, status=status.value, meta=turn.meta
+                turn.id,
+                content=turn.text,
+                status=status.value,
+                meta=turn.meta,
+                reasoning=turn.thought,
             )
         )
 
@@ -400,21 +402,11 @@ class Conversation:
         else:
             self.store_problem = None
 
+    def keep(self) -> None:
+        """Stop the answer, and store what was written of it."""
+        self._leave()
+
     def close(self) -> None:
         """The window closes: keep what was written and close the store."""
-        self._leave()
+        self.keep()
         self._guard(self._chats.close)
-
-
-def _figures(usage: Usage) -> dict[str, Any]:
-    """The figures of the closing line, as they are stored with a message."""
-    return {
-        "tokens": usage.completion_tokens,
-        "prompt_tokens": usage.prompt_tokens,
-        "first_token_s": usage.first_token_s,
-        "decode_s": usage.decode_s,
-        "wait_s": usage.wait_s,
-        "rerun_tokens": usage.rerun_tokens,
-        "rerun_s": usage.rerun_s,
-        "opportunistic": usage.opportunistic,
-    }

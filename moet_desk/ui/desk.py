@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from moet_desk.engine.handle import EngineHandle
 from moet_desk.errors import MoetError
-from moet_desk.telemetry import Tier
+from moet_desk.telemetry import EndpointView, Tier
 
 ASK_BYTES = 10_000_000_000
 """A download above this is named with its size and asked for; Enter alone never starts it."""
@@ -349,3 +349,41 @@ class Desk(Protocol):
     def save_setup(self, kept: Mapping[str, Any]) -> None:
         """Keep what the wizard needs to go on after the window is closed."""
         ...
+
+
+class EndpointControl(Protocol):
+    """What the endpoint screen shows and does. `start` and `stop` run in a thread, the others are
+    quick.
+    """
+
+    def view(self) -> EndpointView:
+        """As it is now, the newest call first."""
+        ...
+
+    def start(self) -> None:
+        """Let programs connect, now or once a model is loaded."""
+        ...
+
+    def stop(self) -> None:
+        """Let nobody connect; answers that are being written end."""
+        ...
+
+    def stop_call(self, number: int) -> bool:
+        """Stop the answer of one call; False if it has ended."""
+        ...
+
+
+class NoEndpoint:
+    """An `EndpointControl` where there is none."""
+
+    def view(self) -> EndpointView:
+        return EndpointView()
+
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    def stop(self) -> None:
+        """There is nothing to stop."""
+
+    def stop_call(self, number: int) -> bool:
+        return False

@@ -9,6 +9,18 @@ COMMANDS = (
     ("chat", "Answer again", "Answer the last message again", "retry"),
     ("chat", "Quality", "Fast, balanced or exact experts", "quality"),
     ("chat", "Copy the last answer", "As Markdown", "copy_answer"),
+    ("chat", "Copy code", "The next block of code of the answer or message", "copy_code"),
+    ("chat", "Edit the message", "Write another version; all versions stay", "edit"),
+    ("chat", "Message before", "Move the block cursor up", "block(-1)"),
+    ("chat", "Version before", "Of the message under the cursor", "version(-1)"),
+    ("chat", "Version behind", "Of the message under the cursor", "version(1)"),
+    ("chat", "Reasoning", "Unfold what the model said to itself, or fold it", "thoughts"),
+    ("chat", "Find in this chat", "In all versions of its messages", "find"),
+    ("chat", "Attach a file", "A text file for the next message", "attach"),
+    ("chat", "Options of this chat", "System prompt, quality, sampling", "options"),
+    ("chat", "Save as Markdown", "In the folder you started in", "export('md')"),
+    ("chat", "Save as JSON", "With times and figures", "export('json')"),
+    ("chat", "First message", "Go to the beginning of the chat", "first"),
     (
         "chat",
         "Underline what was made again",
@@ -17,7 +29,10 @@ COMMANDS = (
     ),
     ("chat", "Side rail", "Show or hide it in wide windows", "rail"),
     ("chat", "Go to the end", "Follow the text again", "follow"),
-    ("cache", "Cache measure", "Where experts are, or their heat", "measure"),
+    ("cache", "Cache measure", "Where experts are, heat, hits or age", "measure"),
+    ("cache", "Cache view", "Grid, dense, layers or a list of experts", "view"),
+    ("cache", "Order of the list of experts", "Uses, fetches, last use or layer", "order"),
+    ("cache", "Record what the cache does", "Begin or end it; for --demo-trace", "record"),
     ("cache", "Pause the cache picture", "The engine still runs", "pause"),
     ("models", "Sign in to the hub", "For models that ask who fetches them", "sign_in"),
     ("doctor", "Check this computer again", "Findings with cause and fix", "again"),
@@ -25,6 +40,16 @@ COMMANDS = (
     ("doctor", "Put in order", "Folders, who may read files, leftovers", "fix"),
 )
 """Screen, title, explanation and action of each entry that acts on a screen."""
+
+PLAYBACK = (
+    ("Recording: play or pause", "All screens stand still (F9)", "toggle"),
+    ("Recording: forward", "Five seconds on", "forward"),
+    ("Recording: back", "Five seconds back", "back"),
+    ("Recording: from the beginning", "Show it again", "begin"),
+    ("Recording: faster", "Up to eight times the real speed", "faster"),
+    ("Recording: slower", "Down to a quarter", "slower"),
+)
+"""Title, explanation and what it does, of the entries that exist while a recording is played."""
 
 GO = (
     ("chat", "Chat", "Go to the chat (F2)"),
@@ -44,6 +69,10 @@ _KEY_WORDS = {
     "slash": "/",
     "pageup": "PgUp",
     "pagedown": "PgDn",
+    "comma": ",",
+    "full_stop": ".",
+    "minus": "-",
+    "plus": "+",
 }
 
 

@@ -17,7 +17,7 @@ from moet_desk.engine.handle import EngineHandle
 from moet_desk.store.chats import ChatStore
 from moet_desk.ui.app import Look, MoetDeskApp
 from moet_desk.ui.bridge import Phase
-from moet_desk.ui.conversation import ChatStoreLike
+from moet_desk.ui.chat_records import ChatStoreLike
 from moet_desk.ui.desk import Desk
 
 SIZES = ((80, 24), (120, 40))

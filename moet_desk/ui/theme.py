@@ -45,6 +45,12 @@ class Glyphs:
     column: str
     down: str
     up: str
+    left: str
+    right: str
+    unfold: str
+    fold: str
+    file: str
+    close: str
     states: Mapping[EngineState, str]
     name: str
     stacks: bool  # whether `spark` glyphs of two lines join to one bar
@@ -57,7 +63,8 @@ class Glyphs:
 UNICODE = Glyphs(
     tiers="░▒▓█", ramp="·▁▂▃▄▅▆▇", spark="▁▂▃▄▅▆▇█", unused="·", full="▇", empty="▁",
     ok="✓", bad="✗", warn="!", now="▸", todo="·", prompt="❯", caret="▌", dot="·", rule="─",
-    column="│", down="↓", up="↑",
+    column="│", down="↓", up="↑", left="‹", right="›", unfold="▸", fold="▾", file="▤",
+    close="×",
     states={
         EngineState.NO_MODEL: "○", EngineState.LOADING: "◌", EngineState.READY: "●",
         EngineState.READING: "◐", EngineState.WRITING: "●", EngineState.FAULT: "✗",
@@ -68,7 +75,8 @@ UNICODE = Glyphs(
 ASCII = Glyphs(
     tiers=TIER_LETTERS, ramp=".1234567", spark="._-=+*%#", unused=".", full="#", empty="-",
     ok="+", bad="x", warn="!", now=">", todo=".", prompt=">", caret="_", dot="-", rule="-",
-    column="|", down="v", up="^",
+    column="|", down="v", up="^", left="<", right=">", unfold="+", fold="-", file="=",
+    close="x",
     states={
         EngineState.NO_MODEL: "o", EngineState.LOADING: "~", EngineState.READY: "*",
         EngineState.READING: "<", EngineState.WRITING: ">", EngineState.FAULT: "x",

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moet_desk.api.app import build_app
+from moet_desk.api.calls import Calls
 from moet_desk.api.guard import EndpointOptions
 from moet_desk.store.responses import ResponseStore
 from tests.api.fakes import InstantEngine
@@ -177,7 +178,7 @@ def mutated(choose: random.Random, body: dict[str, Any]) -> bytes:
 def run_mutations(n: int, seed: int) -> dict[int, int]:
     """Send damaged bodies; returns how often each status came."""
     engine = InstantEngine("One two.", CALL)
-    app = build_app(engine, EndpointOptions(), ResponseStore())
+    app = build_app(engine, EndpointOptions(), ResponseStore(), Calls())
     choose = random.Random(seed)
     seen: dict[int, int] = {}
 
@@ -198,7 +199,7 @@ def run_mutations(n: int, seed: int) -> dict[int, int]:
 
 
 def test_valid_bodies__are_answered() -> None:
-    app = build_app(InstantEngine("One two.", CALL), EndpointOptions(), ResponseStore())
+    app = build_app(InstantEngine("One two.", CALL), EndpointOptions(), ResponseStore(), Calls())
 
     async def main() -> None:
         for path, body in BODIES.items():
@@ -255,7 +256,7 @@ def calls(draw: st.DrawFn) -> tuple[str, str, bytes]:
 @settings(max_examples=120, deadline=None)
 def test_any_call__answer_or_error_object(given_call: tuple[str, str, bytes]) -> None:
     method, path, body = given_call
-    app = build_app(InstantEngine(), EndpointOptions(), ResponseStore())
+    app = build_app(InstantEngine(), EndpointOptions(), ResponseStore(), Calls())
     status, answer = asyncio.run(call(app, method, path, body))
     if method == "HEAD" or path == "/metrics":
         assert status in (200, 404, 405)

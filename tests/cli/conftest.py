@@ -6,17 +6,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from moet_desk import cli
+from tests.store.hub_server import HubServer, Repo
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTED = Path(__file__).with_name("scripted_main.py")
+
+HubOf = Callable[[str, Path], HubServer]
 
 ON_CPU = {"MOET_DESK_ENGINE_DEVICE": "cpu"}
 """These suites test the CPU engine, also where there is a GPU."""
@@ -60,6 +64,24 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in ON_CPU.items():
         monkeypatch.setenv(name, value)
     return folder
+
+
+@pytest.fixture
+def hub_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubOf]:
+    """Starts a hub on localhost that has one repository, and is the program's hub from then on."""
+    started = []
+
+    def start(name: str, source: Path) -> HubServer:
+        server = HubServer()
+        started.append(server)
+        server.repos[name] = Repo(source)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        return server
+
+    yield start
+    for server in started:
+        server.close()
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ class Terminal:
         data_dir: Path,
         port: int,
         more: Mapping[str, str] | None = None,
+        *,
         arguments: Sequence[str] = (),
     ) -> None:
         variables = environment(data_dir) | {

@@ -14,10 +14,11 @@ from bench import shape_table
 from moet_desk.cli import bench_shape
 from moet_desk.engine.cuda import measure as measuring
 from moet_desk.engine.cuda.bandwidth import Bandwidth
-from moet_desk.engine.cuda.measure import DraftFigures, Figures, Setup, Steps
+from moet_desk.engine.cuda.measured import DraftFigures, DriveFigures, Figures, Setup, Steps
 from moet_desk.engine.cuda.shapes import KNOWN, SHAPES
 from moet_desk.errors import ExitCode
 from moet_desk.store.pack_format import Plane
+from moet_desk.telemetry import ReadTimes
 from moet_desk.units import GIB
 from tests.cli.conftest import Command
 
@@ -77,12 +78,33 @@ def test_bench_shape__no_gpu__says_so_and_what_to_do(moet: Command) -> None:
     assert "nvidia-smi" in result.err
 
 
-def test_bench_shape__rows_over_the_ram_limit__refused_with_both_sizes(moet: Command) -> None:
-    result = moet("bench", "--shape", "deepseek-v4-flash", "--ram-limit", "64GiB", "--json")
+def test_bench_shape__ram_limit_below_a_step__refused_with_both_sizes(
+    moet: Command, card: FakeCard
+) -> None:
+    result = moet("bench", "--shape", "deepseek-v4-flash", "--ram-limit", "64MiB", "--json")
     assert result.code == ExitCode.NO_ROOM
     assert result.error_code == "MD-RAM-05"
-    assert "72.6 GiB" in result.err
-    assert "64.0 GiB" in result.err
+    assert "81.0 MiB" in result.err
+    assert "64.0 MiB" in result.err
+    assert card.setups == []
+
+
+def test_bench_shape__rows_over_the_ram_limit__read_from_the_drive_of_the_models(
+    moet: Command, card: FakeCard, data_dir: Path
+) -> None:
+    drive = DriveFigures(3e9, ReadTimes(2.0, 3.0, 4.0, direct=True), direct=True)
+    steps = replace(FIGURES.steps, drive_rows=2.5, drive_bytes=17_694_720.0)
+    card.figures = replace(FIGURES, steps=steps, drive=drive)
+    arguments = ("bench", "--shape", "deepseek-v4-flash", "--ram-limit", "64GiB")
+    record = moet(*arguments, "--json").document
+    (setup,) = card.setups
+    assert (setup.uses_drive, setup.folder) == (True, data_dir / "models")
+    assert record["bytes_per_step"]["nvme"] == 17_694_720
+    assert record["drive"] == {
+        "rows_per_step": 2.5, "rows_in_ram": {"base": 9709}, "bytes_per_s": 3_000_000_000,
+        "read_ms": {"p50_ms": 2.0, "p95_ms": 3.0, "p99_ms": 4.0, "direct": True}, "direct": True,
+    }  # fmt: skip
+    assert "17.7 MB per step (2.5 rows), reads reach 3.0 GB/s" in moet(*arguments).out
 
 
 @pytest.mark.parametrize(
@@ -148,8 +170,9 @@ def test_bench_shape__exact__both_planes_in_memory_and_record(
     assert (record["quality"], record["fine_slots"]) == ("exact", 6)
     assert record["fine_misses_per_step"] == 258
     assert "258.0 per step from RAM; 6 slots" in moet(*shape).out
-    refused = moet(*shape, "--ram-limit", "96GiB", "--json")  # enough for the 2-bit rows alone
-    assert refused.error_code == "MD-RAM-05"
+    assert moet(*shape, "--ram-limit", "96GiB", "--json").code == 0
+    some = card.setups[-1].in_ram()  # enough for the 2-bit rows, fine ones with what is left
+    assert some[Plane.BASE] == setup.n_rows > some[Plane.FINE] > 12
 
 
 def test_setup__fine_slots__take_from_the_base_pool() -> None:

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from moet_desk.agents import AGENTS, NO_KEY, Target, child_variables, is_cloud_key, snippets
+from moet_desk.agents import (
+    AGENTS,
+    KEY_VARIABLE,
+    NO_KEY,
+    Target,
+    child_variables,
+    is_cloud_key,
+    snippets,
+)
 from moet_desk.cli import launch as launching
 from moet_desk.cli.launch import address_of
 from moet_desk.errors import ExitCode
@@ -32,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict[
         return 0
 
     monkeypatch.setattr(launching, "_become", become)
-    monkeypatch.setattr(launching, "_served", lambda _endpoint: SERVED)
+    monkeypatch.setattr(launching, "_served", lambda _address, _key: SERVED)
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     return calls
 
@@ -67,7 +75,7 @@ def test_launch__run__no_key_of_a_service_reaches_the_agent(
     assert command[-1] == "more"
     # Only the endpoint's own key, which here comes from a variable as well, may go on.
     left = {name for name, value in environment.items() if value == "cloud-secret"}
-    assert left <= {"ANTHROPIC_AUTH_TOKEN", "OPENAI_API_KEY"}
+    assert left <= {"ANTHROPIC_AUTH_TOKEN", "OPENAI_API_KEY", KEY_VARIABLE}
     assert environment["KEPT"] == "yes"
 
 
@@ -106,6 +114,11 @@ def test_launch__opencode__its_file_names_provider_and_limits(
     file = Path(started[0][2]["OPENCODE_CONFIG"])
     document = json.loads(file.read_text())
     assert document["model"] == 'moet-desk/a"b'
+    assert document["enabled_providers"] == list(document["provider"])
+    options = document["provider"]["moet-desk"]["options"]
+    assert options["apiKey"] == f"{{env:{KEY_VARIABLE}}}"
+    assert started[0][2][KEY_VARIABLE] == NO_KEY
+    assert "OPENAI_API_KEY" not in started[0][2]  # it would offer OpenAI's models as well
     models = document["provider"]["moet-desk"]["models"]
     assert models['a"b']["limit"] == {"context": 32768, "output": 8192}
 

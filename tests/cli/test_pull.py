@@ -9,16 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
 
 from moet_desk.cli import pull as pull_command
 from moet_desk.errors import ExitCode
-from tests.cli.conftest import Command, environment
+from tests.cli.conftest import Command, HubOf, environment
 from tests.store.deepseek import write_deepseek
 from tests.store.hub_server import Fault, HubServer, Repo
 
@@ -33,13 +31,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    server = HubServer()
-    server.repos[NAME] = Repo(source)
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    yield server
-    server.close()
+def hub(source: Path, hub_of: HubOf) -> HubServer:
+    return hub_of(NAME, source)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

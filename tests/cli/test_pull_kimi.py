@@ -7,16 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from moet_desk.store.pack_reader import PackReader
-from tests.cli.conftest import Command
-from tests.store.hub_server import HubServer, Repo
+from tests.cli.conftest import Command, HubOf
 from tests.store.kimi import write_kimi
 
 
 def test_pull__released_layout__text_part_packed_and_answers(
-    moet: Command, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moet: Command, hub_of: HubOf, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "source"
     write_kimi(source)
@@ -24,14 +22,8 @@ def test_pull__released_layout__text_part_packed_and_answers(
     assert looked.code == 0, looked.err
     named = "Left out, tensors that begin with: vision_tower (2), mm_projector (1)."
     assert named in looked.err + looked.out
-    server = HubServer()
-    server.repos["maker/kimi"] = Repo(source)
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    try:
-        pulled = moet("pull", "maker/kimi", "--yes", "--format", "ndjson")
-    finally:
-        server.close()
+    hub_of("maker/kimi", source)
+    pulled = moet("pull", "maker/kimi", "--yes", "--format", "ndjson")
     assert pulled.code == 0, pulled.err
     plan = pulled.events[0]
     assert (plan["family"], plan["experts"], plan["has_tokenizer"]) == ("kimi_k25", 8, True)

@@ -206,7 +206,8 @@ def test_interactive__turns_build_on_each_other(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["-i", "demo", "a question"], ["-i", "--raw"], ["-i", "--json"]]
+    "arguments",
+    [["-i", "demo", "a question"], ["-i", "--raw"], ["-i", "--json"], ["--plain", "--json", "Hi"]],
 )
 def test_interactive__wrong_company__usage_error(
     moet: Command, engine: Recorder, arguments: list[str]
@@ -247,6 +248,8 @@ def test_unknown_model__exit_3(moet: Command, monkeypatch: pytest.MonkeyPatch) -
     pipe_in(monkeypatch, "")
     result = moet("run", "no-such", "Hi", "--json")
     assert (result.code, result.error_code) == (ExitCode.NOT_FOUND, "MD-LIB-01")
+    assert moet("run", "no-such", "Hi", "--plain").err.startswith("Error: ")
+    assert "Error: " not in moet("run", "no-such", "Hi").err
 
 
 # -- with a real terminal, pipe and signals --------------------------------------------------
@@ -326,3 +329,87 @@ def test_killed_by_sigint_in_a_script__exit_130(data_dir: Path) -> None:
         child.stdout.read(5)
         os.kill(child.pid, signal.SIGINT)
         assert child.wait(20) == ExitCode.INTERRUPTED
+
+
+# -- plain text for screen readers -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(
+            answers=(
+                "A short one. Then a sentence that goes on for a while, as they do! And more."
+                "\n\n\n- a \x1b[31mred\tpoint\n```\ncode  stays. As it is\n```" + " word" * 60,
+            ),
+            tokens_per_s=1e6,
+            prompt_tok_per_s=1e6,
+        )
+    ],
+)
+def test_plain__whole_lines_and_a_sentence_around_them(
+    moet: Command, engine: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe_in(monkeypatch, "")
+    result = moet("run", "--plain", "Hi")
+    assert result.code == 0
+    *short, long, rest = result.out.splitlines()
+    assert short == [
+        "A short one. Then a sentence that goes on for a while, as they do!",
+        "And more.",
+        "- a [31mred point",
+        "```",
+        "code  stays. As it is",
+    ]
+    assert long.startswith("``` word word")
+    assert len(long) <= 240
+    assert (long + " " + rest).count("word") == 60
+    told = result.err.splitlines()
+    assert told[:2] == ["Loading demo.", "The answer:"]
+    assert told[2].startswith("End of the answer: ")
+    assert told[2].endswith("per second, fast quality.")
+    assert len(told) == 3
+
+
+def test_plain__talk__says_whose_turn_it_is(
+    moet: Command, engine: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe_in(monkeypatch, "one\ntwo\n")
+    result = moet("run", "-i", "--plain")
+    assert result.out == "A first.\nA second.\n"
+    assert result.err.count("Your turn.") == 3
+    assert result.err.count("The answer:") == 2
+
+
+def test_dumb_terminal__no_cursor_is_moved_and_no_line_drawn_again(data_dir: Path) -> None:
+    child = pexpect.spawn(
+        sys.executable, [str(SCRIPTED), "200", "run"], encoding="utf-8", timeout=20, echo=False,
+        env=environment(data_dir) | {"TERM": "dumb"},  # type: ignore[arg-type]
+    )  # fmt: skip
+    child.expect("Your turn.\r\n")
+    seen = str(child.before)
+    child.sendline("tell me")
+    child.expect("End of the answer: [^\r]*\r\n")
+    seen += str(child.before) + str(child.after)
+    child.expect("Your turn.")
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    assert "nine ten one two" in seen
+    assert "\x1b" not in seen
+    assert "\r" not in seen.replace("\r\n", "")
+    assert "> " not in seen
+
+
+def test_dumb_terminal__app__says_what_to_use_instead(data_dir: Path) -> None:
+    child = pexpect.spawn(
+        sys.executable, ["-m", "moet_desk"], encoding="utf-8", timeout=20,
+        env=environment(data_dir) | {"TERM": "dumb"},  # type: ignore[arg-type]
+    )  # fmt: skip
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == ExitCode.USAGE
+    assert "Error: This terminal cannot draw screens  MD-TERM-04" in str(child.before)
+    assert "moet-desk run -i --plain" in str(child.before)
+    assert "\x1b" not in str(child.before)

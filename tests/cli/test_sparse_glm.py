@@ -5,22 +5,20 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 
 from moet_desk.store.model_source import ModelSource
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from moet_desk.store.quant_formats import decode
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, HubOf
 from tests.engine.oracle import loaded, logits_of
 from tests.engine.test_mtp_parity import use_packed_experts_of_model
-from tests.store.hub_server import HubServer, Repo
+from tests.store.hub_server import HubServer
 from tests.store.sparse_glm import CONFIG, EXPERTS, LAYERS, OWN, VOCAB, write_glm
 
 NAME = "maker/tiny-glm"
@@ -38,13 +36,8 @@ def source(
 
 
 @pytest.fixture
-def hub(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    server = HubServer()
-    server.repos[NAME] = Repo(source)
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    yield server
-    server.close()
+def hub(source: Path, hub_of: HubOf) -> HubServer:
+    return hub_of(NAME, source)
 
 
 def transformers_on(source: Path, pack: Path) -> Any:

@@ -8,9 +8,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -57,11 +58,12 @@ class Played(ScriptedEngine):
 
 
 @contextmanager
-def served(words: str, call: str = CALL) -> Iterator[str]:
-    """The address of an endpoint that plays."""
+def served(words: str, call: str = CALL, *, data_dir: Path | None = None) -> Iterator[str]:
+    """The address of an endpoint that plays; `launch` finds it in the data folder."""
     engine = Played(words, call)
     engine.start()
-    endpoint = Endpoint(engine, EndpointOptions(port=0))
+    note = None if data_dir is None else data_dir / "run" / "endpoint.json"
+    endpoint = Endpoint(engine, EndpointOptions(port=0, note=note))
     endpoint.start()
     yield endpoint.address
     endpoint.stop()
@@ -101,25 +103,85 @@ def llm(at: Path) -> None:
     print("llm: ok")
 
 
+def new_repo(folder: str) -> Path:
+    """A repository with one file, in its first commit."""
+    repo = Path(folder) / "repo"
+    repo.mkdir()
+    (repo / "hello.py").write_text('print("hello")\n')
+    run("git", "init", "-q", cwd=repo)
+    run("git", "config", "user.email", "a@example.org", cwd=repo)
+    run("git", "config", "user.name", "A", cwd=repo)
+    run("git", "add", ".", cwd=repo)
+    run("git", "commit", "-qm", "first", cwd=repo)
+    return repo
+
+
+AIDER_OPTIONS = (
+    "--edit-format diff --yes-always --no-check-update --no-show-model-warnings --no-gitignore "
+    "--map-tokens 0"
+).split()
+AIDER_TASK = ("--message", "Say good morning instead.", "hello.py")
+
+
 def aider(at: Path) -> None:
     with served(EDIT) as address, tempfile.TemporaryDirectory() as folder:
-        repo = Path(folder)
-        (repo / "hello.py").write_text('print("hello")\n')
-        run("git", "init", "-q", cwd=repo)
-        run("git", "config", "user.email", "a@example.org", cwd=repo)
-        run("git", "config", "user.name", "A", cwd=repo)
-        run("git", "add", ".", cwd=repo)
-        run("git", "commit", "-qm", "first", cwd=repo)
-        options = "--yes-always --no-check-update --no-analytics --no-show-model-warnings"
+        repo = new_repo(folder)
         run(
-            at / "bin/aider", "--model", "openai/played", "--edit-format", "diff",
-            *options.split(), "--no-gitignore", "--map-tokens", "0",
-            "--message", "Say good morning instead.", "hello.py",
+            at / "bin/aider", "--model", "openai/played", "--no-analytics", *AIDER_OPTIONS,
+            *AIDER_TASK,
             cwd=repo, OPENAI_API_BASE=f"{address}/v1", OPENAI_API_KEY="none", HOME=folder,
         )  # fmt: skip
         assert (repo / "hello.py").read_text() == 'print("good morning")\n'
         assert len(run("git", "log", "--oneline", cwd=repo).splitlines()) == 2
     print("aider: ok")
+
+
+def launch(at: Path, data_dir: Path, *command: str, **more: Any) -> str:
+    """`moet-desk launch ... --run` with the programs of a folder."""
+    path = f"{at}{os.pathsep}{os.environ['PATH']}"
+    start = (sys.executable, "-m", "moet_desk", "--data-dir", str(data_dir), "launch")
+    return run(*start, *command, PATH=path, PYTHONPATH=str(HERE.parents[1]), **more)
+
+
+def launch_aider(at: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        repo, data = new_repo(folder), Path(folder) / "data"
+        with served(EDIT, data_dir=data):
+            said = launch(
+                at / "bin", data, "aider", "--run", "--", *AIDER_OPTIONS, *AIDER_TASK,
+                cwd=repo, HOME=folder,
+            )  # fmt: skip
+        assert (repo / "hello.py").read_text() == 'print("good morning")\n', said
+        assert len(run("git", "log", "--oneline", cwd=repo).splitlines()) == 2
+        assert "Unknown context window" not in said, said
+    print("launch aider: ok")
+
+
+def launch_talker(at: Path, agent: str, *question: str) -> None:
+    """An agent that is asked something and prints the answer."""
+    with tempfile.TemporaryDirectory() as folder:
+        repo, data = new_repo(folder), Path(folder) / "data"
+        with served(WORDS, WORDS, data_dir=data):
+            programs = at / "node_modules/.bin"
+            said = launch(programs, data, agent, "--run", "--", *question, cwd=repo, HOME=folder)
+        assert WORDS in said, said
+    print(f"launch {agent}: ok")
+
+
+def launch_opencode(at: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        repo, data = new_repo(folder), Path(folder) / "data"
+        given = {"filePath": str(repo / "note.txt"), "content": "High water at noon."}
+        call = json.dumps({"name": "write", "arguments": given})
+        places = {f"XDG_{name}_HOME": f"{folder}/{name}" for name in XDG}
+        with served(WORDS, f"<tool_call>{call}</tool_call>", data_dir=data):
+            said = launch(
+                at / "node_modules/.bin", data, "opencode", "--run", "--", "run", "Write it.",
+                cwd=repo, PWD=str(repo), HOME=folder, **places,
+            )  # fmt: skip
+        assert WORDS in said, said
+        assert (repo / "note.txt").read_text() == given["content"]
+    print("launch opencode: ok")
 
 
 def opencode(at: Path) -> None:
@@ -150,7 +212,18 @@ def opencode(at: Path) -> None:
     print("opencode: ok")
 
 
-DRIVES = {"node": node, "litellm": litellm, "llm": llm, "aider": aider, "opencode": opencode}
+DRIVES: dict[str, Callable[[Path], None]] = {
+    "node": node,
+    "litellm": litellm,
+    "llm": llm,
+    "aider": aider,
+    "opencode": opencode,
+    "launch-aider": launch_aider,
+    "launch-opencode": launch_opencode,
+    "launch-codex": lambda at: launch_talker(at, "codex", "exec", "hi"),
+    "launch-qwen": lambda at: launch_talker(at, "qwen", "-p", "hi"),
+    "launch-continue": lambda at: launch_talker(at, "continue", "-p", "hi"),
+}
 
 
 def main() -> None:

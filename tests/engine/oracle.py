@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moet_desk.engine.draft import CpuHead, MtpDrafter
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.engine.loader import Core, load
@@ -46,6 +47,33 @@ def logits_of(
         outputs.append(core.model.logits(hidden))
     core.kv.release(sequence)
     return torch.cat(outputs)
+
+
+HEAD_OPTIONS: dict[str, Any] = {"activations": "float", "kv_format": "f32", "drafts": "mtp"}
+
+
+@torch.inference_mode()
+def head_logits(core: Core, ids: Tensor, sizes: list[int]) -> Tensor:
+    """Logits of the MTP head behind each token but the last, [T - 1, V]; `sizes` are the tokens
+    that it reads together.
+    """
+    drafter = core.decoder.drafting.mtp
+    assert isinstance(drafter, MtpDrafter)
+    assert isinstance(drafter.head, CpuHead)
+    sequence, own = core.kv.reserve(len(ids)), core.kv.reserve(len(ids))
+    assert sequence is not None
+    assert own is not None
+    many = core.prefiller._experts[Plane.FINE]
+    hidden = core.model.forward(ids, core.kv, sequence, many)
+    found, at = [], 0
+    for size in sizes:
+        experts = drafter.head._one[Plane.FINE] if size == 1 else many
+        here = slice(at, at + size)
+        states = drafter.head.head.forward(ids[1:][here], hidden[:-1][here], core.kv, own, experts)
+        assert own.choice is None  # nothing of a read stays behind
+        found.append(core.model.logits(states))
+        at += size
+    return torch.cat(found)
 
 
 def allowed(core: Core, want: Tensor) -> float:

@@ -93,6 +93,7 @@ def test_spec__draft_model_in_the_file__same_spec() -> None:
         ("expert_dtype", "int3", "expert_dtype"),
         ("o_groups", 7, "7 groups"),
         ("qk_rope_head_dim", 256, "qk_rope_head_dim"),
+        ("head_dim", 504, "do not rotate"),
         ("rope_scaling", None, "yarn"),
         ("swiglu_limit", 0, "swiglu_limit"),
         ("compress_rope_theta", None, "compress_rope_theta"),
@@ -126,6 +127,7 @@ def test_plan__flash__released_names_and_rows() -> None:
     assert "model.layers.3.ffn.gate.tid2eid" not in plan.dense
     assert plan.dense["model.layers.2.attn.compressor.ape"] == (4, 1024)
     assert plan.dense["model.layers.43.hc_head_fn"] == (4, 4 * 4096)
+    assert not any(name.startswith(plan.ignored) for name in plan.dense)
     n_weights = sum(
         math.prod(shape) for shape in plan_for(FLASH, path="c", names=[]).dense.values()
     )

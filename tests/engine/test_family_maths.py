@@ -16,7 +16,7 @@ from moet_desk.engine.loader import Core
 from moet_desk.engine.model import Model
 from moet_desk.engine.model_shape import index_layers
 from moet_desk.engine.prefill import PrefillExperts
-from moet_desk.engine.spec import Mla, QkNorm, Spec
+from moet_desk.engine.spec import Gqa, Mla, QkNorm, Spec
 from moet_desk.kernels.kinds import Activations, KvFormat
 from moet_desk.kernels.reference import (
     ExpertBias,
@@ -27,36 +27,19 @@ from moet_desk.kernels.reference import (
 )
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
-from tests.conftest import pack_source
-from tests.engine.family_mutations import MUTATIONS, attention, fitted
+from tests.engine.conftest import TinyPack
+from tests.engine.family_mutations import CODE, MUTATIONS, attention, fitted
 from tests.engine.oracle import allowed, loaded, logits_of
-from tests.engine.tiny_models import (
-    CONFIGS,
-    DELTA_CONFIGS,
-    GQA_CONFIGS,
-    LENGTH,
-    random_model,
-    save_source,
-    use_packed_experts,
-)
-
-MODELS = {**CONFIGS, **GQA_CONFIGS, **DELTA_CONFIGS}
+from tests.engine.tiny_models import IDS, MODELS
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def case(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_pack: TinyPack
 ) -> tuple[str, Path, list[int], Tensor]:
     """A name, its packed model with large weights, token ids, and transformers' logits."""
-    model = random_model(MODELS[request.param], 0.25)
-    folder = tmp_path_factory.mktemp("gqa")
-    save_source(model, folder / "source")
-    ids = torch.randint(3, 256, (LENGTH,), generator=torch.Generator().manual_seed(2))
-    pack = pack_source(folder / "source", folder / "pack")
-    with torch.no_grad():
-        use_packed_experts(model, pack)
-        want = model(ids[None]).logits[0]
-    return request.param, pack, ids.tolist(), want
+    pack, want = tiny_pack(request.param, 0.25)
+    return request.param, pack, IDS.tolist(), want
 
 
 # -- mutations -----------------------------------------------------------------------------------
@@ -100,6 +83,23 @@ def test_mutated_spec__any_part__parity_is_lost(
     assert unnoticed == []
 
 
+def test_mutated_block__any_part__parity_is_lost(
+    case: tuple[str, Path, list[int], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, pack, ids, want = case
+    unnoticed = []
+    with loaded(pack, activations="float", kv_format="f32") as core:
+        concerned = {what: wrong for what, wrong in CODE.items() if wrong.concerns(core.spec)}
+        for what, wrong in concerned.items():
+            with monkeypatch.context() as patch:
+                for owner, name, instead in wrong.patches:
+                    patch.setattr(owner, name, instead)
+                off = (logits_with(core, core.spec, ids) - want).abs().max()
+            if not off > 10 * allowed(core, want):
+                unnoticed.append(what)
+    assert unnoticed == []
+
+
 EPSILON_NAMES = (
     "plain_rope", "glm", "qwen3", "olmoe", "mixtral", "minimax", "gpt_oss", "qwen3_next", "qwen3_5",
     "glm_lite", "v32", "glm_dsa", "longcat",
@@ -108,15 +108,10 @@ EPSILON_NAMES = (
 
 
 @pytest.mark.parametrize("name", EPSILON_NAMES)
-def test_mutated_epsilon__small_weights__parity_is_lost(name: str, tmp_path: Path) -> None:
+def test_mutated_epsilon__small_weights__parity_is_lost(name: str, tiny_pack: TinyPack) -> None:
     """Only small weights show it: activations are near to epsilon there."""
-    model = random_model(MODELS[name], 0.02)
-    save_source(model, tmp_path / "source")
-    pack = pack_source(tmp_path / "source", tmp_path / "pack")
-    ids = list(range(3, 23))
-    with torch.no_grad():
-        use_packed_experts(model, pack)
-        want = model(torch.tensor([ids])).logits[0]
+    pack, want = tiny_pack(name, 0.02)
+    ids = IDS.tolist()
     with loaded(pack, activations="float", kv_format="f32") as core:
         near = 1e-4 * want.std()
         assert (logits_with(core, core.spec, ids) - want).abs().max() < near
@@ -124,7 +119,7 @@ def test_mutated_epsilon__small_weights__parity_is_lost(name: str, tmp_path: Pat
         mixer = core.spec.attention
         if isinstance(mixer, Mla):
             mutants.append(attention(latent_eps=lambda eps: 10 * eps)(core.spec))
-        elif mixer.qk_norm is not QkNorm.NONE:
+        elif isinstance(mixer, Gqa) and mixer.qk_norm is not QkNorm.NONE:
             mutants.append(attention(norm_eps=lambda eps: 10 * eps)(core.spec))
         for mutant in mutants:
             assert (logits_with(core, mutant, ids) - want).abs().max() > near

@@ -4,7 +4,7 @@ the maths and not the tensors' shapes, has a wrong value that a test notices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
@@ -14,8 +14,12 @@ import pytest
 from moet_desk.engine.families import MODULE_OF_TYPE, spec_for
 from moet_desk.engine.spec import Gdn, Gqa, MoeFfn, QkNorm, Spec
 from moet_desk.kernels.kinds import Score
-from tests.engine.family_mutations import MUTATIONS, attention, router
-from tests.engine.test_family_maths import EPSILON_NAMES, MODELS
+from tests.engine.family_mutations import MUTATIONS, Mutation, attention, router
+from tests.engine.test_family_maths import EPSILON_NAMES
+from tests.engine.test_v4 import EPSILONS as V4_EPSILONS
+from tests.engine.test_v4 import MUTATIONS as V4_MUTATIONS
+from tests.engine.test_v4 import SMALL
+from tests.engine.tiny_models import MODELS
 
 SAME_MATHS = {"kimi_k25": "deepseek_v3"}  # tests/engine/test_kimi.py: the same spec
 """Families whose spec is another's in all but the name."""
@@ -24,7 +28,9 @@ SIZES = frozenset(
     "Mla.n_heads Mla.q_rank Mla.kv_rank Mla.nope_dim Mla.rope_dim Mla.v_dim Gqa.n_heads Gqa.n_keys"
     " Gqa.head_dim Gdn.n_keys Gdn.n_values Gdn.key_dim Gdn.value_dim Gdn.kernel Indexer.n_heads"
     " Indexer.head_dim Router.n_experts Router.n_identity MoeFfn.inter DenseFfn.inter Mla.rope.dim"
-    " Spec.vocab Spec.hidden Spec.context Layer.index".split()
+    " Spec.vocab Spec.hidden Spec.context Layer.index PooledAttention.n_heads Pool.ratio"
+    " PooledAttention.head_dim PooledAttention.q_rank PooledAttention.out_groups"
+    " PooledAttention.out_rank PoolIndexer.n_heads PoolIndexer.head_dim Streams.n".split()
 )
 """Fields that tensors' shapes follow from: files that do not fit them are refused."""
 
@@ -107,18 +113,42 @@ def touched(spec: Spec, mutant: Spec) -> set[str]:
 
 def missing_of(module: str) -> set[str]:
     """Fields of a family that no mutation changes."""
-    names = [name for name in MODELS if spec_of(name).model_type == SAME_MATHS.get(module, module)]
-    assert names, f"no tiny model of {module}"
     used, noticed = set[str](), {*ELSEWHERE}
-    for name in names:
-        spec = spec_of(name)
+    cases = list(cases_of(SAME_MATHS.get(module, module)))
+    assert cases, f"no tiny model of {module}"
+    for name, spec, mutations in cases:
         used |= in_use(spec)
         if name in EPSILON_NAMES:
             noticed |= EPSILONS
-        noticed.add("Spec.norm_offset")  # tried for every model
-        for mutate in MUTATIONS[name].values():
+        for mutate in mutations.values():
             noticed |= touched(spec, mutate(spec))
     return used - noticed
+
+
+def cases_of(module: str) -> Iterator[tuple[str, Spec, Mapping[str, Mutation]]]:
+    """Tiny models of a family, with the wrong specs that are tried."""
+    if module == "deepseek_v4":
+        limit = {"no limit": _without_limit}  # test_limit__reached
+        mutations = {**V4_MUTATIONS, **V4_EPSILONS, **limit, **OFFSET}
+        yield "v4", spec_for(SMALL, path="v4", has_mtp=False), mutations
+        return
+    for name, mutations in MUTATIONS.items():
+        spec = spec_of(name)
+        if spec.model_type == module:
+            yield name, spec, {**mutations, **OFFSET}
+
+
+def _offset(spec: Spec) -> Spec:
+    return replace(spec, norm_offset=spec.norm_offset + 1.0)
+
+
+OFFSET = {"norms with 1 + w": _offset}
+"""Tried for every model beside the table, in its weights."""
+
+
+def _without_limit(spec: Spec) -> Spec:
+    ffn = replace(spec.moe_ffn, glu=replace(spec.moe_ffn.glu, limit=None))
+    return replace(spec, layers=tuple(replace(layer, ffn=ffn) for layer in spec.layers))
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULE_OF_TYPE.values())))

@@ -12,19 +12,9 @@ from torch import Tensor
 from moet_desk.engine.families import plan_for
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
-from tests.conftest import pack_source
+from tests.engine.conftest import TinyPack
 from tests.engine.oracle import allowed, loaded, logits_of
-from tests.engine.tiny_models import (
-    CONFIGS,
-    DELTA_CONFIGS,
-    GQA_CONFIGS,
-    LENGTH,
-    random_model,
-    save_source,
-    use_packed_experts,
-)
-
-MODELS = {**CONFIGS, **GQA_CONFIGS, **DELTA_CONFIGS}
+from tests.engine.tiny_models import IDS, LENGTH, MODELS
 
 
 @pytest.fixture(scope="module", params=[0.02, 0.25], ids=["cold", "hot"])
@@ -38,18 +28,11 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name fo
 
 @pytest.fixture(scope="module", params=NAMES)
 def case(
-    request: pytest.FixtureRequest, init: float, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, init: float, tiny_pack: TinyPack
 ) -> tuple[Path, list[int], Tensor]:
     """A packed model, token ids, and transformers' logits for them."""
-    model = random_model(MODELS[request.param], init)
-    folder = tmp_path_factory.mktemp("tiny")
-    save_source(model, folder / "source")
-    ids = torch.randint(3, 256, (LENGTH,), generator=torch.Generator().manual_seed(2))
-    pack = pack_source(folder / "source", folder / "pack")
-    with torch.no_grad():
-        use_packed_experts(model, pack)
-        want = model(ids[None]).logits[0]
-    return pack, ids.tolist(), want
+    pack, want = tiny_pack(request.param, init)
+    return pack, IDS.tolist(), want
 
 
 SPLITS = {

@@ -133,6 +133,27 @@ def test_view__after_uses__tiers_heat_and_generations(reader: PackReader) -> Non
     assert second.hit_share[3] is None
 
 
+def test_view__stories__count_every_use_fetch_and_eviction(reader: PackReader) -> None:
+    residency, arena = residency_of(reader, slots=2, arena_rows=16)
+    arena.preload(Plane.BASE, range(16), progress=lambda _: None)
+    residency.view()
+    for experts in ([3, 20], [3, 20], [4, 5], [3, 20]):  # the second is answered by slots
+        residency.slots(Plane.BASE, 0, experts)
+    stories = residency.view().stories
+    assert stories is not None
+    assert stories.exact
+    three, twenty, four = (stories.of(expert) for expert in (3, 20, 4))
+    assert (three.uses, three.fetches, three.evictions) == (3.0, 2, 1)
+    assert (four.uses, four.fetches, four.evictions) == (1.0, 1, 1)
+    assert (three.source, twenty.source) == (Tier.RAM, Tier.NVME)
+    assert three.used_s == three.fetched_s == pytest.approx(stories.now_s)
+    assert (stories.of(9).uses, stories.of(9).used_s) == (0.0, None)
+    later = residency.view().stories
+    assert later is not None
+    assert (later.uses, later.fetches) == (stories.uses, stories.fetches)
+    assert later.used_s == stories.used_s
+
+
 def test_counters__every_lookup__answered_by_exactly_one_tier(reader: PackReader) -> None:
     residency, arena = residency_of(reader, slots=6, arena_rows=5)
     for step in range(30):

@@ -6,6 +6,8 @@ import importlib
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from moet_desk.engine.cuda.blocks import Branch, GqaLaunches, LayerLaunches
 from moet_desk.engine.cuda.buffers import MAX_ROWS
 from moet_desk.engine.cuda.chunk_sizes import chunk_bytes, stage_bytes
 from moet_desk.engine.cuda.kernel_groups import GROUP_OF_KERNEL, Group, group_of, split
-from moet_desk.engine.cuda.measure import RESERVE_BYTES, Figures, Setup, Steps
+from moet_desk.engine.cuda.measured import RESERVE_BYTES, Figures, Setup, Steps
 from moet_desk.engine.cuda.popularity import TOLERANCE, find_popularity
 from moet_desk.engine.cuda.shapes import KNOWN, SHAPES, Shape
 from moet_desk.engine.cuda.synthetic import (
@@ -30,15 +32,19 @@ from moet_desk.engine.cuda.synthetic import (
     make_arena,
     stored_bytes,
 )
+from moet_desk.engine.cuda.synthetic_drive import SyntheticDrive
 from moet_desk.engine.families import runs
+from moet_desk.engine.model_shape import kv_token_bytes
 from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mla, MoeFfn, QkNorm, Rope, Router, Spec
 from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.cache import MOST_PAIRS
-from moet_desk.store.arena import plain_memory
+from moet_desk.kernels.triton.dense import WeightKind
+from moet_desk.store.arena import Arena, plain_memory
 from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB, MIB
+from tests.kernels.triton.makers import real_values
 
 CPU = torch.device("cpu")
 
@@ -48,7 +54,6 @@ PUBLISHED = {  # routed GiB at 2.25 bits, MiB of an expert, layers, experts chos
     "qwen3-next-80b": (20.2, 0.84, 48, 10),
     "gpt-oss-120b": (30.0, 6.67, 36, 4),
     "glm-4.5-air": (26.1, 4.64, 46, 8),
-    "glm-5.2": (189.8, 10.12, 78, 8),
 }
 
 
@@ -71,13 +76,8 @@ def counted(name: str) -> tuple[float, float, int, int]:
     return entry.base_gib, entry.layout.base_bytes / MIB, entry.layers, entry.top_k
 
 
-def test_known__every_model_of_the_catalogue_whose_family_runs_but_sparse_ones() -> None:
-    sparse = ("deepseek_v32", "glm_moe_dsa")  # an indexer is not in these measurements yet
-    runnable = {
-        e.name
-        for e in load_catalogue()
-        if runs(e.family) and not e.not_yet and e.family not in sparse
-    }
+def test_known__every_model_of_the_catalogue_whose_family_runs() -> None:
+    runnable = {e.name for e in load_catalogue() if runs(e.family) and not e.not_yet}
     assert runnable <= set(KNOWN)
 
 
@@ -111,7 +111,10 @@ def test_shape__bytes__are_those_of_the_model(name: str) -> None:
     assert (len(spec.layers), moe.router.top_k) == (n_layers, top_k)
     assert dense_bytes(shape) == pytest.approx(shape.dense_bytes, rel=0.012)
     assert shape.name == name
-    if name in KNOWN:
+    if shape.is_rounded:
+        assert "rounded to int8" in str(shape.note)
+        assert spec.attention.entry_bytes(KvFormat.NVFP4) == 352
+    elif name in KNOWN:
         assert shape.note is None
     else:
         assert "stands in for" in str(shape.note)
@@ -120,12 +123,12 @@ def test_shape__bytes__are_those_of_the_model(name: str) -> None:
 def test_shape__limits__are_those_of_the_kernels() -> None:
     for name, make in SHAPES.items():
         shape = make(64)
-        mixer, router = shape.spec.layers[0].mixer, shape.spec.moe_ffn.router
+        router = shape.spec.moe_ffn.router
         most = min(MAX_ROWS, MOST_PAIRS // router.top_k)
         assert shape.most_rows == most, name
-        own = len(shape.spec.layers) * mixer.entry_bytes(KvFormat.NVFP4)
+        own = kv_token_bytes(shape.spec, KvFormat.NVFP4)
         assert shape.seen(8192) * own == pytest.approx(8192 * shape.kv_token_bytes, rel=0.01)
-        if shape.note is not None:
+        if shape.stands_for is not None:
             assert f"{shape.seen(1000) / 1000:.2f} entries" in shape.note
         # FP8 scales of gate and up must not share a block
         for layer in shape.spec.layers:
@@ -168,6 +171,38 @@ def test_loader__many_weights__made_in_one_piece_of_memory(
         assert flat[-20:].abs().min() > 0
     loader.forget_piece()
     assert loader._piece is None
+
+
+def test_loader__rounded_products__integers_with_a_gain_of_one() -> None:
+    shape = replace(tiny(0).shape, is_fp8=False, is_rounded=True)
+    loader = SyntheticLoader(shape.spec, CPU, is_fp8=False, is_rounded=True)
+    weight = loader.matrix("model.layers.1.mlp.shared_experts.gate_proj")
+    assert weight.scales is not None
+    assert weight.kind is WeightKind.INT8
+    assert float(real_values(weight).square().sum(1).mean()) == pytest.approx(1.0, rel=0.05)
+    assert loader.matrix("lm_head").kind is WeightKind.BF16
+    name = "model.layers.1.mlp.shared_experts.gate_proj"
+    taken = weight.values.nbytes + weight.scales.nbytes
+    assert taken == stored_bytes(name, (128, 32), is_fp8=False, is_rounded=True)
+
+
+def test_loader__identity_experts__popular_too_but_without_rows() -> None:
+    spec = tiny_spec()
+    moe = spec.moe_ffn
+    wide = replace(moe, router=replace(moe.router, n_identity=4))
+    loader = SyntheticLoader(
+        replace(spec, layers=(spec.layers[0], Layer(1, spec.attention, wide))), CPU
+    )
+    assert loader.vector("model.layers.1.mlp.gate.e_score_correction_bias").shape == (12,)
+    assert sorted(loader.rows_by_popularity()) == list(range(8))
+
+
+def test_shape__glm__reads_the_chosen_entries_and_all_keys_of_its_indexers() -> None:
+    spec = SHAPES["glm-5.2"](32768).spec
+    own, reusing = spec.layers[0].mixer, spec.layers[-1].mixer
+    assert measuring._read_bytes(own, spec, 30000) == 2048 * 352 + 30000 * 132
+    assert measuring._read_bytes(reusing, spec, 30000) == 2048 * 352
+    assert measuring._read_bytes(own, spec, 1000) == 1000 * 352
 
 
 def test_loader__grouped_query_layer__has_all_that_its_launches_ask_for() -> None:
@@ -301,7 +336,8 @@ def test_figures__roofline__the_slower_bus_counts() -> None:
 
 def test_groups__every_kernel_of_the_step_s_modules__is_in_the_table() -> None:
     modules = (
-        "attention cache dense experts fetch kv_entries latent norms prepare quant route sampling"
+        "attention cache dense experts fetch indexer kv_entries latent norms prepare quant route"
+        " sampling"
     )
     for name in modules.split():
         module = importlib.import_module(f"moet_desk.kernels.triton.{name}")
@@ -405,3 +441,73 @@ def test_measure__exact_steps__every_fp4_row_from_ram() -> None:
     experts = 2 * (setup.layout.base_bytes + setup.layout.fine_bytes)
     kv = setup.context * setup.kv_token_bytes
     assert found.vram_bytes == dense_read_bytes(setup.shape, 1) + experts + kv
+
+
+# -- rows on a drive -------------------------------------------------------------------------------
+
+
+def test_setup__ram_limit__the_least_of_both_planes_then_base_rows() -> None:
+    shape = SHAPES["glm-5.2"](8192)
+    fast = Setup(shape, CPU, 32 * GIB, context=8192, ram_bytes=64 * GIB)
+    assert fast.in_ram() == {Plane.BASE: 64 * GIB // fast.layout.base_stride}
+    assert fast.uses_drive
+    assert not replace(fast, ram_bytes=200 * GIB).uses_drive
+    exact = replace(fast, plane=Plane.FINE)
+    assert exact.in_ram()[Plane.FINE] == 2 * 8
+    assert sum(exact.in_ram().values()) * exact.layout.base_stride < 64 * GIB
+    with pytest.raises(MoetError) as caught:
+        replace(fast, ram_bytes=100 * MIB).in_ram()
+    assert caught.value.code == "MD-RAM-05"
+
+
+def test_drive__rows__read_checked_and_gone_at_the_end(tmp_path: Path) -> None:
+    layout, folder = ExpertLayout(64, 32), tmp_path / "models"
+    drive = SyntheticDrive(folder, layout, 10, (Plane.BASE,), file_bytes=3 * layout.base_stride)
+    place = memoryview(plain_memory(4 * layout.base_stride, 4096))
+    rows = [place[i * layout.base_stride : (i + 1) * layout.base_stride] for i in range(4)]
+    for row, out in zip((0, 1, 3, 9), rows, strict=True):
+        drive.read_row(Plane.BASE, row, out)
+    assert rows[0] == rows[2] == rows[3] != rows[1]
+    assert drive.bytes_per_s() > 0
+    (file,) = folder.rglob("base")
+    with file.open("r+b") as spoiled:
+        spoiled.write(b"\0" * 4096)
+    if not drive.direct:
+        with pytest.raises(MoetError) as caught:
+            drive.read_row(Plane.BASE, 0, rows[0])
+        assert caught.value.code == "MD-NVME-04"
+    drive.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_bench__less_ram_than_rows__the_most_popular_are_there_and_a_mailbox_asks_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring.ShapeBench, "_capture", lambda self, rows: None)
+    setup = replace(tiny(0), prefill=0, ram_bytes=4 * 4096, folder=tmp_path)
+    fixed = dense_bytes(setup.shape) + setup.kv_pages * 64 * setup.kv_token_bytes + RESERVE_BYTES
+    setup = replace(setup, vram_bytes=fixed + 2 * 4096)
+    assert (setup.n_slots(), setup.in_ram()) == (2, {Plane.BASE: 4})
+    with ExitStack() as undo:
+        bench = measuring.ShapeBench(setup, plain_memory, lambda _: None, undo=undo)
+        host, popular = bench._host, bench.loader.rows_by_popularity()
+        assert isinstance(host, Arena)
+        assert {row for row, place in enumerate(host.table(Plane.BASE)) if place >= 0} == set(
+            popular[:4]
+        )
+        assert bench.pool.arena.place_of.tolist() == host.table(Plane.BASE).tolist()
+        assert sorted(bench.pool.tables.owner.tolist()) == sorted(popular[:2])
+        assert host.read_times() is None  # no step waited for these
+        server = bench.model._server
+        assert server is not None
+        before, readers = bench._read(), undo.enter_context(ThreadPoolExecutor(1))
+        ((place, lost),) = host.bring(Plane.BASE, popular[5:6], keep=popular[:1], run=readers)
+        assert (lost in popular[1:4], host.table(Plane.BASE)[popular[5]]) == (True, place)
+        assert tuple(now - then for now, then in zip(bench._read(), before, strict=True)) == (
+            1, 4096,
+        )  # fmt: skip
+        found = bench._drive_figures()
+        assert found is not None
+        assert found.read_ms is not None
+        assert found.bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []

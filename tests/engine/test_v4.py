@@ -11,23 +11,31 @@ import pytest
 import torch
 from torch import Tensor
 
+from moet_desk.engine import serving
 from moet_desk.engine.blocks import pooled as pooled_block
 from moet_desk.engine.blocks.expert_math import ExpertMath, load_form
 from moet_desk.engine.blocks.weights import Weights
+from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.loader import Core, model_of
+from moet_desk.engine.model_shape import state_bytes
+from moet_desk.engine.planned_model import from_pack
+from moet_desk.engine.planning import ModelPlan, Refusal, plan_model
 from moet_desk.engine.prefill import PrefillExperts
 from moet_desk.engine.residency import Residency
-from moet_desk.engine.spec import Pool, PooledAttention, PoolIndexer, Spec
+from moet_desk.engine.spec import MoeFfn, Pool, PooledAttention, PoolIndexer, Spec
 from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.reference import Connections
+from moet_desk.machine import from_json
 from moet_desk.store.pack_format import Plane
+from moet_desk.store.pack_reader import PackReader
 from tests.conftest import pack_source
 from tests.engine.oracle import allowed, loaded, logits_of
 from tests.engine.tiny_v4 import CONFIG, random_v4, save_v4, use_packed_v4
 
 LENGTH = 52  # more than a window, three heavy windows, thrice what the indexer may choose
+DESK = Path(__file__).resolve().parents[1] / "data" / "machines" / "5090-96gb.json"
 FLOAT = {"activations": "float", "kv_format": "f32"}
 SMALL = {**CONFIG, "num_hidden_layers": 3, "num_hash_layers": 1, "compress_ratios": [0, 4, 16]}
 
@@ -114,7 +122,7 @@ def test_long_context__4000_tokens__equal_transformers(tmp_path: Path) -> None:
     """
     config = {
         **SMALL, "sliding_window": 128, "index_topk": 512, "compress_ratios": [0, 4, 128],
-        "hc_sinkhorn_iters": 4,
+        "hc_sinkhorn_iters": 4, "index_n_heads": 64,
     }  # fmt: skip
     pack, ids, want = packed(config, 0.25, tmp_path, 4000)
     with loaded(pack, **FLOAT) as core:
@@ -125,9 +133,12 @@ def test_long_context__4000_tokens__equal_transformers(tmp_path: Path) -> None:
 # -- wrong parts are noticed ---------------------------------------------------------------------
 
 
-def logits_with(core: Core, spec: Spec, ids: list[int]) -> Tensor:
+def logits_with(core: Core, spec: Spec, ids: list[int], *, added_to_norms: float = 0.0) -> Tensor:
     """Logits of the core's weights and experts under another spec."""
-    load = core.reader.dense_tensor
+
+    def load(name: str) -> Tensor:
+        return core.reader.dense_tensor(name) + ("norm" in name) * added_to_norms
+
     model = model_of(spec, Weights(load), context=64)
     kv = KvCache(
         spec.attention, n_layers=0, n_pages=1, page_tokens=64, form=KvFormat.F32,
@@ -181,7 +192,7 @@ MUTATIONS: dict[str, Mutation] = {
     "rope on halves": rope(interleaved=False),
     "no yarn": rope(yarn=None),
     "one base": rope(base=10000.0),
-    "rope on fewer numbers": rope(dim=6),
+    "rope on fewer numbers": rope(dim=14),
     "one more chosen": indexer(lambda old: replace(old, top_k=5)),
     "one fewer chosen": indexer(lambda old: replace(old, top_k=3)),
     "fewer Sinkhorn steps": lambda spec: replace(
@@ -193,7 +204,25 @@ MUTATIONS: dict[str, Mutation] = {
     "not renormalised": router(renormalize=False, selection_bias=True),
     "another scale": router(scale=1.51, selection_bias=True),
     "no shared expert": experts(shared_inter=0),
+    "one expert fewer where no table says": lambda spec: _with_last_router(spec, top_k=1),
 }  # fmt: skip
+
+EPSILONS: dict[str, Mutation] = {
+    "of norms": lambda spec: replace(spec, norm_eps=2 * spec.norm_eps),
+    "of attention": attention(lambda mixer: replace(mixer, norm_eps=10 * mixer.norm_eps)),
+    "of streams": lambda spec: replace(
+        spec, streams=replace(spec.streams, eps=1000 * spec.streams.eps)
+    ),
+}
+"""Shown by small weights alone: activations are near to epsilon there."""
+
+
+def _with_last_router(spec: Spec, **changes: Any) -> Spec:
+    *others, last = spec.layers
+    ffn = last.ffn
+    assert isinstance(ffn, MoeFfn)
+    changed = replace(last, ffn=replace(ffn, router=replace(ffn.router, **changes)))
+    return replace(spec, layers=(*others, changed))
 
 
 def _no_bias_where_hashed(spec: Spec) -> Spec:
@@ -221,7 +250,21 @@ def test_mutated_spec__any_part__parity_is_lost(small: Case) -> None:
             assert mutant != core.spec
             if not (logits_with(core, mutant, ids) - want).abs().max() > 10 * near:
                 unnoticed.append(what)
+        if not (logits_with(core, core.spec, ids, added_to_norms=1.0) - want).abs().max() > near:
+            unnoticed.append("norms with 1 + w")
     assert unnoticed == []
+
+
+def test_mutated_epsilon__small_weights__parity_is_lost(tmp_path: Path) -> None:
+    pack, ids, want = packed(SMALL, 0.02, tmp_path, 20)
+    with loaded(pack, **FLOAT) as core:
+        near = allowed(core, want)
+        assert (logits_with(core, core.spec, ids) - want).abs().max() < near
+        off = {
+            what: float((logits_with(core, mutate(core.spec), ids) - want).abs().max())
+            for what, mutate in EPSILONS.items()
+        }
+    assert all(difference > near for difference in off.values()), (near, off)
 
 
 def _not_transposed(self: Connections, streams: Tensor, output: Tensor) -> Tensor:
@@ -289,6 +332,34 @@ def test_table__decode__its_experts_are_looked_up(
     assert [chosen for layer, chosen in seen if layer == 0] == table[ids[:9]].tolist()
 
 
+def test_table__rows_on_disk__begun_before_any_layer_runs(
+    small: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack, ids, _ = small
+    order: list[tuple[str, int]] = []
+    expect, read = PackReader.expect, PackReader.read_row
+
+    def note_expected(self: PackReader, plane: Plane, row: int) -> None:
+        order.append(("expected", row))
+        expect(self, plane, row)
+
+    def note_read(self: PackReader, plane: Plane, row: int, out: Any, **more: Any) -> None:
+        order.append(("read", row))
+        read(self, plane, row, out, **more)
+
+    with loaded(pack, pool_slots=2, fine_slots=2, arena_rows=0) as core:
+        monkeypatch.setattr(PackReader, "expect", note_expected)
+        monkeypatch.setattr(PackReader, "read_row", note_read)
+        table = core.reader.dense_tensor("model.layers.0.ffn.gate.tid2eid")
+        logits_of(core, ids[:1], plane=Plane.BASE, sizes=[1])
+    begun = [row for what, row in order if what == "expected"]
+    fetched = [row for what, row in order if what == "read" and row < 8]
+    assert sorted(begun) == sorted(fetched)
+    assert set(begun) <= set(table[ids[0]].tolist())
+    assert begun
+    assert order[: len(begun)] == [("expected", row) for row in begun]
+
+
 def test_table__an_expert_that_is_none__refused(small: Case, tmp_path: Path) -> None:
     config = {**SMALL, "compress_ratios": [0, 0, 0], "num_hash_layers": 2}
     model = random_v4(config, 0.02)
@@ -300,3 +371,42 @@ def test_table__an_expert_that_is_none__refused(small: Case, tmp_path: Path) -> 
         pass
     assert caught.value.code == "MD-SRC-07"
     assert "model.layers.1.ffn.gate.tid2eid" in str(caught.value)
+
+
+def test_kv_formats__chunk_then_decode__the_wider_the_nearer(small: Case) -> None:
+    pack, ids, want = small
+    off = []
+    for form in ("bf16", "fp8", "nvfp4"):
+        with loaded(pack, activations="float", kv_format=form) as core:
+            got = logits_of(core, ids[:20], plane=Plane.FINE, sizes=[15] + [1] * 5)
+        off.append(float((got - want[:20]).abs().median() / want.std()))
+    assert 1e-4 < 2 * off[0] < off[1] < off[2] < 1.0
+
+
+# -- on a graphics card --------------------------------------------------------------------------
+
+
+def test_card__auto__the_cpu_computes_and_the_plan_says_why(
+    small: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pack, _, _ = small
+    model, desk = from_pack(pack), from_json(DESK.read_bytes())
+    plan = plan_model(desk, model, EngineOptions(device="auto"))
+    assert isinstance(plan, ModelPlan)
+    assert plan.device == "cpu"
+    assert "for residual streams and pooled attention a card has no kernels" in plan.why
+    assert plan.shape.state_bytes == state_bytes(model.spec, plan.kv_format)
+    assert plan.kv_format is KvFormat.FP8
+    refused = plan_model(desk, model, EngineOptions(device="cuda"))
+    assert isinstance(refused, Refusal)
+    assert refused.error.code == "MD-GPU-10"
+    assert refused.changes == ("--device cpu",)
+    caplog.set_level("INFO")
+    core = serving._load(pack, EngineOptions(device="auto", save_heat=False), lambda steps: None)
+    core.close()
+    assert isinstance(core, Core)
+    assert "for which a card has no kernels yet" in caplog.text
+    monkeypatch.setattr(serving, "_device", lambda wanted, pack: "cuda")
+    with pytest.raises(MoetError) as caught:
+        serving._load(pack, EngineOptions(device="cuda", save_heat=False), lambda steps: None)
+    assert caught.value.code == "MD-GPU-10"

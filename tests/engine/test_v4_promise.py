@@ -50,7 +50,7 @@ def wanted(pack: Path) -> list[Answer]:
     "options",
     [
         {"pool_slots": 2, "fine_slots": 2, "arena_rows": 2},
-        {"drafts": "mtp", "draft_depth": 3},
+        pytest.param({"drafts": "mtp", "draft_depth": 3}, marks=pytest.mark.slow),
         pytest.param({"drafts": "lookup", "draft_depth": 2}, marks=pytest.mark.slow),
     ],
     ids=["least pools and rows from disk", "guesses of the head", "guesses of the text"],

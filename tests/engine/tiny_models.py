@@ -149,7 +149,10 @@ DELTA_CONFIGS: dict[str, dict[str, Any]] = {
 3e-4 of the scores' spread, so 1e-3 is asked for.
 """
 
+MODELS = {**CONFIGS, **GQA_CONFIGS, **DELTA_CONFIGS}
+
 LENGTH = 40
+IDS = torch.randint(3, 256, (LENGTH,), generator=torch.Generator().manual_seed(2))
 
 
 def random_model(kwargs: dict[str, Any], init: float) -> Any:
@@ -166,6 +169,17 @@ def random_model(kwargs: dict[str, Any], init: float) -> Any:
             if "norm" in name or "bias" in name:  # constants would hide a norm that is left out
                 value.add_(torch.randn(value.shape, generator=spread) * 0.1)
     return model
+
+
+def randomize(layer: Any, init: float) -> None:
+    """Give a layer of its own random weights of this spread; norms and biases lie around 1."""
+    spread = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, value in layer.state_dict().items():
+            if "norm" in name or "bias" in name:
+                value.copy_(1 + 0.1 * torch.randn(value.shape, generator=spread))
+            else:
+                value.copy_(init * torch.randn(value.shape, generator=spread))
 
 
 def save_source(model: Any, folder: Path) -> None:

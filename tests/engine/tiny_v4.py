@@ -18,10 +18,10 @@ from moet_desk.store.pack_reader import PackReader
 WINDOW, SPARSE, HEAVY = 0, 4, 16
 CONFIG: dict[str, Any] = {
     "model_type": "deepseek_v4", "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 5,
-    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32, "qk_rope_head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 48, "qk_rope_head_dim": 16,
     "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16, "n_routed_experts": 8,
     "n_shared_experts": 1, "moe_intermediate_size": 32, "num_experts_per_tok": 2,
-    "index_n_heads": 16, "index_head_dim": 16, "index_topk": 4, "sliding_window": 8,
+    "index_n_heads": 16, "index_head_dim": 32, "index_topk": 4, "sliding_window": 8,
     "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "swiglu_limit": 10.0,
     "num_hash_layers": 3, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
     "norm_topk_prob": True, "routed_scaling_factor": 1.5, "max_position_embeddings": 8192,

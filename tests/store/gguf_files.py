@@ -119,6 +119,11 @@ def write_fields(
 
     def put(name: str, values: np.ndarray, kind: Kind | None = None) -> None:
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        if name.endswith("A_log"):  # the one that is stored without an ending
+            stored = table.get_name(name)
+            assert stored is not None
+            writer.add_tensor(stored, np.ascontiguousarray(values), raw_dtype=kind)
+            return
         full = name if name.endswith(".bias") else f"{name}.weight"
         stored = table.get_name(full, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
@@ -132,6 +137,51 @@ def write_fields(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def delta_converted(
+    arch: str, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, cut: bool = True
+) -> dict[str, np.ndarray]:
+    """What converters make of a model with gated DeltaNet (arch qwen3next or qwen35moe); older ones
+    do not cut the product of qwen3next's input.
+    """
+    n_k, n_v = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    d_k, d_v = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    tiled, behind, found = arch == "qwen35moe", 2 * n_k * d_k, dict[str, np.ndarray]()
+
+    def deal(values: np.ndarray, width: int, axis: int = 0) -> np.ndarray:
+        """Heads of values, grouped by head of keys, in turns."""
+        if not tiled:
+            return values
+        lead = np.moveaxis(values, axis, 0)
+        turned = lead.reshape(n_k, n_v // n_k, width, *lead.shape[1:]).swapaxes(0, 1)
+        return np.moveaxis(turned.reshape(lead.shape), 0, axis)
+
+    for name, values in tensors.items():
+        part = name.rpartition("linear_attn.")[2]
+        if "norm" in name.rpartition(".")[2] and part != "norm":
+            found[name] = values + np.float32(1)
+        elif part == "A_log":
+            found[name] = deal(-np.exp(values), 1)
+        elif part == "dt_bias":
+            found[name.replace("dt_bias", "dt_proj.bias")] = deal(values, 1)
+        elif part in ("conv1d", "in_proj_qkv"):
+            flat = values.reshape(len(values), -1)
+            found[name] = np.concatenate([flat[:behind], deal(flat[behind:], d_v)])
+        elif part in ("in_proj_z", "in_proj_a", "in_proj_b"):
+            found[name] = deal(values, d_v if part == "in_proj_z" else 1)
+        elif part == "out_proj":
+            found[name] = deal(values, d_v, axis=1)
+        elif part == "in_proj_qkvz" and cut:
+            each = n_v // n_k * d_v
+            cuts = np.cumsum([d_k, d_k, each])
+            blocks = values.reshape(n_k, 2 * d_k + 2 * each, -1)
+            *qkv, z = (cut.reshape(-1, values.shape[1]) for cut in np.split(blocks, cuts, axis=1))
+            found[name.replace("in_proj_qkvz", "in_proj_qkv")] = np.concatenate(qkv)
+            found[name.replace("in_proj_qkvz", "in_proj_z")] = z
+        else:
+            found[name] = values
+    return found
 
 
 def _merged(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from moet_desk.errors import MoetError
+from moet_desk.store.chat_schema import _SCHEMA_1
 from moet_desk.store.chats import ChatStore, MessageStatus
 from moet_desk.store.saved_prefixes import clear
 
@@ -257,3 +258,77 @@ def test_backup_copy__while_open__is_a_valid_store(
     for suffix in ("", "-wal"):
         shutil.copy(f"{path}{suffix}", tmp_path / f"copy.sqlite3{suffix}")
     assert ChatStore.open(tmp_path / "copy.sqlite3").list_chats(query="hello")
+
+
+OLD_FILE = """
+INSERT INTO chats (title, created, updated) VALUES ('old', 1, 1), ('other', 1, 1);
+INSERT INTO messages (chat_id, position, role, content, status, meta, created) VALUES
+  (1, 0, 'user', 'q', 'done', '{}', 1),
+  (1, 1, 'assistant', 'first', 'replaced', '{"reason": "stop"}', 1),
+  (2, 0, 'user', 'of the other', 'done', '{}', 1),
+  (1, 2, 'assistant', 'second', 'replaced', '{"reason": "cancelled"}', 1),
+  (1, 3, 'assistant', 'third', 'replaced', '{"error": {"code": "MD-ENG-04"}}', 1),
+  (1, 4, 'assistant', 'kept', 'done', '{}', 1),
+  (1, 5, 'user', 'next', 'done', '{}', 1);
+PRAGMA user_version = 1;
+"""
+
+
+def test_open__file_of_the_first_version__replaced_answers_become_siblings(path: Path) -> None:
+    path.parent.mkdir()
+    with sqlite3.connect(path) as connection:
+        connection.executescript(_SCHEMA_1 + OLD_FILE)
+    chat = ChatStore.open(path).get_chat(1)
+    by_id = {message.id: message for message in chat.messages}
+    parents = {m.content: by_id[m.parent].content for m in chat.messages if m.parent is not None}
+    assert parents == {"first": "q", "second": "q", "third": "q", "kept": "q", "next": "kept"}
+    status = {m.content: m.status.value for m in chat.messages}
+    assert [status[name] for name in ("first", "second", "third", "kept")] == [
+        "done", "stopped", "failed", "done",
+    ]  # fmt: skip
+    assert chat.tip is None
+
+
+def test_branches_files_and_settings__come_back(store: ChatStore, path: Path) -> None:
+    chat_id = store.create_chat("t", settings={"temperature": 0.5})
+    files = [{"name": "a.md", "text": "# é"}]
+    question = store.add_message(chat_id, "user", "q", files=files)
+    first = store.add_message(chat_id, "assistant", "one", parent=question)
+    second = store.add_message(chat_id, "assistant", "two", parent=question)
+    assert store.get_chat(chat_id).tip == second
+    store.set_tip(chat_id, first)
+    store.save_settings(chat_id, system="Be brief.", settings={"top_k": 5})
+    store.save_draft_files(chat_id, files)
+    store.update_message(
+        first, content="one", status="done", meta={}, reasoning="I think it is one."
+    )
+    store.close()
+    chat = ChatStore.open(path).get_chat(chat_id)
+    assert (chat.tip, chat.system, chat.settings) == (first, "Be brief.", {"top_k": 5})
+    assert [m.parent for m in chat.messages] == [None, question, question]
+    assert chat.messages[0].files == chat.draft_files == tuple(files)
+    assert chat.messages[1].reasoning == "I think it is one."
+
+
+def test_delete_chat__thousands_of_messages_in_a_row__all_gone(store: ChatStore) -> None:
+    chat_id = store.create_chat("long")
+    rows = [(chat_id, i, "user", "m", "done", i or None, 1.0) for i in range(3000)]
+    store._connection.executemany(
+        "INSERT INTO messages (chat_id, position, role, content, status, parent, created)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        rows,
+    )
+    store.delete_chat(chat_id)
+    assert store._connection.execute("SELECT count(*) FROM messages").fetchone()[0] == 0
+
+
+def test_excerpts__newest_message_with_the_word(store: ChatStore) -> None:
+    chats = [store.create_chat(name) for name in ("harbour only in the title", "b", "c")]
+    store.add_message(chats[1], "user", "an old Harbour")
+    store.add_message(chats[1], "assistant", "x" * 500 + " the HARBOUR sleeps " + "y" * 500)
+    store.add_message(chats[2], "user", "harbour of another chat")
+    found = store.excerpts("the harbour", chats[:2])
+    assert list(found) == [chats[1]]
+    assert "the HARBOUR sleeps" in found[chats[1]]
+    assert len(found[chats[1]]) == 200
+    assert store.excerpts("", chats) == store.excerpts("harbour", []) == {}

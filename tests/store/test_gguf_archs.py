@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 
+from moet_desk.engine.families import plan_for
 from moet_desk.errors import MoetError
 from moet_desk.store.gguf.archs import ARCHS, arch_of, config_of
 from moet_desk.store.gguf.fields import Fields
@@ -22,6 +23,11 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 MLP = ("gate_proj", "up_proj", "down_proj")
 MIXTRALS = ("llama", "minimax-m2")
 """Those whose experts have Mixtral's names."""
+DELTA = {
+    "qwen3next": ("in_proj_qkvz", "in_proj_ba"),
+    "qwen35moe": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+}
+"""Those with gated DeltaNet, and what its input is multiplied by."""
 
 
 def f32(value: float) -> float:
@@ -71,6 +77,20 @@ OSS = {
     "expert_count": 32, "attention.sliding_window": 128, "expert_feed_forward_length": 2880,
     "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0,
     "rope.scaling.original_context_length": 4096,
+}  # fmt: skip
+NEXT = {
+    "block_count": 48, "context_length": 262144, "embedding_length": 2048,
+    "feed_forward_length": 5120, "attention.head_count": 16, "attention.head_count_kv": 2,
+    "rope.freq_base": 1e7, "attention.layer_norm_rms_epsilon": f32(1e-6), "expert_used_count": 10,
+    "attention.key_length": 256, "attention.value_length": 256, "expert_count": 512,
+    "expert_feed_forward_length": 512, "expert_shared_feed_forward_length": 512,
+    "ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16,
+    "ssm.time_step_rank": 32, "ssm.inner_size": 4096, "rope.dimension_count": 64,
+}  # fmt: skip
+QWEN36 = {
+    **NEXT, "block_count": 41, "nextn_predict_layers": 1, "expert_count": 256,
+    "expert_used_count": 8, "full_attention_interval": 4,
+    "rope.dimension_sections": [11, 11, 10, 0],
 }  # fmt: skip
 V3 = {
     "block_count": 61, "context_length": 163840, "embedding_length": 7168,
@@ -148,6 +168,25 @@ REAL: dict[str, tuple[str, dict[str, Any], set[str], dict[str, Any]]] = {
             },
         },
     ),
+    "Qwen3-Next-80B": (
+        "qwen3next", NEXT, set(),
+        {
+            "model_type": "qwen3_next", "num_hidden_layers": 48, "num_experts": 512,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 10, "norm_topk_prob": True, "head_dim": 256,
+            "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rope_theta": 1e7,
+            "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        },
+    ),
+    "Qwen3.6-35B-A3B": (
+        "qwen35moe", QWEN36, set(),
+        {
+            "model_type": "qwen3_5_moe", "num_hidden_layers": 40, "num_experts": 256,
+            "num_experts_per_tok": 8, "partial_rotary_factor": 0.25, "norm_topk_prob": True,
+        },
+    ),
     "DeepSeek-V3": (
         "deepseek2", V3, set(),
         {
@@ -201,6 +240,8 @@ def test_config_of__published_model__is_its_config_json(model: str) -> None:
             "attention.sliding_window is missing",
         ),
         ("olmoe", {"expert_count": 4}, "block_count is missing"),
+        ("qwen3next", NEXT | {"rope.dimension_sections": [1]}, "rope.dimension_sections"),
+        ("qwen35moe", QWEN36 | {"ssm.dt_b_c_rms": True}, "ssm.dt_b_c_rms"),
     ],
 )
 def test_config_of__field_that_cannot_be__is_named(
@@ -223,6 +264,11 @@ def released_names(arch: str) -> list[str]:
     top = ["model.embed_tokens", "model.norm", "lm_head"]
     norms = [layer + "input_layernorm", layer + "post_attention_layernorm"]
     attention = [f"{layer}self_attn.{part}" for part in ATTENTION]
+    if arch in DELTA:
+        linear = layer + "linear_attn."
+        own = [f"{linear}{part}" for part in (*DELTA[arch], "conv1d", "A_log", "norm", "out_proj")]
+        shared = [f"{moe}shared_expert.{part}" for part in MLP]
+        return [*top, *norms, *attention, *own, *shared, moe + "gate", moe + "shared_expert_gate"]
     if arch in MIXTRALS:
         own = attention if arch == "minimax-m2" else attention[:4]
         return [*top, *norms, *own, layer + "block_sparse_moe.gate"]
@@ -370,3 +416,59 @@ def test_open__biases_of_experts_that_are_no_pair__refused(
         ModelSource.open(tmp_path / "m.gguf")
     assert caught.value.code == "MD-SRC-02"
     assert words in caught.value.cause
+
+
+def delta_layer(**changes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """A DeltaNet layer of two heads of keys and six of values, as converted."""
+    linear = "model.layers.0.linear_attn."
+    shapes: dict[str, tuple[int, ...]] = {
+        "in_proj_qkv": (160, 64), "in_proj_z": (96, 64), "conv1d": (160, 4), "out_proj": (64, 96),
+        "dt_proj.bias": (6,),
+    }  # fmt: skip
+    made = {
+        linear + name: np.zeros(shape, np.float32) for name, shape in (shapes | changes).items()
+    }
+    stacks = {
+        "model.embed_tokens": np.zeros((256, 64), np.float32),
+        "model.layers.0.mlp.experts.gate_proj": np.zeros((4, 32, 64), np.float32),
+    }
+    return stacks | made
+
+
+DELTA_FIELDS = TINY | {
+    "block_count": 1, "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2,
+    "ssm.time_step_rank": 6, "ssm.inner_size": 96, "rope.dimension_count": 8,
+    "expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "words"),
+    [
+        ("qwen3next", {"in_proj_z": (90, 64)}, "do not fit together"),
+        ("qwen3next", {"in_proj_qkv": (160, 32)}, "do not fit together"),
+        ("qwen35moe", {"in_proj_z": (95, 64)}, "not 6 heads of values"),
+        ("qwen35moe", {"in_proj_qkv": (64, 64)}, "not 6 heads of values"),
+        ("qwen35moe", {"out_proj": (64, 97)}, "not 6 heads of values"),
+        ("qwen35moe", {"dt_proj.bias": (5,)}, "not 6 heads of values"),
+        ("qwen35moe", {"conv1d": (160,)}, "not a kernel per channel"),
+    ],
+)
+def test_open__deltanet_of_other_heads__refused(
+    arch: str, changes: dict[str, tuple[int, ...]], words: str, tmp_path: Path
+) -> None:
+    write_fields(tmp_path / "right.gguf", arch, DELTA_FIELDS, delta_layer())
+    assert ModelSource.open(tmp_path / "right.gguf").config["linear_num_value_heads"] == 6
+    write_fields(tmp_path / "m.gguf", arch, DELTA_FIELDS, delta_layer(**changes))
+    with pytest.raises(MoetError) as caught:
+        ModelSource.open(tmp_path / "m.gguf")
+    assert caught.value.code == "MD-SRC-02"
+    assert words in caught.value.cause
+
+
+def test_plan__head_of_qwen_behind_the_last_layer__is_packed() -> None:
+    made = config("qwen35moe", QWEN36, set())
+    assert plan_for(made, path="m.gguf", names=[]).moe_layers[-1] == 39
+    plan = plan_for(made, path="m.gguf", names=["model.layers.40.eh_proj"])
+    assert plan.moe_layers[-1] == 40
+    assert plan.dense["model.layers.40.enorm"] == (2048,)

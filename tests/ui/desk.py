@@ -10,7 +10,7 @@ from typing import Any
 
 from moet_desk.engine.handle import EngineHandle
 from moet_desk.errors import MoetError, fail
-from moet_desk.telemetry import Tier
+from moet_desk.telemetry import CallState, EndpointCall, EndpointState, EndpointView, Tier
 from moet_desk.ui.desk import (
     DoctorView,
     Fact,
@@ -252,3 +252,46 @@ class FakeDesk:
         if "save_setup" in self.errors:
             raise self.errors["save_setup"]
         self.kept = dict(kept)
+
+
+CALLS = (
+    EndpointCall(
+        3, 1_795_953_602.0, "opencode", "chat, stream", "demo", CallState.WRITING,
+        prompt_tokens=8112, prompt_done=8112, n_tokens=412, queue_s=2.1, first_s=17.9,
+        total_s=31.2, tok_per_s=30.8, status=200,
+    ),
+    EndpointCall(
+        2, 1_795_953_580.0, "OpenAI/Python", "messages", "demo", CallState.DONE,
+        prompt_tokens=310, prompt_done=310, n_tokens=96, first_s=0.9, total_s=4.1, tok_per_s=29.9,
+        status=200,
+    ),
+    EndpointCall(
+        1, 1_795_953_475.0, "curl", "chat", state=CallState.FAILED, total_s=0.004, status=404,
+        error="MD-API-02  This server offers demo, not gpt-4o.",
+    ),
+)  # fmt: skip
+
+
+class FakeEndpoint:
+    """An `EndpointControl` in memory; `asked` lists what was wanted of it."""
+
+    def __init__(self) -> None:
+        self.now = EndpointView(EndpointState.RUNNING, "http://127.0.0.1:4321", CALLS)
+        self.asked: list[object] = []
+
+    def view(self) -> EndpointView:
+        return self.now
+
+    def start(self) -> None:
+        self.asked.append("start")
+        self.now = replace(self.now, state=EndpointState.RUNNING)
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+        self.now = replace(self.now, state=EndpointState.OFF)
+
+    def stop_call(self, number: int) -> bool:
+        self.asked.append(number)
+        stopped = replace(CALLS[0], state=CallState.STOPPED)
+        self.now = replace(self.now, calls=(stopped, *CALLS[1:]))
+        return True

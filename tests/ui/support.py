@@ -17,9 +17,9 @@ from moet_desk.engine.scripted import Script, ScriptedEngine
 from moet_desk.errors import MoetError
 from moet_desk.ui.app import Look, MoetDeskApp
 from moet_desk.ui.bridge import Clock, PackJob, Phase
-from moet_desk.ui.conversation import Wishes
+from moet_desk.ui.chat_records import Wishes
 from moet_desk.ui.setup_steps import Setup
-from tests.ui.desk import FakeDesk
+from tests.ui.desk import FakeDesk, FakeEndpoint
 
 NOON = datetime(2026, 11, 29, 12, 0, tzinfo=UTC)
 
@@ -42,6 +42,9 @@ class FakeMessage:
     status: str
     meta: Mapping[str, Any] = field(default_factory=dict)
     created: datetime = NOON
+    parent: int | None = None
+    reasoning: str = ""
+    files: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass
@@ -50,6 +53,9 @@ class FakeChat:
     title: str
     system: str = ""
     draft: str = ""
+    draft_files: Sequence[Mapping[str, Any]] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    tip: int | None = None
     updated: datetime = NOON
     messages: list[FakeMessage] = field(default_factory=list)
 
@@ -67,8 +73,10 @@ class FakeChats:
         self._next += 1
         return self._next
 
-    def create_chat(self, title: str, *, model: str, system: str) -> int:
-        chat = FakeChat(self._id(), title, system=system)
+    def create_chat(
+        self, title: str, *, model: str, system: str, settings: Mapping[str, Any] | None = None
+    ) -> int:
+        chat = FakeChat(self._id(), title, system=system, settings=settings or {})
         self.chats[chat.id] = chat
         return chat.id
 
@@ -80,25 +88,59 @@ class FakeChats:
         ]
         return found[:limit]
 
+    def excerpts(self, query: str, chat_ids: Sequence[int]) -> Mapping[int, str]:
+        return {
+            chat_id: message.content
+            for chat_id in chat_ids
+            for message in self.chats[chat_id].messages
+            if query and query in message.content
+        }
+
     def get_chat(self, chat_id: int) -> FakeChat:
         return self.chats[chat_id]
 
     def delete_chat(self, chat_id: int) -> None:
         del self.chats[chat_id]
 
-    def add_message(self, chat_id: int, role: str, content: str, *, status: str) -> int:
-        message = FakeMessage(self._id(), role, content, status)
+    def add_message(
+        self,
+        chat_id: int,
+        role: str,
+        content: str,
+        *,
+        status: str,
+        parent: int | None = None,
+        files: Sequence[Mapping[str, Any]] = (),
+    ) -> int:
+        message = FakeMessage(self._id(), role, content, status, parent=parent, files=files)
         self.chats[chat_id].messages.append(message)
+        self.chats[chat_id].tip = message.id
         return message.id
 
     def update_message(
-        self, message_id: int, *, content: str, status: str, meta: Mapping[str, Any]
+        self,
+        message_id: int,
+        *,
+        content: str,
+        status: str,
+        meta: Mapping[str, Any],
+        reasoning: str | None,
     ) -> None:
         self.saves.append((status, content))
         for chat in self.chats.values():
             for message in chat.messages:
                 if message.id == message_id:
                     message.content, message.status, message.meta = content, status, dict(meta)
+                    message.reasoning = reasoning or ""
+
+    def set_tip(self, chat_id: int, message_id: int) -> None:
+        self.chats[chat_id].tip = message_id
+
+    def save_settings(self, chat_id: int, *, system: str, settings: Mapping[str, Any]) -> None:
+        self.chats[chat_id].system, self.chats[chat_id].settings = system, settings
+
+    def save_draft_files(self, chat_id: int, files: Sequence[Mapping[str, Any]]) -> None:
+        self.chats[chat_id].draft_files = files
 
     def save_draft(self, chat_id: int, draft: str) -> None:
         self.chats[chat_id].draft = draft
@@ -151,10 +193,12 @@ class Stage:
         self.engine = ScriptedEngine(script)
         self.chats = chats or FakeChats()
         self.desk = FakeDesk(lambda: self.engine)
+        self.endpoint = FakeEndpoint()
         first_run = setup is not None
         self.app = MoetDeskApp(
             None if first_run else open_engine or (lambda: self.engine), self.chats, self.desk,
             model="" if first_run else "demo", setup=setup,
+            endpoint=self.endpoint,
             look=look or Look(motion="none", glyphs="unicode"), wishes=wishes,
             pack_job=pack_job, clock=self.time.clock(), timers=False,
         )  # fmt: skip

@@ -52,8 +52,18 @@ IDS = {
     "setup.again", "setup.back", "setup.background", "setup.choose", "setup.down", "setup.filter",
     "setup.json", "setup.less", "setup.more", "setup.next", "setup.pause", "setup.sign_in",
     "setup.stop", "setup.up", "sign_in.leave", "endpoint.copy", "endpoint.address", "endpoint.key",
-    "endpoint.again", "endpoint.back", "settings.left", "settings.right", "settings.reset",
+    "endpoint.again", "endpoint.back", "endpoint.switch", "endpoint.stop_call",
+    "log.filter", "log.follow", "settings.undo", "settings.filter",
+    "settings.left", "settings.right", "settings.reset",
     "settings.back", "log.level", "log.pause", "log.copy", "log.back", "go.endpoint",
+    "block.copy", "block.code", "block.edit", "block.again", "block.fold", "block.left",
+    "block.right", "block.up", "block.down", "chat.first", "chat.block_up", "chat.block_down",
+    "chat.thinking", "chat.find", "chat.attach", "chat.options", "find.older", "find.newer",
+    "find.close", "attach.close", "attach.down", "attach.up", "attach.complete", "options.close",
+    "options.save", "options.down", "options.up", "options.next", "options.before",
+    "cache.view", "cache.order", "cache.record", "cache.next", "cache.list_up", "cache.list_down",
+    "cache.list_page_up", "cache.list_page_down", "cache.list_first", "cache.list_last",
+    "playback.pause", "playback.back", "playback.forward", "playback.slower", "playback.faster",
     "go.endpoint_digit", "go.settings", "go.settings_digit", "go.log", "go.log_digit",
 }  # fmt: skip
 
@@ -110,7 +120,7 @@ async def test_screens__keys_and_tabs__change_and_keep_the_prompt() -> None:
 @pytest.mark.asyncio
 async def test_help__f1__keys_of_this_screen_commands_and_glyphs() -> None:
     stage = Stage()
-    async with stage.open(80, 60) as pilot:
+    async with stage.open(80, 100) as pilot:
         await stage.ready(pilot)
         await pilot.press("f1")
         await stage.settle(pilot)
@@ -206,14 +216,14 @@ async def test_small_window__notice_while_everything_goes_on() -> None:
         await stage.ready(pilot)
         screen = dump(stage.app)
         assert "MD-TERM-01" in screen
-        assert "x 12." in screen
+        assert "this is 40 x 12." in " ".join(screen.split())
         assert "F2 Chat" not in screen
         await stage.app.chat.ask("q")
         await stage.play(pilot, 2.0)
         assert not stage.app.conversation.busy
         await pilot.press("f3")
         await stage.settle(pilot)
-        assert "x 12." in dump(stage.app)
+        assert "this is 40 x 12." in " ".join(dump(stage.app).split())
         await pilot.press("f2")
         await pilot.resize_terminal(80, 24)
         await stage.play(pilot, 0.5)
@@ -290,6 +300,24 @@ def test_exit_code__of_a_failed_start() -> None:
     assert exit_code_of(fail("MD-DISK-02", path="p")) is ExitCode.NO_ROOM
     assert exit_code_of({"code": "MD-PACK-04"}) is ExitCode.DAMAGED
     assert exit_code_of({"code": "?"}) is ExitCode.FAILED
+
+
+@pytest.mark.asyncio
+async def test_hang_up__while_writing__text_and_draft_are_kept_without_a_question() -> None:
+    stage = Stage(Script(answers=(LONG,)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "Go.")
+        await stage.play(pilot, 1.5)
+        stage.app.chat.query_one(Prompt).load_text("not sent yet")
+        stage.app.hang_up()
+        status, text = stage.chats.saves[-1]
+        assert status == "stopped"
+        assert text.startswith("word word")
+        assert text == stage.app.conversation.turns[-1].text
+    assert stage.chats.closed
+    assert [chat.draft for chat in stage.chats.chats.values()] == ["not sent yet"]
+    assert stage.app.return_value == ExitCode.TERMINATED
 
 
 def test_imports__fresh_interpreter__no_torch_and_no_other_front_end() -> None:

@@ -9,10 +9,12 @@ from statistics import median
 
 import pytest
 
+from bench.long_chat import measure
 from moet_desk.engine.scripted import DEFAULT_ANSWER
 from moet_desk.marked_text import MarkedText
 from moet_desk.ui.app import Look
-from moet_desk.ui.widgets.transcript import AnswerBlock, Transcript
+from moet_desk.ui.widgets.blocks import AnswerBlock
+from moet_desk.ui.widgets.transcript import Transcript
 from tests.ui.support import Stage
 
 
@@ -38,6 +40,20 @@ async def test_flush__long_answer__cost_and_widgets_stay_flat(marked: bool) -> N
     third = len(costs) // 3
     assert median(costs[-third:]) < 1.7 * median(costs[third : 2 * third])
     assert n_widgets < 200
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_long_chat__ten_thousand_messages__opening_scrolling_and_typing_stay_quick() -> None:
+    """Seconds of CPU; on two quiet cores they are a third of these (bench/records)."""
+    costs = await measure(10_000, repeats=8)
+    assert costs["widgets"] < 250
+    assert costs["open_s"] < 1.2
+    assert costs["page_s"]["median"] < 0.6
+    assert costs["to_first_s"] < 1.0
+    assert costs["to_end_s"] < 1.0
+    assert costs["key_s"]["median"] < 0.1
+    assert costs["find_s"] < 0.3
 
 
 FIRST_PICTURE = """

@@ -14,12 +14,14 @@ from moet_desk.engine.scripted import Script, ScriptedFailure
 from moet_desk.telemetry import EngineSnapshot, EngineState, LoadStep
 from moet_desk.ui.bridge import Phase
 from moet_desk.ui.chat_lines import closing_line
-from moet_desk.ui.conversation import Status, Turn, Wishes
+from moet_desk.ui.chat_records import Status, Turn, Wishes
 from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.theme import UNICODE
+from moet_desk.ui.widgets.blocks import AnswerBlock, MessageBlock
 from moet_desk.ui.widgets.gauges import StatusLine
 from moet_desk.ui.widgets.prompt import Prompt
-from moet_desk.ui.widgets.transcript import AnswerBlock, MessageBlock, Segment, Transcript
+from moet_desk.ui.widgets.segments import Segment
+from moet_desk.ui.widgets.transcript import Transcript
 from tests.ui.support import NOON, FakePack, Stage, dump
 
 pytestmark = pytest.mark.asyncio
@@ -486,23 +488,6 @@ async def test_rail__wide_window__shown_and_toggled() -> None:
         await stage.settle(pilot)
         assert "Tiers, recent look-ups" not in dump(stage.app)
         assert stage.app.chat.query_one("#middle", Horizontal).size.width == 120
-
-
-async def test_open__long_history__only_the_last_turns_are_drawn() -> None:
-    stage = Stage(Script(answers=("A.",)))
-    chat_id = stage.chats.create_chat("old", model="m", system="")
-    for i in range(60):
-        role = "user" if i % 2 == 0 else "assistant"
-        stage.chats.add_message(chat_id, role, f"m{i}", status="done")
-    async with stage.open() as pilot:
-        await stage.ready(pilot)
-        await pilot.press("ctrl+l")
-        await stage.settle(pilot)
-        await pilot.press("enter")
-        await stage.settle(pilot)
-        assert len(stage.app.conversation.turns) == 60
-        assert len(stage.app.chat.query_one(Transcript).children) == 41
-        assert "m59" in dump(stage.app)
 
 
 async def test_closing_line__balanced_answer__says_how_much_was_made_again() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from moet_desk.engine.scripted import Script, ScriptedEngine, ScriptedFailure
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.chats import ChatStore
 from moet_desk.ui.bridge import Bridge, Phase
-from moet_desk.ui.conversation import ChatStoreLike, Conversation, Pulled, Sent, Status, Wishes
+from moet_desk.ui.chat_records import ChatStoreLike, Draft, Pulled, Sent, Status, Wishes
+from moet_desk.ui.conversation import Conversation
 from tests.ui.support import FakeChats, HeldClock
 
 LONG = "word " * 400
@@ -85,7 +85,7 @@ def test_real_store__reopened_in_the_middle__text_there_and_stopped(tmp_path: Pa
     desk.play(3.05)
     # another process opens the file as after kill -9: the store was never closed
     after = Desk(chats=ChatStore.open(tmp_path / "chats.sqlite3"))
-    chat_id = after.conversation.list_chats("")[0].id
+    chat_id = after.conversation.list_chats("")[0][0].id
     after.conversation.open(chat_id)
     last = after.conversation.turns[-1]
     assert last.status is Status.STOPPED
@@ -115,7 +115,7 @@ def test_send__busy__one_waits_and_goes_when_free() -> None:
     assert talk.send("three") is Sent.REFUSED
     assert talk.take_queued() is None
     desk.finish()
-    assert talk.take_queued() == "two"
+    assert talk.take_queued() == Draft("two")
     desk.finish()
     assert [t.text for t in talk.turns] == ["one", "First.", "two", "Second."]
 
@@ -123,7 +123,7 @@ def test_send__busy__one_waits_and_goes_when_free() -> None:
 def test_send__before_ready__waits() -> None:
     desk = Desk(ready=False)
     assert desk.conversation.send("early") is Sent.QUEUED
-    assert desk.conversation.unqueue() == "early"
+    assert desk.conversation.unqueue() == Draft("early")
     assert desk.conversation.queued is None
 
 
@@ -146,25 +146,27 @@ def test_request__turns_and_wishes() -> None:
     assert (request.quality, request.gate, request.max_tokens) == (Quality.BALANCED, 0.5, 50)
 
 
-def test_retry__old_answer_replaced_not_lost() -> None:
+def test_retry__old_answer_kept_as_another_version() -> None:
     chats = FakeChats()
     desk = Desk(Script(answers=("First try.", "Second try.")), chats=chats)
-    desk.conversation.send("q")
+    talk = desk.conversation
+    talk.send("q")
     desk.finish()
-    assert desk.conversation.retry()
+    assert talk.retry()
     desk.finish()
-    assert [t.text for t in desk.conversation.turns] == ["q", "Second try."]
+    assert [t.text for t in talk.turns] == ["q", "Second try."]
+    assert talk.branch_of(talk.turns[1]) == (2, 2)
     stored = next(iter(chats.chats.values())).messages
     assert [(m.content, m.status) for m in stored[1:]] == [
-        ("First try.", "replaced"),
+        ("First try.", "done"),
         ("Second try.", "done"),
     ]
-    chat_id = desk.conversation.chat_id
+    chat_id = talk.chat_id
     assert chat_id is not None
-    desk.conversation.new()
-    assert not desk.conversation.retry()
-    desk.conversation.open(chat_id)
-    assert [t.text for t in desk.conversation.turns] == ["q", "Second try."]
+    talk.new()
+    assert not talk.retry()
+    talk.open(chat_id)
+    assert [t.text for t in talk.turns] == ["q", "Second try."]
 
 
 def test_failure__marked_with_its_error() -> None:
@@ -221,22 +223,20 @@ def test_draft__per_chat__kept() -> None:
     desk = Desk(Script(answers=("A.",)))
     talk = desk.conversation
     talk.save_draft("unsent")
-    assert talk.draft == "unsent"
+    assert talk.draft == Draft("unsent")
     talk.send("q")
     desk.finish()
     talk.save_draft("in the chat")
     chat_id = talk.chat_id
     assert chat_id is not None
     talk.new()
-    assert talk.draft == ""
+    assert talk.draft == Draft()
     talk.open(chat_id)
-    assert talk.draft == "in the chat"
+    assert talk.draft == Draft("in the chat")
 
 
 class FullDisk(FakeChats):
-    def update_message(
-        self, message_id: int, *, content: str, status: str, meta: Mapping[str, Any]
-    ) -> None:
+    def update_message(self, message_id: int, **changes: Any) -> None:
         raise fail("MD-DISK-02", path="chats.sqlite3", done="3 messages")
 
 

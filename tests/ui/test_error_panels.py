@@ -19,7 +19,7 @@ async def test_panels__every_code_of_the_catalogue__title_code_and_next_step_at_
         transcript = stage.app.chat.query_one(Transcript)
         for code in CATALOGUE:
             error = fail(code)
-            await transcript.clear()
+            await transcript.remove_children()
             panel = ProblemPanel(error, glyphs=stage.app.glyphs, actions={"retry": "Try again"})
             await transcript.mount(panel)
             await stage.settle(pilot)

@@ -29,6 +29,7 @@ from moet_desk.ui.widgets.gauges import (
     guess_lines,
     guessing,
     loading_lines,
+    move_line,
     show_percent,
     sparkline,
     spread,
@@ -100,35 +101,51 @@ def test_tier_lines__nothing_known__dashes_not_zeros() -> None:
     assert line.count("–") == 2
 
 
-def test_wait_line__first_words_are_waiting() -> None:
+def a_second_ago() -> History:
+    """Two seconds in which all was moved."""
     history = History()
     history.add(replace(SNAPSHOT, counters=TierCounters()), 1.0)
     history.add(SNAPSHOT, 3.0)
-    text = wait_line(SNAPSHOT, history, width=120, glyphs=UNICODE).plain
-    assert text.startswith("waiting 38 % of time ")
-    assert "32 ms/step" in text
-    assert "moved 3.0 GiB (1.6 GB/s), disk 1.0 MiB" in text
-    narrow = wait_line(SNAPSHOT, history, width=79, glyphs=UNICODE)
-    assert "moved 3.0 GiB, disk 1.0 MiB" in narrow.plain
+    return history
+
+
+def test_wait_line__first_words_are_waiting() -> None:
+    text = wait_line(SNAPSHOT, a_second_ago(), width=120, glyphs=UNICODE).plain
+    assert text.startswith("waiting 38 % of time ██  32 ms/step")
+    assert text.endswith("   –   hits 96.1 %")
     unknown = wait_line(EngineSnapshot(), History(), width=79, glyphs=UNICODE)
     assert unknown.plain.startswith("waiting – of time")
+    assert unknown.plain.endswith("hits –")
+
+
+def test_move_line__totals_and_rates_of_both_ways() -> None:
+    line = move_line(SNAPSHOT, a_second_ago(), width=79, glyphs=UNICODE).plain
+    assert line == "moved 3.0 GiB █ 1.6 GB/s   disk 1.0 MiB █ 524.3 kB/s"
+    unknown = move_line(EngineSnapshot(), History(), width=79, glyphs=UNICODE).plain
+    assert unknown == "moved –  –   disk –  –"
+
+
+def test_history__time_went_back__empty_until_it_grows_again() -> None:
+    history = a_second_ago()
+    history.add(SNAPSHOT, 0.5)
+    assert len(history.slot_rate) == 1
+    history.clear()
+    history.add(SNAPSHOT, 0.5)
+    assert (len(history.wait_share), len(history.slot_rate), len(history.disk_rate)) == (1, 0, 0)
 
 
 @pytest.mark.parametrize(("direct", "shown"), [(True, "p95 1.2 ms"), (False, "p95 1.2 ms, cached")])
-def test_wait_line__rows_read_from_disk__how_long(direct: bool, shown: str) -> None:
+def test_move_line__rows_read_from_disk__how_long(direct: bool, shown: str) -> None:
     snapshot = replace(SNAPSHOT, reads=ReadTimes(0.8, 1.23, 4.0, direct))
-    assert (
-        f"disk 1.0 MiB ({shown})" in wait_line(snapshot, History(), width=120, glyphs=UNICODE).plain
-    )
-    narrow = wait_line(snapshot, History(), width=100, glyphs=UNICODE)
-    assert narrow.plain.endswith("disk 1.0 MiB")
+    assert move_line(snapshot, History(), width=120, glyphs=UNICODE).plain.endswith(f", {shown}")
+    assert "p95" not in move_line(snapshot, History(), width=100, glyphs=UNICODE).plain
 
 
-def test_wait_line__promoted_experts__counted_where_there_is_room() -> None:
+def test_move_line__promoted_experts__counted_where_there_is_room() -> None:
     promoted = replace(SNAPSHOT, counters=replace(SNAPSHOT.counters, promotions=1234))
-    wide = wait_line(promoted, History(), width=120, glyphs=UNICODE).plain
-    assert wide.endswith("disk 1.0 MiB, 1,234 promoted")
-    assert "promoted" not in wait_line(promoted, History(), width=100, glyphs=UNICODE).plain
+    wide = move_line(promoted, History(), width=120, glyphs=UNICODE).plain
+    assert wide.endswith("1,234 promoted")
+    assert "promoted" not in move_line(promoted, History(), width=100, glyphs=UNICODE).plain
 
 
 MTP = DraftChoice(
@@ -158,7 +175,7 @@ def test_guesses__made__steps_tokens_and_shares_shown() -> None:
         "right      71 % 44 %",
     ]
     wide = wait_line(snapshot, History(), width=120, glyphs=UNICODE).plain
-    assert "25 ms/step, 1.92 tok (mtp 2, x1.42)   moved 3.0 GiB, disk" in wide
+    assert "25 ms/step, 1.92 tok (mtp 2, x1.42)   –   hits" in wide
     assert "mtp" not in wait_line(snapshot, History(), width=100, glyphs=UNICODE).plain
     assert all(cell_len(line.plain) <= 32 for line in guess_lines(snapshot))
 

@@ -12,17 +12,9 @@ from textual.app import App, ComposeResult
 from textual.strip import Strip
 
 from moet_desk.telemetry import CacheView, Tier
+from moet_desk.ui.cache_cells import LEFT, RIGHT, Grid, Measure, describe, plan_grid, row_values
 from moet_desk.ui.theme import ASCII, MOET_DARK, UNICODE, Glyphs
-from moet_desk.ui.widgets.heatmap import (
-    LEFT,
-    RIGHT,
-    Heatmap,
-    Measure,
-    cell_value,
-    describe,
-    header_line,
-    plan_grid,
-)
+from moet_desk.ui.widgets.heatmap import Heatmap, header_line
 
 
 @given(st.integers(1, 600), st.integers(20, 400))
@@ -56,18 +48,18 @@ def view_of(tiers: list[list[int]], heat: list[list[int]]) -> CacheView:
     )
 
 
-def test_cell_value__group__tier_of_the_hottest_and_its_heat() -> None:
-    view = view_of([[0, 3, 2, 1]], [[0, 1, 5, 0]])
-    group = range(4)
-    assert cell_value(view, 0, group, Measure.TIER) == Tier.BASE
-    assert cell_value(view, 0, group, Measure.HEAT) == 5
+def test_row_values__group__tier_of_the_hottest_and_its_heat() -> None:
+    view = view_of([[0, 3, 2, 1, 0, 1]], [[0, 1, 5, 0, 0, 4]])
+    grid = Grid(6, 4, 1)
+    assert row_values(view, 0, grid, Measure.TIER) == [Tier.BASE, Tier.RAM]
+    assert row_values(view, 0, grid, Measure.HEAT) == [5, 4]
 
 
-def test_cell_value__never_used__none_unless_a_slot_holds_it() -> None:
+def test_row_values__never_used__none_unless_a_slot_holds_it() -> None:
     view = view_of([[0, 1, 2, 3]], [[0, 0, 0, 0]])
-    shown = [cell_value(view, 0, range(e, e + 1), Measure.TIER) for e in range(4)]
+    shown = row_values(view, 0, Grid(4, 1, 1), Measure.TIER)
     assert shown == [None, None, Tier.BASE, Tier.FINE]
-    assert cell_value(view, 0, range(4), Measure.HEAT) is None
+    assert row_values(view, 0, Grid(4, 4, 1), Measure.HEAT) == [None]
 
 
 def test_describe__one_and_many__place_and_heat() -> None:
@@ -205,3 +197,49 @@ async def test_heatmap__tall_cells_heat__one_bar_over_both_lines() -> None:
         top, bottom = text_of(app.heatmap)[:2]
         assert top[LEFT : LEFT + 12] == "      ▃▃▃███"
         assert bottom[LEFT : LEFT + 12] == "▂▂▂▇▇▇██████"
+
+
+@pytest.mark.asyncio
+async def test_heatmap__dense__two_layers_a_line_by_their_colours() -> None:
+    app = GridApp()
+    async with app.run_test(size=(80, 24)) as pilot:
+        view = view_of([[3] * 8, [2] * 8, [1] * 8], [[1] * 8] * 3)
+        await shown(pilot, app.heatmap, view)
+        app.heatmap.set_dense(True)
+        await pilot.pause()
+        assert app.heatmap.size.height == 2
+        first, last = (app.heatmap.render_line(y) for y in range(2))
+        assert first.text[LEFT : LEFT + 24] == last.text[LEFT : LEFT + 24] == "▀" * 24
+        inks = [MOET_DARK.variables[f"tier-{letter}"] for letter in "qgr"]
+
+        def colours(strip: Strip) -> list[str]:
+            style = next(s.style for s in strip if "▀" in s.text)
+            assert style is not None
+            return [c.get_truecolor().hex for c in (style.color, style.bgcolor) if c is not None]
+
+        assert colours(first) == inks[:2]
+        assert colours(last) == [inks[2], MOET_DARK.background]
+        app.heatmap.focus()
+        await pilot.press("down", "right")
+        assert app.heatmap.cursor_text().startswith("Layer 2, expert 1:")
+        assert "L02" in app.heatmap.render_line(0).text
+        await pilot.press("pagedown")
+        assert app.heatmap.cursor_text().startswith("Layer 3,")
+        app.heatmap.lines.clear()
+        await shown(pilot, app.heatmap, replace(view, generations=(1, 1, 2)))
+        assert set(app.heatmap.lines) == {1}
+
+
+@pytest.mark.asyncio
+async def test_heatmap__age__grows_older_without_a_new_generation() -> None:
+    app = GridApp()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await shown(pilot, app.heatmap, view_of([[2] * 8], [[1] * 8]))
+        app.heatmap.lines.clear()
+        app.heatmap.grow_older()
+        await pilot.pause()
+        assert app.heatmap.lines == []
+        app.heatmap.measure = Measure.AGE
+        app.heatmap.grow_older()
+        await pilot.pause()
+        assert set(app.heatmap.lines) == {0}

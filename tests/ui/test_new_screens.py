@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from moet_desk.errors import fail
 from moet_desk.settings import SETTINGS, Endpoint
+from moet_desk.telemetry import EndpointState, EndpointView
 from moet_desk.ui.app import Look
 from moet_desk.ui.screens.endpoint import EndpointScreen
 from moet_desk.ui.screens.log import LogScreen, at_level
 from moet_desk.ui.screens.settings import SettingsScreen
 from moet_desk.ui.theme import UNICODE
+from tests.ui.desk import CALLS
 from tests.ui.support import Stage, dump
 
 RECORDS = [
@@ -24,7 +28,7 @@ RECORDS = [
 def stage_with(folder: Path, *, key: str = "") -> Stage:
     stage = Stage()
     app = stage.app
-    app.endpoint = EndpointScreen(Endpoint(port=1, key=key), UNICODE, plain=False)
+    app.endpoint = EndpointScreen(stage.endpoint, Endpoint(port=1, key=key), UNICODE, plain=False)
     app.settings = SettingsScreen(folder / "config.toml", UNICODE, plain=False)
     (folder / "log").write_text("\n".join(RECORDS))
     app.log_screen = LogScreen(folder / "log", UNICODE, plain=False)
@@ -32,7 +36,7 @@ def stage_with(folder: Path, *, key: str = "") -> Stage:
 
 
 @pytest.mark.asyncio
-async def test_endpoint__address_state_and_copies(tmp_path: Path) -> None:
+async def test_endpoint__address_calls_and_copies(tmp_path: Path) -> None:
     stage = stage_with(tmp_path, key="topsecret")
     async with stage.open() as pilot:
         await stage.ready(pilot)
@@ -40,19 +44,70 @@ async def test_endpoint__address_state_and_copies(tmp_path: Path) -> None:
         await stage.threads(pilot)
         screen = dump(stage.app)
         for words in (
-            "http://127.0.0.1:1/v1",
+            "http://127.0.0.1:4321/v1",
             "this computer only",
-            "does not answer",
-            "Agent codex",
+            "✓ running",
+            "opencode     chat, stream       8,112    412   18 s  30.8 ● writing",
+            "curl         chat                   -      -              ✗ failed",
+            "waited 2.1 s, 8,112 tokens to read, first word after 18 s",
+            "curl http://127.0.0.1:4321/v1/chat/completions",
         ):
             assert words in screen
         assert "topsecret" not in screen
         await pilot.press("k")
         assert stage.app.clipboard == "topsecret"
         await pilot.press("a")
-        assert stage.app.clipboard == "http://127.0.0.1:1/v1"
-        await pilot.press("down", "enter")
+        assert stage.app.clipboard == "http://127.0.0.1:4321/v1"
+        await pilot.press("tab", "down", "enter")
         assert stage.app.clipboard.startswith("from openai import OpenAI")
+        await pilot.press("end", "c")
+        assert stage.app.clipboard == "moet-desk launch qwen --run"
+
+
+@pytest.mark.asyncio
+async def test_endpoint__stop_a_call_then_everything_and_start_again(tmp_path: Path) -> None:
+    stage = stage_with(tmp_path)
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f5")
+        await stage.threads(pilot)
+        await pilot.press("down", "x")
+        assert stage.endpoint.asked == []  # that one had ended
+        await pilot.press("up", "x")
+        await stage.threads(pilot)
+        assert stage.endpoint.asked == [3]
+        assert "· stopped" in dump(stage.app)
+        await pilot.press("s")
+        await stage.threads(pilot)
+        assert stage.endpoint.asked == [3, "stop"]
+        assert "· off" in dump(stage.app)
+        await pilot.press("s")
+        await stage.threads(pilot)
+        assert stage.endpoint.asked == [3, "stop", "start"]
+
+
+@pytest.mark.asyncio
+async def test_endpoint__new_calls__cursor_stays_on_its_own(tmp_path: Path) -> None:
+    stage = stage_with(tmp_path)
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f5")
+        await stage.threads(pilot)
+        await pilot.press("down", "down")
+        assert "gpt-4o" in dump(stage.app)
+        newest = replace(CALLS[0], number=4, client="newcomer")
+        stage.endpoint.now = replace(stage.endpoint.now, calls=(newest, *CALLS))
+        stage.app.pull_gauges()
+        await stage.settle(pilot)
+        assert "newcomer" in dump(stage.app)
+        assert stage.app.endpoint.call == CALLS[-1]
+        failed = EndpointView(EndpointState.FAILED, error=fail("MD-API-01", port=7).to_dict())
+        stage.endpoint.now = failed
+        stage.app.pull_gauges()
+        await stage.settle(pilot)
+        assert "✗ not running" in dump(stage.app)
+        assert "MD-API-01" in dump(stage.app)
+        assert "S starts the endpoint" in dump(stage.app)
 
 
 @pytest.mark.asyncio
@@ -88,7 +143,45 @@ async def test_settings__change_refuse_and_reset(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_log__level_pause_and_growth(tmp_path: Path) -> None:
+async def test_settings__search_and_undo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = stage_with(tmp_path)
+    file = tmp_path / "config.toml"
+    file.write_text('[ui]\ntheme = "moet-contrast"  # kept\n')
+    monkeypatch.setenv("MOET_DESK_UI_MOTION", "none")
+    async with stage.open(100, 30) as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f6", "slash", *"them", "enter")
+        await stage.settle(pilot)
+        screen = dump(stage.app)
+        assert "ui.theme                   moet-contrast              file" in screen
+        assert "Right Change" in screen
+        assert "ui.motion" not in screen
+        assert "memory.context" not in screen
+        await pilot.press("right", "right")
+        await stage.settle(pilot)
+        assert tomllib.loads(file.read_text())["ui"]["theme"] != "moet-contrast"
+        assert "U takes the last change back" in dump(stage.app)
+        await pilot.press("u", "u", "u")  # the third has nothing to undo
+        await stage.settle(pilot)
+        assert file.read_text() == '[ui]\ntheme = "moet-contrast"  # kept\n'
+        assert "U takes" not in dump(stage.app)
+        assert stage.app.settings.setting == SETTINGS["ui.theme"]
+        await pilot.press("slash", *"motoin", "enter")
+        await stage.settle(pilot)
+        assert 'No setting has "motoin"' in dump(stage.app)
+        assert "Did you mean ui.motion?" in dump(stage.app)
+        await pilot.press("right", "enter", "r")  # there is no row to act on
+        await pilot.press("slash", *["backspace"] * 6, *"ui.motion", "enter", "right")
+        await stage.settle(pilot)
+        screen = dump(stage.app)
+        assert "Set by MOET_DESK_UI_MOTION, which overrides what is saved here." in screen
+        assert "motion" in tomllib.loads(file.read_text())["ui"]
+        await pilot.press("u")
+        assert "motion" not in tomllib.loads(file.read_text())["ui"]
+
+
+@pytest.mark.asyncio
+async def test_log__level_words_pause_and_growth(tmp_path: Path) -> None:
     stage = stage_with(tmp_path)
     async with stage.open(120, 40) as pilot:
         await stage.ready(pilot)
@@ -97,9 +190,18 @@ async def test_log__level_pause_and_growth(tmp_path: Path) -> None:
         screen = dump(stage.app)
         assert "fine again" in screen
         assert "\x1b" not in screen
-        await pilot.press("l", "l")
+        await pilot.press("slash", *"traceback", "enter")
         await stage.settle(pilot)
         screen = dump(stage.app)
+        assert "broken   +1 lines" in screen
+        assert "Traceback: of the broken one" in screen
+        assert "fine" not in screen
+        await pilot.press("enter")
+        assert stage.app.clipboard == "\n".join(RECORDS[1:3])
+        await pilot.press("slash", "escape", "l", "l")
+        await stage.settle(pilot)
+        screen = dump(stage.app)
+        assert "from error on" in screen
         assert "broken" in screen
         assert "fine" not in screen
         await pilot.press("space")
@@ -111,6 +213,37 @@ async def test_log__level_pause_and_growth(tmp_path: Path) -> None:
         stage.app.pull_gauges()
         await stage.settle(pilot)
         assert "newer" in dump(stage.app)
+        await pilot.press("c")
+        assert stage.app.clipboard == RECORDS[1].replace("broken", "newer")
+
+
+@pytest.mark.asyncio
+async def test_log__cursor_at_the_end_follows__moved_up_it_stays(tmp_path: Path) -> None:
+    stage = stage_with(tmp_path)
+    log = stage.app.log_screen
+
+    async def grow(text: str) -> None:
+        with (tmp_path / "log").open("a") as file:
+            file.write("\n" + RECORDS[0].replace("fine", text))
+        stage.app.pull_gauges()
+        await stage.settle(pilot)
+
+    async with stage.open(120, 40) as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f8")
+        await stage.settle(pilot)
+        await grow("first")
+        assert log.record is not None
+        assert log.record[0].endswith("first")
+        await pilot.press("up", "up")
+        await grow("second")
+        assert log.record == tuple(RECORDS[1:3])
+        assert "F follows" in dump(stage.app)
+        await pilot.press("f")
+        await stage.settle(pilot)
+        assert log.record[0].endswith("second")
+        await grow("third")
+        assert log.record[0].endswith("third")
 
 
 def test_at_level__lines_of_a_record_stay_with_it() -> None:

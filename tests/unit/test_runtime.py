@@ -226,6 +226,26 @@ def test_terminal_guard__twice_in_one_process__no_descriptor_leaks(places: Locat
     assert (places.logs_dir / runtime.OUTPUT_FILE).read_text().endswith("xxxxx")
 
 
+def test_terminal_guard__terminal_gone__drawing_raises_nothing(places: Locations) -> None:
+    master, terminal = pty.openpty()
+    before = os.dup(1), os.dup(2)
+    os.dup2(terminal, 1)
+    os.dup2(terminal, 2)
+    try:
+        with runtime.terminal_guard(places):
+            os.close(master)
+            for _ in range(3):
+                sys.__stderr__.write("x" * 10_000)
+                sys.__stderr__.flush()
+            with pytest.raises(OSError, match="Input/output error"):
+                os.write(sys.__stderr__.fileno(), b"x")
+    finally:
+        os.dup2(before[0], 1)
+        os.dup2(before[1], 2)
+        for fd in (*before, terminal):
+            os.close(fd)
+
+
 # -- crashes ---------------------------------------------------------------------------------
 
 

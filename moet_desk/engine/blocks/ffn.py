@@ -6,7 +6,7 @@ which is residency with fetching in decode and a grouped stream in prefill.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,6 +33,15 @@ class Experts(Protocol):
 
         With more than one token, an id of `NO_EXPERT` with weight 0 is a place without an expert.
         """
+        ...
+
+
+@runtime_checkable
+class Expecting(Protocol):
+    """Experts that can be told in advance who will be asked for."""
+
+    def expect(self, moe_layer: int, ids: Tensor) -> None:
+        """Experts ids [1, K] of a token will be asked for in that layer of this step."""
         ...
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moet_desk.engine.blocks.expert_math import PLAIN, ExpertForm
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
-from moet_desk.engine.cuda.chunk_sizes import batch_size, staging_bytes
+from moet_desk.engine.cuda.chunk_sizes import batch_size, most_places, staging_bytes
 from moet_desk.engine.cuda.pools import DevicePool
 from moet_desk.engine.cuda.staging import Staging
 from moet_desk.errors import MoetError
@@ -41,7 +41,7 @@ from moet_desk.kernels.triton.grouped import (
     make_batch,
 )
 from moet_desk.kernels.triton.quant import plain_shape, quantize_rows
-from moet_desk.store.arena import ABSENT
+from moet_desk.store.arena import ABSENT, Allocate
 from moet_desk.store.pack_format import Plane
 
 AHEAD_PAIRS = 8
@@ -65,6 +65,19 @@ class HostRows(Protocol):
     def read_into(self, plane: Plane, row: int, place: Tensor) -> None: ...
 
     def no_answer(self, row: int) -> MoetError: ...
+
+
+def bounce_memory(
+    layout: ExpertLayout, n_experts: int, allocate: Allocate
+) -> Mapping[Plane, Tensor]:
+    """Host memory for rows on disk on their way to staging: uint8 [places, stride] by plane."""
+    strides = {Plane.BASE: layout.base_stride, Plane.FINE: layout.fine_stride}
+    return {
+        plane: torch.frombuffer(
+            allocate(n * strides[plane], strides[plane]), dtype=torch.uint8
+        ).view(n, -1)
+        for plane, n in most_places(layout, n_experts).items()
+    }
 
 
 @dataclass(slots=True)

@@ -37,6 +37,9 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_gqa_prepare_kernel": Group.ATTENTION,
     "_gqa_decode_kernel": Group.ATTENTION,
     "_join_kernel": Group.ATTENTION,
+    "_prepare_kernel": Group.ATTENTION,  # of an indexer, as the next two
+    "_scores_kernel": Group.ATTENTION,
+    "_choose_kernel": Group.ATTENTION,
     "_conv_kernel": Group.ATTENTION,
     "_delta_step_kernel": Group.ATTENTION,
     "_gated_norm_kernel": Group.ATTENTION,

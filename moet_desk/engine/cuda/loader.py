@@ -22,12 +22,11 @@ from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
-from moet_desk.engine.cuda.chunk_sizes import most_places
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.delta import DeviceStates
 from moet_desk.engine.cuda.dense_weights import DenseLoader
 from moet_desk.engine.cuda.draft import DeviceHead
-from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
+from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading, bounce_memory
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
 from moet_desk.engine.cuda.pinned import PinnedMemory
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
@@ -50,6 +49,7 @@ from moet_desk.engine.model_shape import (
     index_layers,
     kv_token_bytes,
     loads_head,
+    rings_of,
     running_layers,
     wishes_of,
 )
@@ -95,6 +95,7 @@ class CudaCore:
     server: MailboxServer | None
     readers: ThreadPoolExecutor
     prefix_bytes: int  # of RAM
+    dense_format: DenseFormat
 
     def close(self) -> None:
         """Release files, threads and memory."""
@@ -160,6 +161,7 @@ def _load(
         spec.attention, n_layers=spec.n_kv_layers + opened.with_head, n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
         index_layers=index_layers(spec, with_head=opened.with_head), slots=states,
+        rings=rings_of(spec, plan, options.max_running),
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32, device=device)
     mailbox, server = _mailbox(arena, opened, allocate, error)
@@ -196,7 +198,7 @@ def _load(
     residency.restore_heat(heat.read(pack))
     return CudaCore(
         reader, spec, plan, _name(device), kv, arena, residency, decoder, prefiller,
-        model, pinned, server, readers, opened.prefix_bytes,
+        model, pinned, server, readers, opened.prefix_bytes, opened.dense_format,
     )  # fmt: skip
 
 
@@ -232,7 +234,7 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     """Read the index and plan the tiers; says how prompts and rows on disk will be read."""
     reader = PackReader.open(pack)
     config, path = reader.config(), str(pack / "config.json")
-    has_mtp = packed_head(config, reader.meta.moe_layers, path=path)
+    has_mtp = packed_head(config, reader.meta.moe_layers, reader.dense.names(), path=path)
     spec = spec_for(config, path=path, has_mtp=has_mtp)
     try:
         check_kernels(spec)
@@ -323,15 +325,7 @@ def _bounce(opened: _Opened, allocate: Allocate) -> Mapping[Plane, torch.Tensor]
     """Pinned places for a prompt's rows that are not in RAM; none if all rows are."""
     if opened.all_in_ram:
         return {}
-    meta, layout = opened.reader.meta, opened.reader.layout
-    places = most_places(layout, meta.n_experts)
-    memory = {
-        plane: allocate(n * meta.stride(plane), meta.stride(plane)) for plane, n in places.items()
-    }
-    return {
-        plane: torch.frombuffer(memory[plane], dtype=torch.uint8).view(n, -1)
-        for plane, n in places.items()
-    }
+    return bounce_memory(opened.reader.layout, opened.reader.meta.n_experts, allocate)
 
 
 def _name(device: torch.device) -> str:

@@ -7,228 +7,60 @@ the pool answers the wanted share of look-ups. Owned by the thread that measures
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
 from statistics import median
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from moet_desk.engine.cuda.bandwidth import Bandwidth, copy_bandwidth
+from moet_desk.engine.cuda.bandwidth import copy_bandwidth
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
-from moet_desk.engine.cuda.chunk_sizes import chunk_bytes, stage_bytes
-from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
+from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading, bounce_memory
 from moet_desk.engine.cuda.kernel_groups import kernel_times, split
+from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
+from moet_desk.engine.cuda.measured import (
+    KV_FORM,
+    PAGE_TOKENS,
+    DraftFigures,
+    DriveFigures,
+    Figures,
+    Setup,
+    Steps,
+)
 from moet_desk.engine.cuda.pinned import PinnedMemory
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
 from moet_desk.engine.cuda.popularity import find_popularity
 from moet_desk.engine.cuda.prefill import ChunkModel
-from moet_desk.engine.cuda.shapes import Shape
 from moet_desk.engine.cuda.step import StepModel, StepRow
 from moet_desk.engine.cuda.synthetic import (
     SyntheticHost,
     SyntheticLoader,
-    dense_bytes,
     dense_read_bytes,
     make_arena,
 )
+from moet_desk.engine.cuda.synthetic_drive import SyntheticDrive
 from moet_desk.engine.kv_cache import KvCache, KvSequence
+from moet_desk.engine.model_shape import index_layers
 from moet_desk.engine.sampling import GREEDY, Draw
-from moet_desk.engine.spec import Gdn, Gqa, Mixer
+from moet_desk.engine.spec import Gdn, Gqa, Mixer, PooledAttention, Spec, indexer_of
 from moet_desk.errors import fail
-from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.layouts import ExpertLayout
-from moet_desk.store.arena import Allocate, plain_memory
+from moet_desk.kernels.kv_sizes import index_key_bytes
+from moet_desk.kernels.mailbox import MAILBOX
+from moet_desk.kernels.triton import fetch
+from moet_desk.store.arena import Allocate, Arena, plain_memory
 from moet_desk.store.pack_format import Plane
-from moet_desk.units import GIB, show_memory
+from moet_desk.units import show_memory
 
-KV_FORM = KvFormat.NVFP4
-RESERVE_BYTES = 3 * GIB // 2
-"""VRAM for activations, graphs, the place where weights are made, and what the allocator cannot use
-(`plan.ALLOCATOR_SHARE`).
-"""
-
-_PAGE_TOKENS = 64
-
-CHUNK_TOKENS = 8192
-"""Prompt tokens that are read together, as the planner chooses for cards of 24 GiB and more."""
+_READ_ROWS = 64  # given to the readers together
 
 PROMPTS = 4
 """Prompts that are read, the first one to compile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What is measured.
-
-    Attributes:
-        vram_bytes: all that may be used of the card.
-        context: tokens of the model that each step sees, its own included.
-        rows: rows of a step, neighbours in one sequence.
-        drafts: guesses of a further kind of step, which checks so many with a row for each; the
-            shape must have a head then, which is timed too.
-        prefill: tokens of the prompt that is read at the end, 0 for none.
-        plane: FINE measures exact steps.
-        fine_slots: of the FP4 pool, for exact steps; at least those of a layer of a step, so that
-            with none more than these every FP4 row comes from RAM.
-        warm, steps, traced: steps before a measurement, in it, and under the profiler.
-        attempts: most measurements in search of the hit rate.
-    """
-
-    shape: Shape
-    device: torch.device
-    vram_bytes: int
-    context: int
-    rows: int = 1
-    drafts: int = 0
-    prefill: int = 0
-    plane: Plane = Plane.BASE
-    fine_slots: int = 0
-    warm: int = 200
-    steps: int = 300
-    traced: int = 20
-    attempts: int = 8
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of the base plane: one per expert and MoE layer."""
-        spec = self.shape.spec
-        return len(spec.moe_layers) * spec.moe_ffn.router.n_experts
-
-    @property
-    def most_rows(self) -> int:
-        """Rows of the widest step."""
-        return max(self.rows, 1 + self.drafts)
-
-    @property
-    def layout(self) -> ExpertLayout:
-        """Sizes of an expert."""
-        return ExpertLayout(self.shape.spec.hidden, self.shape.spec.moe_ffn.inter)
-
-    @property
-    def entries(self) -> int:
-        """KV entries that each step sees."""
-        return max(self.most_rows, self.shape.seen(self.context))
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of a prompt chunk."""
-        return min(self.prefill, CHUNK_TOKENS)
-
-    @property
-    def kv_pages(self) -> int:
-        """Pages of the longest sequence."""
-        return -(-max(self.entries, self.prefill) // _PAGE_TOKENS) + 1
-
-    @property
-    def kv_token_bytes(self) -> int:
-        """KV bytes per token of all layers."""
-        spec = self.shape.spec
-        n_layers = len(spec.layers) + (spec.mtp is not None)
-        return n_layers * spec.attention.entry_bytes(KV_FORM)
-
-    @property
-    def planes(self) -> tuple[Plane, ...]:
-        """Planes whose rows a step reads."""
-        return (Plane.BASE,) if self.plane is Plane.BASE else (Plane.BASE, Plane.FINE)
-
-    @property
-    def least_slots(self) -> int:
-        """Slots that a layer of a step can need at once."""
-        return self.most_rows * self.shape.spec.moe_ffn.router.top_k
-
-    def n_fine_slots(self) -> int:
-        """Slots of the FP4 pool; none for 2-bit steps."""
-        if self.plane is Plane.BASE:
-            return 0
-        return min(self.n_rows, max(self.least_slots, self.fine_slots))
-
-    def n_slots(self) -> int:
-        """Slots of the pool: what the limit leaves beside dense weights, KV and activations.
-
-        Raises:
-            MoetError: MD-GPU-05, not even the experts of one layer fit.
-        """
-        spec = self.shape.spec
-        least = self.least_slots
-        fixed = (
-            dense_bytes(self.shape) + RESERVE_BYTES + self.n_fine_slots() * self.layout.fine_stride
-        )
-        fixed += self.kv_pages * _PAGE_TOKENS * self.kv_token_bytes
-        if self.prefill:
-            fixed += stage_bytes(self.layout, spec.moe_ffn.router.n_experts)
-            fixed += chunk_bytes(spec, self.chunk, context=self.kv_pages * _PAGE_TOKENS)
-        slots = (self.vram_bytes - fixed) // self.layout.base_stride
-        if slots < least:
-            need = fixed + least * self.layout.base_stride
-            have = show_memory(self.vram_bytes)
-            raise fail("MD-GPU-05", need=show_memory(need), have=have)
-        return min(self.n_rows, slots)
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Some steps in a row.
-
-    Attributes:
-        times_ms: of each, from the tokens to the next ones.
-        hit_rate: share of look-ups that found their expert in a slot.
-        misses, fine_misses, distinct: per step, rows fetched of each plane and distinct experts
-            read.
-    """
-
-    times_ms: tuple[float, ...]
-    hit_rate: float
-    misses: float
-    distinct: float
-    fine_misses: float = 0.0
-
-    @property
-    def median_ms(self) -> float:
-        return median(self.times_ms)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftFigures:
-    """Steps that check guesses, and milliseconds of one guess of the head."""
-
-    checks: Steps
-    guess_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What was measured; None for what this device or request does not give.
-
-    Attributes:
-        drafts: of steps with guesses.
-        vram_bytes, pcie_bytes: per step, read in VRAM and brought over PCIe.
-        by_group: milliseconds of a step by kernel group.
-        attempts: popularities tried.
-    """
-
-    steps: Steps
-    n_slots: int
-    n_fine_slots: int
-    attempts: int
-    vram_bytes: int
-    pcie_bytes: int
-    by_group: Mapping[str, float] | None
-    bandwidth: Bandwidth | None
-    prefill_tok_per_s: float | None
-    peak_vram_bytes: int | None
-    drafts: DraftFigures | None = None
-
-    @property
-    def roofline_ratio(self) -> float | None:
-        """Share of a step that its bytes alone would take at the bandwidth of copies."""
-        if self.bandwidth is None:
-            return None
-        least_s = max(self.vram_bytes / self.bandwidth.vram, self.pcie_bytes / self.bandwidth.pcie)
-        return 1e3 * least_s / self.steps.median_ms
 
 
 def measure(
@@ -250,8 +82,9 @@ def measure(
         share = setup.vram_bytes / torch.cuda.mem_get_info(setup.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), setup.device)
     try:
-        bench = ShapeBench(setup, pinned.allocate if on_card else plain_memory, progress)
-        return bench.run(hit_rate)
+        with ExitStack() as undo:
+            allocate = pinned.allocate if on_card else plain_memory
+            return ShapeBench(setup, allocate, progress, undo=undo).run(hit_rate)
     except torch.OutOfMemoryError as error:
         have = show_memory(setup.vram_bytes)
         raise fail("MD-GPU-05", need=f"more than {have}", have=have) from error
@@ -266,6 +99,7 @@ class ShapeBench:
         setup: what to measure; a device that is not a card runs launch by launch, interpreted.
         allocate: gives the memory of the arena.
         progress: told what is being done.
+        undo: gets what must be closed, if there is a drive.
     """
 
     def __init__(
@@ -273,54 +107,94 @@ class ShapeBench:
         setup: Setup,
         allocate: Allocate,
         progress: Callable[[str], None],
+        *,
+        undo: ExitStack | None = None,
     ) -> None:
         spec, device, self._setup, self._progress = setup.shape.spec, setup.device, setup, progress
         n_layers, router = len(spec.moe_layers), spec.moe_ffn.router
         n_slots = setup.n_slots()
         progress("Pinning rows")
-        arenas = {
-            plane: make_arena(setup.layout, setup.n_rows, allocate=allocate, plane=plane)
-            for plane in setup.planes
-        }
-        rows = arenas[Plane.BASE]
-        self._host = SyntheticHost(arenas)
+        self._allocate = allocate
+        self._drive = _drive(setup, progress)
+        if self._drive is not None and undo is not None:
+            undo.callback(self._drive.close)
+        self._host = _host(setup, self._drive, allocate)
+        memory = self._host.memory(Plane.BASE)
         on_card = device.type == "cuda"
-        self.bandwidth = copy_bandwidth(rows.memory, device) if on_card else None
+        self.bandwidth = copy_bandwidth(memory, device) if on_card else None
         progress("Making dense weights")
         self.kv = KvCache(
-            spec.attention, n_layers=len(spec.layers) + (spec.mtp is not None),
+            spec.attention, n_layers=spec.n_kv_layers + (spec.mtp is not None),
             n_pages=setup.kv_pages,
-            page_tokens=_PAGE_TOKENS, form=KV_FORM, device=device,
+            page_tokens=PAGE_TOKENS, form=KV_FORM, device=device,
+            index_layers=index_layers(spec, with_head=spec.mtp is not None),
         )  # fmt: skip
         self.pools = {
             plane: DevicePool.make(
-                plane, arenas[plane].on(device), n_layers=n_layers, n_experts=router.n_experts,
+                plane, self._arena(plane), n_layers=n_layers, n_experts=router.n_experts,
                 n_slots=n, top_k=router.top_k, device=device,
             )
             for plane, n in zip(setup.planes, (n_slots, setup.n_fine_slots()), strict=False)
         }  # fmt: skip
         self.pool = self.pools[Plane.BASE]
-        self.loader = SyntheticLoader(spec, device, setup.shape.is_fp8)
+        self.loader = SyntheticLoader(spec, device, setup.shape.is_fp8, setup.shape.is_rounded)
         self._form = self.loader.form()
+        error = torch.zeros(1, dtype=torch.int32, device=device)
+        mailbox, server = self._mailbox(error)
+        if server is not None and undo is not None:
+            undo.callback(server.close)
         experts = PoolExperts(
-            self.pool, self.pools.get(Plane.FINE), setup.layout, n_layers=n_layers, mailbox=None,
-            host=self._host, form=self._form,
+            self.pool, self.pools.get(Plane.FINE), setup.layout, n_layers=n_layers,
+            mailbox=mailbox, host=self._host, form=self._form,
         )  # fmt: skip
         self.model = StepModel(
             spec, self.loader, self.kv, {setup.plane: experts},
             context=self.kv.free_tokens, device=device,
-            error=torch.zeros(1, dtype=torch.int32, device=device),
-            with_head=spec.mtp is not None,
+            error=error, server=server, with_head=spec.mtp is not None,
         )  # fmt: skip
         self.loader.forget_piece()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         self._random = np.random.default_rng(0)
-        popular = self.loader.rows_by_popularity()[:n_slots]
-        places = rows.table[popular].tolist()
-        self.pool.preload(popular[::-1], places[::-1], rows.memory)
+        popular = self.loader.rows_by_popularity()
+        self._fill_ram(popular)
+        experts.recover()  # the device's view of where rows lie
+        popular = popular[: min(n_slots, setup.in_ram()[Plane.BASE])]
+        places = self._host.table(Plane.BASE)[popular].tolist()
+        self.pool.preload(popular[::-1], places[::-1], memory)
         for width in sorted({setup.rows, setup.most_rows}):
             self._capture(width)
+
+    def _arena(self, plane: Plane) -> fetch.Arena:
+        """The rows of a plane as kernels see them."""
+        memory = self._host.memory(plane)
+        table = torch.from_numpy(self._host.table(plane).copy()).to(self._setup.device)
+        return fetch.Arena(memory.data_ptr(), table, memory.shape[1])
+
+    def _mailbox(self, error: Tensor) -> tuple[fetch.Mailbox | None, MailboxServer | None]:
+        """How a step asks for rows on the drive, if there are any."""
+        if not isinstance(self._host, Arena):
+            return None, None
+        page = self._allocate(MAILBOX.n_bytes, mmap.PAGESIZE)
+        address = torch.frombuffer(page, dtype=torch.uint8).data_ptr()
+        return fetch.Mailbox.at(address, error=error), MailboxServer(page, self._host)
+
+    def _fill_ram(self, popular: Sequence[int]) -> None:
+        if not isinstance(self._host, Arena):
+            return
+        with ThreadPoolExecutor(READERS) as readers:
+            for plane, count in self._setup.in_ram().items():
+                self._progress(f"Reading {count:,} of {len(popular):,} {plane.value} rows to RAM")
+                for at in range(0, count, _READ_ROWS):
+                    rows = popular[at : min(at + _READ_ROWS, count)]
+                    self._host.bring(plane, rows, keep=(), run=readers)
+                self._host.forget_times()  # of reads that no step waited for
+
+    def _drive_figures(self) -> DriveFigures | None:
+        if self._drive is None or not isinstance(self._host, Arena):
+            return None
+        read_ms = self._host.read_times()
+        return DriveFigures(self._drive.bytes_per_s(), read_ms, self._drive.direct)
 
     def run(self, hit_rate: float) -> Figures:
         """Find the popularity that gives the hit rate, then measure everything there."""
@@ -347,7 +221,7 @@ class ShapeBench:
         steps = tried[popularity]
         if popularity != next(reversed(tried)):
             self._warm_up(popularity)
-        by_group, drafts = self._by_group(steps), self._drafts()
+        by_group, drafts, drive = self._by_group(steps), self._drafts(), self._drive_figures()
         prefill_tok_per_s = self._prefill()
         return Figures(
             steps=steps,
@@ -361,9 +235,11 @@ class ShapeBench:
             ),
             by_group=by_group,
             bandwidth=self.bandwidth,
+            drive=drive,
             prefill_tok_per_s=prefill_tok_per_s,
             peak_vram_bytes=self._peak_vram(),
             drafts=drafts,
+            popularity=popularity,
         )
 
     def _warm_up(self, popularity: float) -> None:
@@ -380,6 +256,7 @@ class ShapeBench:
         """
         rows = self._setup.rows if rows is None else rows
         sequence, before, times = self._sequence(rows), self._counts(), []
+        read = self._read()
         found = self.pool.found[rows - 1].n_uniq
         distinct = torch.zeros_like(found)
         for _ in range(count):
@@ -393,7 +270,29 @@ class ShapeBench:
         fine = done[Plane.FINE][2] if Plane.FINE in done else 0
         n_layers = len(self._setup.shape.spec.main_moe_layers)
         per_step = int(distinct) * n_layers / count
-        return Steps(tuple(times), hits / asked, misses / count, per_step, fine / count)
+        drive = [(now - then) / count for now, then in zip(self._read(), read, strict=True)]
+        return Steps(tuple(times), hits / asked, misses / count, per_step, fine / count, *drive)
+
+    def _read(self) -> tuple[int, int]:
+        """Rows and bytes that came from the drive so far."""
+        if not isinstance(self._host, Arena):
+            return 0, 0
+        counters = self._host.counters
+        return counters.from_nvme, counters.bytes_read
+
+    def play(self, go_on: Callable[[float], bool]) -> None:
+        """Run steps one after another for as long as `go_on`, told the seconds of each, says so.
+
+        Raises:
+            MoetError: MD-ENG-04, as `steps`.
+        """
+        rows = self._setup.rows
+        sequence, going = self._sequence(rows), True
+        while going:
+            began = time.perf_counter()
+            self._step(sequence, rows)
+            going = go_on(time.perf_counter() - began)
+        self.kv.release(sequence)
 
     def _drafts(self) -> DraftFigures | None:
         """Steps that check guesses, and the head by itself: a row behind the sequence's end."""
@@ -456,9 +355,8 @@ class ShapeBench:
         if setup.plane is Plane.FINE:
             experts += steps.distinct * setup.layout.fine_bytes
         kv = sum(
-            layer.mixer.entry_bytes(KV_FORM) * _seen(layer.mixer, setup.entries)
+            layer.n_mixers * _read_bytes(layer.mixer, setup.shape.spec, setup.entries)
             for layer in setup.shape.spec.layers
-            if not isinstance(layer.mixer, Gdn)
         )
         return dense_read_bytes(setup.shape, setup.rows) + round(experts) + kv
 
@@ -477,6 +375,15 @@ class ShapeBench:
         self.kv.release(sequence)
         return split(times, n_steps=count, step_ms=steps.median_ms) if times else None
 
+    def _bounce(self) -> Mapping[Plane, Tensor]:
+        """Pinned places for a prompt's rows that are not in RAM; none if all rows are."""
+        setup = self._setup
+        if not isinstance(self._host, Arena):
+            return {}
+        return bounce_memory(
+            setup.layout, setup.shape.spec.moe_ffn.router.n_experts, self._allocate
+        )
+
     def _peak_vram(self) -> int | None:
         on_card = self._setup.device.type == "cuda"
         return torch.cuda.max_memory_reserved(self._setup.device) if on_card else None
@@ -491,10 +398,10 @@ class ShapeBench:
         buffers = ChunkBuffers.make(
             spec, setup.chunk, context=self.kv.free_tokens, device=setup.device
         )
-        with ThreadPoolExecutor(1) as readers:
+        with ThreadPoolExecutor(READERS) as readers:
             experts = ChunkExperts(
                 self.pools, self._host, setup.layout, buffers,
-                n_experts=spec.moe_ffn.router.n_experts, readers=readers, bounce={},
+                n_experts=spec.moe_ffn.router.n_experts, readers=readers, bounce=self._bounce(),
                 form=self._form,
             )  # fmt: skip
             model = ChunkModel(self.model, buffers, experts)
@@ -504,10 +411,42 @@ class ShapeBench:
         return setup.prefill / median(times[1:])  # the first one compiles
 
 
-def _seen(mixer: Mixer, entries: int) -> int:
-    """Entries that a token reads."""
-    window = mixer.window if isinstance(mixer, Gqa) else None
-    return min(entries, window or entries)
+def _drive(setup: Setup, progress: Callable[[str], None]) -> SyntheticDrive | None:
+    if not setup.uses_drive:
+        return None
+    if setup.folder is None:
+        raise ValueError("rows beyond the RAM limit need a folder")
+    progress("Writing a file of made-up rows")
+    return SyntheticDrive(setup.folder, setup.layout, setup.n_rows, setup.planes)
+
+
+def _host(setup: Setup, drive: SyntheticDrive | None, allocate: Allocate) -> SyntheticHost | Arena:
+    """The rows in RAM: a few that stand for all, or an arena over the drive."""
+    if drive is not None:
+        rows = setup.in_ram()
+        return Arena(
+            drive, base_rows=rows[Plane.BASE], fine_rows=rows.get(Plane.FINE, 0), allocate=allocate
+        )
+    return SyntheticHost(
+        {
+            plane: make_arena(setup.layout, setup.n_rows, allocate=allocate, plane=plane)
+            for plane in setup.planes
+        }
+    )
+
+
+def _read_bytes(mixer: Mixer, spec: Spec, entries: int) -> int:
+    """KV bytes that a token reads of one attention: what it sees, and all keys of an indexer."""
+    if isinstance(mixer, Gdn | PooledAttention):
+        return 0
+    seen, keys = entries, 0
+    if isinstance(mixer, Gqa):
+        seen = min(entries, mixer.window or entries)
+    elif (indexer := indexer_of(spec)) is not None:
+        seen = min(entries, indexer.top_k)
+        if mixer.indexer is not None and entries > indexer.top_k:
+            keys = entries * index_key_bytes(KV_FORM, indexer.head_dim)
+    return mixer.entry_bytes(KV_FORM) * seen + keys
 
 
 def read_prompt(model: ChunkModel, kv: KvCache, prompt: Sequence[int], reading: Reading) -> float:

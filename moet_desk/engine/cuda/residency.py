@@ -6,7 +6,9 @@ and then and puts them into the same records as the CPU's residency.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +16,13 @@ from numpy.typing import NDArray
 from moet_desk.engine.cuda.expert_stream import StreamCounters
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
 from moet_desk.engine.cuda.pools import DevicePool
+from moet_desk.engine.ledger import Ledger, moves, uses_between
 from moet_desk.engine.promotion import Budget, Fill, Promotion, share_of
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.reference.cache import HALF_LIFE
 from moet_desk.store.arena import Arena
 from moet_desk.store.pack_format import Plane
-from moet_desk.telemetry import CacheView, Tier, TierCounters, TierSizes
+from moet_desk.telemetry import CacheView, Stories, Tier, TierCounters, TierSizes
 from moet_desk.units import GIB
 
 PROMOTED_BYTES_PER_S = GIB
@@ -28,8 +31,21 @@ PROMOTED_BYTES_PER_S = GIB
 _LOOKUPS, _HITS, _MISSES, _EVICTIONS = range(4)
 
 
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    """What the last view saw: tiers [L * E], heat [L * E], the clock and look-ups of each layer."""
+
+    tiers: NDArray[np.uint8]
+    heat: NDArray[np.float64]
+    clock: int
+    lookups: NDArray[np.int64]
+
+
 class CudaResidency:
-    """Owned by the engine thread; reads device tables between steps only."""
+    """Owned by the engine thread; reads device tables between steps only.
+
+    `bench/record_trace.py` has no pool of FP4 rows; the engine has both.
+    """
 
     def __init__(
         self,
@@ -47,6 +63,9 @@ class CudaResidency:
         self._server, self._streamed = server, streamed
         self._view: CacheView | None = None
         self._promotions = 0
+        self._began = time.monotonic()
+        self._ledger = Ledger(len(moe_layers) * self._n_experts, exact=False)
+        self._told: _Picture | None = None
 
     @property
     def wait_s(self) -> float:
@@ -120,9 +139,11 @@ class CudaResidency:
         present = self._arena.present(Plane.BASE)[: shape[0] * shape[1]]
         tiers = np.where(present, np.uint8(Tier.RAM), np.uint8(Tier.NVME))
         for plane, tier in ((Plane.BASE, Tier.BASE), (Plane.FINE, Tier.FINE)):
-            tiers[self._pools[plane].tables.slot_of.cpu().numpy() >= 0] = tier
+            if plane in self._pools:
+                tiers[self._pools[plane].tables.slot_of.cpu().numpy() >= 0] = tier
+        heat, counts = self._heat(), self._counts(Plane.BASE)
         with np.errstate(divide="ignore"):
-            steps = np.floor(np.log2(self._heat() * HALF_LIFE)) + 1
+            steps = np.floor(np.log2(heat * HALF_LIFE)) + 1
         ramp = np.where(np.isfinite(steps), np.clip(steps, 1, 7), 0).astype(np.uint8)
         tier_rows = tuple(row.tobytes() for row in tiers.reshape(shape))
         heat_rows = tuple(row.tobytes() for row in ramp.reshape(shape))
@@ -133,19 +154,38 @@ class CudaResidency:
                 old.generations[i] + (tier_rows[i] != old.tiers[i] or heat_rows[i] != old.heat[i])
                 for i in range(n_layers)
             )
-        counts = self._counts(Plane.BASE)
         shares = tuple(float(c[_HITS] / c[_LOOKUPS]) if c[_LOOKUPS] else None for c in counts)
         self._view = CacheView(
-            self._moe_layers, self._n_experts, tier_rows, heat_rows, generations, shares
-        )
+            self._moe_layers, self._n_experts, tier_rows, heat_rows, generations, shares,
+            stories=self._stories(tiers, heat, counts[:, _LOOKUPS]),
+        )  # fmt: skip
         return self._view
+
+    def _stories(
+        self, tiers: NDArray[np.uint8], heat: NDArray[np.float64], lookups: NDArray[np.int64]
+    ) -> Stories:
+        """The device counts look-ups of a layer, not of an expert, so these come from what changed
+        since the last picture.
+        """
+        old, now_s = self._told, time.monotonic() - self._began
+        new = _Picture(tiers, heat, int(self._pools[Plane.BASE].tables.clock), lookups)
+        self._told = new
+        if old is None:
+            return self._ledger.stories(now_s)
+        shape = (len(self._moe_layers), self._n_experts)
+        faded = old.heat * 2.0 ** (min(0, old.clock - new.clock) / HALF_LIFE)  # `rebase` turns it
+        uses = uses_between(faded.reshape(shape), heat.reshape(shape), lookups - old.lookups)
+        fetches, evictions = moves(old.tiers, tiers)
+        self._ledger.note(now_s, uses=uses, fetches=fetches, evictions=evictions, before=old.tiers)
+        return self._ledger.stories(now_s)
 
     def counters(self, *, step_s: float) -> TierCounters:
         """See `Residency.counters`."""
         base, fine = self._counts(Plane.BASE).sum(0), self._counts(Plane.FINE).sum(0)
+        fine_stride = self._pools[Plane.FINE].arena.stride if Plane.FINE in self._pools else 0
         arena, prompts = self._arena.counters, self._streamed
         moved = base[_MISSES] * self._pools[Plane.BASE].arena.stride
-        moved += fine[_MISSES] * self._pools[Plane.FINE].arena.stride
+        moved += fine[_MISSES] * fine_stride
         return TierCounters(
             lookups=int(base[_LOOKUPS]),
             hits_base=int(base[_HITS]),
@@ -159,17 +199,18 @@ class CudaResidency:
             step_s=step_s,
             read_errors=arena.read_errors + prompts.read_errors,
             promotions=self._promotions,
-            bytes_promoted=self._promotions * self._pools[Plane.FINE].arena.stride,
+            bytes_promoted=self._promotions * fine_stride,
         )
 
     def sizes(self) -> TierSizes:
         """See `Residency.sizes`."""
-        base, fine = self._pools[Plane.BASE].tables, self._pools[Plane.FINE].tables
+        base = self._pools[Plane.BASE].tables
+        fine = self._pools[Plane.FINE].tables if Plane.FINE in self._pools else None
         return TierSizes(
             base_slots=base.n_slots,
             base_slots_used=base.n_slots - int(base.n_free),
-            fine_slots=fine.n_slots,
-            fine_slots_used=fine.n_slots - int(fine.n_free),
+            fine_slots=0 if fine is None else fine.n_slots,
+            fine_slots_used=0 if fine is None else fine.n_slots - int(fine.n_free),
             arena_rows=self._arena.n_places(Plane.BASE),
             arena_rows_used=self._arena.n_used(Plane.BASE),
             rows=len(self._moe_layers) * self._n_experts,
@@ -189,6 +230,8 @@ class CudaResidency:
         return tuple(part / max(1, sum(parts)) for part in parts)  # type: ignore[return-value]
 
     def _counts(self, plane: Plane) -> NDArray[np.int64]:
+        if plane not in self._pools:
+            return np.zeros((len(self._moe_layers), 4), np.int64)
         return self._pools[plane].tables.counters.cpu().numpy().astype(np.int64)
 
     def _heat(self) -> NDArray[np.float64]:

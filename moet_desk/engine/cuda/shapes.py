@@ -15,7 +15,7 @@ from functools import partial
 
 from moet_desk.catalogue import find_entry
 from moet_desk.engine.model_shape import kv_token_bytes
-from moet_desk.engine.planned_model import spec_of
+from moet_desk.engine.planned_model import from_catalogue, spec_of
 from moet_desk.engine.spec import (
     DenseFfn,
     Gdn,
@@ -46,6 +46,7 @@ class Shape:
             (FP8 products, bfloat16 embedding, head and router; or all in bfloat16).
         kv_token_bytes: the model's own NVFP4 KV bytes per token.
         is_fp8: whether dense products are FP8.
+        is_rounded: whether those in bfloat16 are rounded to int8, as a plan for 32 GiB has it.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Shape:
     dense_bytes: int
     kv_token_bytes: int
     is_fp8: bool = True
+    is_rounded: bool = False
 
     @property
     def most_rows(self) -> int:
@@ -63,6 +65,8 @@ class Shape:
     @property
     def note(self) -> str | None:
         """What differs from the model, None if nothing does."""
+        if self.is_rounded:
+            return "dense products are rounded to int8: in bfloat16 they do not fit 32 GiB"
         if self.stands_for is None:
             return None
         return (
@@ -72,9 +76,13 @@ class Shape:
         )
 
     def with_head(self) -> Shape:
-        """The same with an MTP head of DeepSeek-V3's kind, a layer like its last one."""
+        """The same with an MTP head: of DeepSeek-V3's kind, a layer like its last one with an
+        indexer of its own, or of LongCat's, a single attention and a dense part.
+        """
         last = self.spec.layers[-1]
-        return replace(self, spec=replace(self.spec, mtp=replace(last, index=last.index + 1)))
+        ffn = last.ffn if last.around is None else last.around
+        mtp = Layer(last.index + 1, self.spec.attention, ffn)
+        return replace(self, spec=replace(self.spec, mtp=mtp))
 
     def seen(self, context: int) -> int:
         """Entries of its attention that have the bytes of the model's KV of `context` tokens."""
@@ -118,14 +126,6 @@ def _deepseek_v4_flash(context: int) -> Shape:
     return Shape("deepseek-v4-flash", spec, attention, _gib(7.93), 1935)
 
 
-def _glm_5_2(context: int) -> Shape:
-    spec = _spec(
-        _mla(heads=64, q_rank=2048, nope=192, value=256), context, hidden=6144, layers=78,
-        experts=256, top_k=8, inter=2048, shared=2048, vocab=154880, dense=3, dense_inter=12288,
-    )  # fmt: skip
-    return Shape("glm-5.2", spec, "MLA with the DSA indexer", _gib(19.21), 26784)
-
-
 def _qwen3_next_80b(context: int) -> Shape:
     spec = _spec(
         _mla(heads=32, q_rank=None, nope=128, value=192), context, hidden=2048, layers=48,
@@ -142,7 +142,7 @@ _OSS_WINDOW = 128
 _OSS_GLU = Glu(limit=7.0, alpha=1.702, shift=1.0)
 
 
-def _known(name: str, context: int) -> Shape:
+def _known(name: str, context: int, *, is_rounded: bool = False) -> Shape:
     """A model of the catalogue with the blocks of its family."""
     entry = find_entry(name)
     if entry is None:
@@ -155,7 +155,11 @@ def _known(name: str, context: int) -> Shape:
         layers = tuple(_oss_layer(layer) for layer in layers)
     spec = replace(spec, context=context, layers=layers)
     kv_bytes = kv_token_bytes(spec, KvFormat.NVFP4)
-    return Shape(name, spec, None, entry.dense_bytes, kv_bytes, entry.dense_form == "fp8")
+    dense_bytes = entry.dense_bytes
+    if is_rounded:
+        dense_bytes -= from_catalogue(entry).dense_saving
+    is_fp8 = entry.dense_form == "fp8"
+    return Shape(name, spec, None, dense_bytes, kv_bytes, is_fp8, is_rounded)
 
 
 def _computed(mixer: Mixer, family: str) -> Mixer:
@@ -184,7 +188,8 @@ def _oss_layer(layer: Layer) -> Layer:
 KNOWN = (
     "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air", "glm-4.7", "glm-4.7-flash",
     "minimax-m2.7", "olmoe-1b-7b", "mixtral-8x7b", "qwen3-235b-a22b", "qwen3-coder-480b",
-    "deepseek-v3.1", "deepseek-r1", "kimi-k2-0905",
+    "deepseek-v3.1", "deepseek-v3.2", "deepseek-r1", "kimi-k2-0905", "glm-5.2", "glm-5.2-fp8",
+    "longcat-flash",
 )  # fmt: skip
 """Models of the catalogue whose family runs. Named here, so that the command line need not read
 it to list them.
@@ -193,7 +198,7 @@ it to list them.
 SHAPES: Mapping[str, Callable[[int], Shape]] = {
     "deepseek-v4-flash": _deepseek_v4_flash,
     "qwen3-next-80b": _qwen3_next_80b,
-    "glm-5.2": _glm_5_2,
     **{name: partial(_known, name) for name in KNOWN},
+    "glm-5.2": partial(_known, "glm-5.2", is_rounded=True),
 }
 """Name -> the shape for a longest context."""

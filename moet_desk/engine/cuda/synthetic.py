@@ -18,10 +18,12 @@ from torch import Tensor
 
 from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
 from moet_desk.engine.cuda.shapes import Shape
+from moet_desk.engine.dense_format import may_round, rounded_bytes
 from moet_desk.engine.families.tensors import dense_shapes
 from moet_desk.engine.spec import Spec
 from moet_desk.errors import MoetError
-from moet_desk.kernels.layouts import ExpertLayout
+from moet_desk.kernels.layouts import GROUP, ExpertLayout
+from moet_desk.kernels.reference.quant import DENSE_LEVEL
 from moet_desk.kernels.triton import fetch
 from moet_desk.kernels.triton.dense import DenseWeight
 from moet_desk.store.arena import Allocate
@@ -39,10 +41,14 @@ _EXPERT_BIAS = "_proj_bias"
 _ROUTERS = (".gate", ".router")
 
 
-def stored_bytes(name: str, shape: tuple[int, ...], *, is_fp8: bool = True) -> int:
-    """Bytes of a dense tensor as files store it and `SyntheticLoader` makes it."""
+def stored_bytes(
+    name: str, shape: tuple[int, ...], *, is_fp8: bool = True, is_rounded: bool = False
+) -> int:
+    """Bytes of a dense tensor as files store it, or rounded, and `SyntheticLoader` makes it."""
     if len(shape) == 1:
         return 4 * shape[0]
+    if is_rounded and may_round(name, shape):
+        return rounded_bytes(shape)
     if is_fp8 and _may_be_fp8(name):
         grid = math.prod(-(-size // _SCALE_BLOCK) for size in shape)
         return math.prod(shape) + 4 * grid
@@ -73,7 +79,10 @@ def dense_read_bytes(shape: Shape, rows: int) -> int:
 
 
 def _bytes_of(shape: Shape, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> int:
-    return sum(stored_bytes(name, size, is_fp8=shape.is_fp8) for name, size in tensors)
+    return sum(
+        stored_bytes(name, size, is_fp8=shape.is_fp8, is_rounded=shape.is_rounded)
+        for name, size in tensors
+    )
 
 
 @dataclass(slots=True)
@@ -83,6 +92,7 @@ class SyntheticLoader:
     spec: Spec
     device: torch.device
     is_fp8: bool = True
+    is_rounded: bool = False
     _biases: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # bias, ranks; by MoE layer
     _shapes: dict[str, tuple[int, ...]] = field(init=False)
     _random: torch.Generator = field(init=False)
@@ -115,12 +125,21 @@ class SyntheticLoader:
         """
         rows = sum(self._shapes[name][0] for name in names)
         width = self._shapes[names[0]][1]
+        if self.is_rounded and may_round(names[0], (rows, width)):
+            return self._integers(rows, width)
         if not self.is_fp8 or not _may_be_fp8(names[0]):
             gain = 2.0 if names[0].endswith(_ROUTERS) else 1.0
             return DenseWeight(self._values((rows, width), torch.bfloat16, gain * width**-0.5))
         grid = (-(-rows // _SCALE_BLOCK), -(-width // _SCALE_BLOCK))
         scales = torch.full(grid, width**-0.5, device=self.device)
         return DenseWeight(self._values((rows, width), torch.float8_e4m3fn, 1.0), scales)
+
+    def _integers(self, rows: int, width: int) -> DenseWeight:
+        values = torch.empty((rows, width), dtype=torch.int8, device=self.device)
+        values.random_(-DENSE_LEVEL, DENSE_LEVEL + 1, generator=self._random)
+        scale = width**-0.5 / (DENSE_LEVEL / 3**0.5)  # of even integers: a gain of one
+        scales = torch.full((rows, width // GROUP), scale, device=self.device)
+        return DenseWeight(values, scales.bfloat16())
 
     def table(self, name: str) -> Tensor:
         """The embedding in bfloat16."""
@@ -142,9 +161,18 @@ class SyntheticLoader:
         for bias, ranks in self._biases:
             bias.copy_(ranks.float() * -popularity)
 
+    def change_topic(self, share: float, popularity: float) -> None:
+        """Let a share of each layer's experts trade their popularity, as another topic would."""
+        for bias, ranks in self._biases:
+            order = torch.randperm(ranks.numel(), generator=self._random, device=self.device)
+            some = order[: round(share * ranks.numel())]
+            ranks[some] = ranks[some.roll(1)]
+            bias.copy_(ranks.float() * -popularity)
+
     def rows_by_popularity(self) -> list[int]:
-        """Rows of all MoE layers, the most popular first."""
-        ranks = torch.cat([ranks for _, ranks in self._biases])
+        """Rows of all MoE layers, the most popular first; identity experts have no rows."""
+        n_experts = self.spec.moe_ffn.router.n_experts
+        ranks = torch.cat([ranks[:n_experts] for _, ranks in self._biases])
         found: list[int] = ranks.argsort(stable=True).tolist()
         return found
 
@@ -179,16 +207,21 @@ def make_arena(
     stride = layout.base_stride if plane is Plane.BASE else layout.fine_stride
     places = max(1, min(n_rows, most_bytes // stride))
     memory = torch.frombuffer(allocate(places * stride, stride), dtype=torch.uint8)
-    row = torch.zeros(stride, dtype=torch.uint8)  # of the fine plane: digits
-    if plane is Plane.BASE:
-        row = torch.randint(0, 256, (stride,), dtype=torch.uint8)
-        at = layout.gate_up.base_bytes
-        for begin, matrix in ((0, layout.gate_up), (at, layout.down)):
-            scales = begin + 8 * matrix.n * matrix.groups
-            row[scales : begin + matrix.base_bytes] = _ROW_SCALE
     rows = memory.view(places, stride)
-    rows[:] = row
+    rows[:] = torch.from_numpy(made_row(layout, plane, np.random.default_rng(0)))
     return SyntheticRows(rows, (np.arange(n_rows) % places).astype(np.int32))
+
+
+def made_row(layout: ExpertLayout, plane: Plane, source: np.random.Generator) -> NDArray[np.uint8]:
+    """A row with sane scales, [stride]."""
+    if plane is Plane.FINE:  # digits
+        return np.zeros(layout.fine_stride, np.uint8)
+    row = source.integers(0, 256, layout.base_stride, dtype=np.uint8)
+    at = layout.gate_up.base_bytes
+    for begin, matrix in ((0, layout.gate_up), (at, layout.down)):
+        scales = begin + 8 * matrix.n * matrix.groups
+        row[scales : begin + matrix.base_bytes] = _ROW_SCALE
+    return row
 
 
 @dataclass(frozen=True, slots=True)

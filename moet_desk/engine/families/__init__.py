@@ -36,6 +36,9 @@ MODULE_OF_TYPE = {
 """model_type -> module. Kimi-K2's text model is DeepSeek-V3's with other sizes."""
 
 
+_MOST_COUNTED = 10_000  # layers, or experts of one
+
+
 def runs(model_type: str) -> bool:
     """Whether the maths of this family is written."""
     return model_type in MODULE_OF_TYPE
@@ -44,7 +47,8 @@ def runs(model_type: str) -> bool:
 def _n_layers(config: Mapping[str, Any]) -> int:
     """Layers of the language model, whose keys may lie one level down."""
     inner = config.get("text_config")
-    return int((inner if isinstance(inner, Mapping) else config)["num_hidden_layers"])
+    keys = inner if isinstance(inner, Mapping) else config
+    return int(keys["num_layers" if "num_layers" in keys else "num_hidden_layers"])
 
 
 class Family(Protocol):
@@ -54,7 +58,7 @@ class Family(Protocol):
 
     def plan(self, spec: Spec) -> PackPlan: ...
 
-    def mtp_prefix(self, config: Mapping[str, Any]) -> str | None: ...
+    def mtp_prefix(self, config: Mapping[str, Any]) -> str | tuple[str, ...] | None: ...
 
 
 def _family(config: Mapping[str, Any], path: str) -> Family:
@@ -65,7 +69,21 @@ def _family(config: Mapping[str, Any], path: str) -> Family:
     if module is None:
         supported = ", ".join(sorted(MODULE_OF_TYPE))
         raise fail("MD-PACK-01", model_type=model_type, supported=supported)
+    _check_counts(config, path)
     return cast("Family", importlib.import_module(f"moet_desk.engine.families.{module}"))
+
+
+def _check_counts(config: Mapping[str, Any], path: str) -> None:
+    """Refuse counts that no model has, before something is made of each: a damaged file must not
+    keep this program busy for hours.
+    """
+    inner = config.get("text_config")
+    for name, value in (inner if isinstance(inner, Mapping) else config).items():
+        is_count = name.endswith(("layers", "experts", "expert_num")) and isinstance(
+            value, int | float
+        )
+        if is_count and not abs(value) <= _MOST_COUNTED:
+            raise fail("MD-SRC-07", path=path, reason=f"{name} is {value}")
 
 
 def spec_for(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
@@ -91,14 +109,17 @@ def plan_for(config: Mapping[str, Any], *, path: str, names: Collection[str]) ->
     return family.plan(_with_experts(family.spec(config, path=path, has_mtp=has_mtp), path))
 
 
-def packed_head(config: Mapping[str, Any], moe_layers: Sequence[int], *, path: str) -> bool:
-    """Whether a pack holds an MTP head: its experts are then the last MoE layer, behind the model's
-    last layer. Raises as `spec_for`.
+def packed_head(
+    config: Mapping[str, Any], moe_layers: Sequence[int], dense: Collection[str], *, path: str
+) -> bool:
+    """Whether a pack holds an MTP head, as the layer behind the model's last one: its experts are
+    the last MoE layer then, or it has dense tensors alone. Raises as `spec_for`.
     """
     if _family(config, path).mtp_prefix(config) is None:
         return False
     try:
-        return moe_layers[-1] >= _n_layers(config)
+        n_layers = _n_layers(config)
+        return moe_layers[-1] >= n_layers or f"model.layers.{n_layers}.enorm" in dense
     except (ValueError, KeyError, TypeError) as error:
         raise fail("MD-SRC-07", path=path, reason=str(error)) from error
 

@@ -42,6 +42,7 @@ it.
 """
 
 _WINDOW_ONLY, _SPARSE = 0, 4
+_STILL_BLOCK = 16  # numbers that share a scale in the smallest KV format
 _HEAD, _DRAFTS = "mtp.0.", "mtp."
 
 
@@ -88,7 +89,6 @@ def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
 
 def plan(spec: Spec) -> PackPlan:
     """See `families.plan_for`."""
-    last = len(spec.layers)
     renames = [
         ("embed", "model.embed_tokens"),
         ("head", "lm_head"),
@@ -96,9 +96,11 @@ def plan(spec: Spec) -> PackPlan:
         ("hc_head_", "model.hc_head_"),
         ("layers.", "model.layers."),
     ]
+    ignored: tuple[str, ...] = (_DRAFTS,)
     if spec.mtp is not None:
-        renames.insert(0, (_HEAD, f"model.layers.{last}."))
-    ignored = () if spec.mtp is not None else (_DRAFTS,)
+        head = f"model.layers.{len(spec.layers)}."
+        renames.insert(0, (_HEAD, head))
+        ignored = (head + "embed", head + "head")  # copies of the model's, should there be any
     return replace(plan_of(spec, ignored=ignored), renames=tuple(renames))
 
 
@@ -130,6 +132,11 @@ def _mixer(keys: Keys, ratio: int) -> PooledAttention:
         raise keys.wrong(f"{n_heads} heads cannot be in {groups} groups")
     if rotary % 2 or rotary > min(head_dim, keys.count("index_head_dim")):
         raise keys.wrong(f"qk_rope_head_dim {rotary} of {head_dim} numbers cannot be")
+    if (head_dim - rotary) % _STILL_BLOCK:
+        raise keys.wrong(
+            f"of a head {head_dim - rotary} numbers do not rotate, a multiple of {_STILL_BLOCK} is"
+            " needed"
+        )
     turns = rope(keys, rotary, interleaved=True)
     yarn = turns.yarn
     if yarn is None:

@@ -244,10 +244,15 @@ def softmax_moe(keys: Keys, *, inter: str, renormalize: bool, name: str = "mlp."
         renormalize: whether the chosen experts' weights add up to one.
         name: of the tensors, below the layer.
     """
-    n_experts, top_k = _counts(keys)
+    router = softmax_router(keys, *_counts(keys), renormalize=renormalize)
+    return MoeFfn(router=router, inter=keys.multiple(inter, of=32), shared_inter=0, name=name)
+
+
+def softmax_router(keys: Keys, n_experts: int, top_k: int, *, renormalize: bool) -> Router:
+    """The router of `softmax_moe`: no groups, no bias, no scale."""
     if top_k > n_experts:
         raise keys.wrong(f"{top_k} of {n_experts} experts per token cannot be")
-    router = Router(
+    return Router(
         n_experts=n_experts,
         top_k=top_k,
         score=Score.SOFTMAX,
@@ -257,7 +262,6 @@ def softmax_moe(keys: Keys, *, inter: str, renormalize: bool, name: str = "mlp."
         renormalize=renormalize,
         scale=1.0,
     )
-    return MoeFfn(router=router, inter=keys.multiple(inter, of=32), shared_inter=0, name=name)
 
 
 def _counts(keys: Keys) -> tuple[int, int]:

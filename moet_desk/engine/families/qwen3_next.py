@@ -13,7 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from moet_desk.engine.families.config_keys import Keys
-from moet_desk.engine.families.parts import COMMON_KEYS, gdn, gqa, softmax_moe, spec_of
+from moet_desk.engine.families.parts import (
+    COMMON_KEYS,
+    gdn,
+    gqa,
+    head_behind_last,
+    softmax_moe,
+    spec_of,
+)
 from moet_desk.engine.families.tensors import plan_of
 from moet_desk.engine.spec import Layer, QkNorm, Spec
 from moet_desk.store.pack_format import PackPlan
@@ -35,9 +42,11 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 _HEAD = "mtp."
 
 
-def mtp_prefix(config: Mapping[str, Any]) -> str | None:
-    """Under which names an MTP head lies."""
-    return _HEAD
+def mtp_prefix(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Under which names an MTP head lies: the released ones, in GGUF those of a further layer."""
+    inner = config.get("text_config")
+    behind = head_behind_last(inner if isinstance(inner, Mapping) else config)
+    return (_HEAD,) if behind is None else (_HEAD, behind)
 
 
 def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:

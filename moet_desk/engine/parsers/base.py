@@ -10,6 +10,7 @@ on any text; a parser is used by one reader.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -160,7 +161,54 @@ class TagSyntax:
         return Taken(behind)
 
 
-class TagParser:
+class HoldingParser(ABC):
+    """What parsers share that hold back text until more of it decides."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._n_calls = 0
+
+    @property
+    def n_calls(self) -> int:
+        """See `Parser`."""
+        return self._n_calls
+
+    def feed(self, text: str) -> list[Parsed]:
+        """See `Parser`."""
+        self._held += text
+        return self._drain(final=False)
+
+    def finish(self) -> list[Parsed]:
+        """See `Parser`. A call that lacks only its closing tag counts; models leave it out."""
+        return joined([*self._drain(final=True), *self._end()])
+
+    def _drain(self, *, final: bool) -> list[Parsed]:
+        parsed: list[Parsed] = []
+        while self._held:
+            before = len(self._held), self._state()
+            parsed += self._step(final)
+            if (len(self._held), self._state()) == before:
+                break
+        return joined(parsed)
+
+    @abstractmethod
+    def _state(self) -> object:
+        """What a step may change beside the held text."""
+
+    @abstractmethod
+    def _step(self, final: bool) -> list[Parsed]:
+        """What comes next; if it takes nothing from the held text, more text must decide."""
+
+    def _end(self) -> list[Parsed]:
+        """What is left when nothing is held any more."""
+        return []
+
+    def _cut(self, n_chars: int) -> str:
+        cut, self._held = self._held[:n_chars], self._held[n_chars:]
+        return cut
+
+
+class TagParser(HoldingParser):
     """Splits an answer by tags.
 
     White space around reasoning, before a call and after the last one is dropped. Text that may be
@@ -183,39 +231,17 @@ class TagParser:
             think: the tags of reasoning; None if the model has none.
             in_reasoning: the prompt ends inside of reasoning.
         """
+        super().__init__()
         self._syntax, self._tools, self._think = syntax, tools, think
-        self._held = ""
         self._since = 0  # how much of the held text a block has seen
-        self._n_calls = 0
         self._at_start = think is not None and not in_reasoning
         self._reasons = self._bare = in_reasoning and think is not None  # bare: drop white space
         self._follows = False  # nothing but white space since the last call
 
-    @property
-    def n_calls(self) -> int:
-        """See `Parser`."""
-        return self._n_calls
-
-    def feed(self, text: str) -> list[Parsed]:
-        """See `Parser`."""
-        self._held += text
-        return self._drain(final=False)
-
-    def finish(self) -> list[Parsed]:
-        """See `Parser`. A call that lacks only its closing tag counts; models leave it out."""
-        return self._drain(final=True)
-
-    def _drain(self, *, final: bool) -> list[Parsed]:
-        parsed: list[Parsed] = []
-        while self._held:
-            before = len(self._held), self._at_start
-            parsed += self._step(final)
-            if (len(self._held), self._at_start) == before:
-                break
-        return joined(parsed)
+    def _state(self) -> object:
+        return self._at_start
 
     def _step(self, final: bool) -> list[Parsed]:
-        """What comes next; if it takes nothing from the held text, more text must decide."""
         if self._at_start:
             self._start(final)
             return []
@@ -302,9 +328,8 @@ class TagParser:
         return [Reasoning(text) if self._reasons else Content(text)]
 
     def _cut(self, n_chars: int) -> str:
-        cut, self._held = self._held[:n_chars], self._held[n_chars:]
         self._since = 0
-        return cut
+        return super()._cut(n_chars)
 
     @property
     def _mark_texts(self) -> tuple[str, ...]:

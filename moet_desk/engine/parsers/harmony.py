@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 
 from moet_desk.engine.parsers.arguments import ToolBook, is_name, read_object
-from moet_desk.engine.parsers.base import tag_start_length, tags_pattern
-from moet_desk.engine.parsers.events import Call, Content, Parsed, Reasoning, joined
+from moet_desk.engine.parsers.base import HoldingParser, tag_start_length, tags_pattern
+from moet_desk.engine.parsers.events import Call, Content, Parsed, Reasoning
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -37,41 +37,24 @@ class _Head:
     text: str  # as the model wrote it
 
 
-class HarmonyParser:
+class HarmonyParser(HoldingParser):
     """See `base.Parser`."""
 
     def __init__(self, tools: ToolBook, *, calls: bool = True) -> None:
         """Make the parser of one answer; without `calls`, calls are text."""
+        super().__init__()
         self._tools, self._calls = tools, calls
-        self._held = ""
         self._head: _Head | None = None
         self._at_start = True
-        self._n_calls = 0
 
-    @property
-    def n_calls(self) -> int:
-        """See `Parser`."""
-        return self._n_calls
+    def _state(self) -> object:
+        return self._head
 
-    def feed(self, text: str) -> list[Parsed]:
-        """See `Parser`."""
-        self._held += text
-        return self._drain(final=False)
+    def _step(self, final: bool) -> list[Parsed]:
+        return self._between(final) if self._head is None else self._body(final)
 
-    def finish(self) -> list[Parsed]:
-        """See `Parser`. A call that lacks only its closing tag counts: that is an end token."""
-        return self._drain(final=True)
-
-    def _drain(self, *, final: bool) -> list[Parsed]:
-        parsed: list[Parsed] = []
-        while self._held:
-            before = len(self._held), self._head
-            parsed += self._between(final) if self._head is None else self._body(final)
-            if (len(self._held), self._head) == before:
-                break
-        if final:
-            parsed += self._close("") if self._head is not None else []
-        return joined(parsed)
+    def _end(self) -> list[Parsed]:
+        return self._close("") if self._head is not None else []
 
     def _between(self, final: bool) -> list[Parsed]:
         """Read a message's head, or text that stands outside of all messages."""
@@ -151,7 +134,3 @@ class HarmonyParser:
     def _shown(self, text: str) -> list[Parsed]:
         is_reasoning = self._head is not None and self._head.channel == "analysis"
         return [Reasoning(text) if is_reasoning else Content(text)] if text else []
-
-    def _cut(self, n_chars: int) -> str:
-        cut, self._held = self._held[:n_chars], self._held[n_chars:]
-        return cut

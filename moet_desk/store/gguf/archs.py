@@ -40,6 +40,17 @@ class Change(Enum):
     KEY_ROWS = "key_rows"
     GATE_BIAS = "gate_bias"  # a half of the biases that are stored in turn: gate, up, gate, ...
     UP_BIAS = "up_bias"
+    NORM = "norm"  # 1 is added to a norm's weight
+    DECAY = "decay"  # A_log is stored as -exp(A_log)
+    ROW = "row"  # a matrix of one row may be a vector
+    CONV = "conv"  # [C, 1, K] without its middle
+    IN = "in"  # queries, keys and values of a DeltaNet's fused product, of all heads
+    GATES = "gates"  # its gates
+    VALUES = "values"  # rows that are heads of values are dealt out
+    VALUES_DECAY = "values_decay"  # and DECAY
+    VALUES_BEHIND = "values_behind"  # likewise the rows behind those of queries and keys
+    VALUES_CONV = "values_conv"  # and CONV
+    VALUES_COLUMNS = "values_columns"  # likewise columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +305,33 @@ def _gpt_oss(fields: Fields, names: Names) -> Config:
     }
 
 
+def _qwen3next(fields: Fields, names: Names) -> Config:
+    """Qwen3-Next; weights of chosen experts add up to one, which files need not say."""
+    n_values = max(1, fields.count("ssm.time_step_rank"))
+    return {
+        **_grouped_heads(fields),
+        "partial_rotary_factor": fields.count("rope.dimension_count") / _head_dim(fields),
+        "full_attention_interval": fields.count("full_attention_interval", 4),
+        "linear_conv_kernel_dim": fields.count("ssm.conv_kernel"),
+        "linear_key_head_dim": fields.count("ssm.state_size"),
+        "linear_num_key_heads": fields.count("ssm.group_count"),
+        "linear_num_value_heads": n_values,
+        "linear_value_head_dim": fields.count("ssm.inner_size") // n_values,
+        "moe_intermediate_size": fields.count("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": fields.count("expert_shared_feed_forward_length"),
+        "num_experts": fields.count("expert_count"),
+        "norm_topk_prob": fields.flag("expert_weights_norm", default=True),
+    }
+
+
+def _qwen35moe(fields: Fields, names: Names) -> Config:
+    """The text part of Qwen3.5 and 3.6; a place in a picture turns heads in sections, which are one
+    for text.
+    """
+    fields.ignore("rope.dimension_sections")
+    return _qwen3next(fields, names)
+
+
 def _whole_rope(fields: Fields) -> Config:
     """Grouped heads whose rope turns all of each."""
     heads = _grouped_heads(fields)
@@ -340,6 +378,37 @@ _OSS_NAMES = {
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }  # fmt: skip
 
+_NEXT_NAMES = {
+    **_ATTENTION, **_EXPERTS, **_MTP, "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj", "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+    "ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba",
+    "attn_qkv": "linear_attn.in_proj_qkvz", "attn_gate": "linear_attn.in_proj_qkvz",
+}  # fmt: skip
+_QWEN35_NAMES = {
+    **{name: target for name, target in _NEXT_NAMES.items() if name not in ("ssm_in", "ssm_ba")},
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
+}  # fmt: skip
+_NORM_NAMES = (
+    "attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm", "nextn.enorm",
+    "nextn.hnorm", "nextn.shared_head_norm",
+)  # fmt: skip
+_NEXT_CHANGES = {
+    **dict.fromkeys(_NORM_NAMES, Change.NORM), "ffn_gate_inp_shexp": Change.ROW,
+    "ssm_conv1d": Change.CONV, "ssm_a": Change.DECAY,
+    "attn_qkv": Change.IN, "attn_gate": Change.GATES,
+}  # fmt: skip
+_QWEN35_CHANGES = {
+    **_NEXT_CHANGES, "ssm_conv1d": Change.VALUES_CONV, "ssm_a": Change.VALUES_DECAY,
+    "attn_qkv": Change.VALUES_BEHIND, "ssm_out": Change.VALUES_COLUMNS,
+    **dict.fromkeys(("attn_gate", "ssm_beta", "ssm_alpha", "ssm_dt.bias"), Change.VALUES),
+}  # fmt: skip
+
 ARCHS: Mapping[str, Arch] = {
     "deepseek2": Arch(
         "deepseek_v3", _deepseek2, _DEEPSEEK_NAMES, _TOP,
@@ -347,6 +416,8 @@ ARCHS: Mapping[str, Arch] = {
     ),
     "glm4moe": Arch("glm4_moe", _glm4moe, _GLM_NAMES, _TOP),
     "qwen3moe": Arch("qwen3_moe", _qwen3moe, _QWEN_NAMES, _TOP),
+    "qwen3next": Arch("qwen3_next", _qwen3next, _NEXT_NAMES, _TOP, _NEXT_CHANGES),
+    "qwen35moe": Arch("qwen3_5_moe", _qwen35moe, _QWEN35_NAMES, _TOP, _QWEN35_CHANGES),
     "olmoe": Arch("olmoe", _olmoe, _QWEN_NAMES, _TOP),
     "minimax-m2": Arch("minimax_m2", _minimax, _MINIMAX_NAMES, _TOP),
     "gpt-oss": Arch(

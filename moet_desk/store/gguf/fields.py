@@ -54,6 +54,10 @@ class Fields:
         if unknown:
             raise self.wrong(f"fields that are not known here: {', '.join(unknown)}")
 
+    def ignore(self, key: str) -> None:
+        """Take note of a field of the architecture that says nothing here."""
+        self._read.add(f"{self.arch}.{key}")
+
     def has(self, key: str) -> bool:
         """Whether a field of the architecture is there."""
         return self._fields.get(f"{self.arch}.{key}") is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moet_desk.store.gguf.archs import arch_of, config_of
+from moet_desk.store.gguf.delta import DeltaHeads
 from moet_desk.store.gguf.fields import Fields, as_json
 from moet_desk.store.gguf.files import model_files
 from moet_desk.store.gguf.header import GgufHeader, parse_gguf
@@ -50,8 +51,9 @@ def open_gguf(path: Path, *, has_tokenizer: bool = False) -> GgufModel:
     _check_counts(fields, raws)
     heads = fields.count("attention.head_count")
     sizes = Sizes(
-        heads, fields.count("attention.head_count_kv", heads), fields.count("expert_count")
-    )
+        heads, fields.count("attention.head_count_kv", heads), fields.count("expert_count"),
+        _delta_heads(fields),
+    )  # fmt: skip
     tensors = logical_tensors(raws, arch, sizes)
     vocab, tied_head = _vocabulary_rows(tensors, fields), "lm_head" not in tensors
     names = {raw.name for raw in raws}
@@ -59,6 +61,17 @@ def open_gguf(path: Path, *, has_tokenizer: bool = False) -> GgufModel:
     small = {"config.json": as_json(config)}
     small |= tokenizer_files(fields, vocab, has_own=has_tokenizer)
     return GgufModel(tuple(files), TensorIndex.of(tensors, files), small)
+
+
+def _delta_heads(fields: Fields) -> DeltaHeads:
+    """Of a model with gated DeltaNet; the width of a head of values follows from their sum."""
+    if not fields.has("ssm.time_step_rank"):
+        return DeltaHeads()
+    n_values = max(1, fields.count("ssm.time_step_rank"))
+    return DeltaHeads(
+        fields.count("ssm.group_count"), n_values, fields.count("ssm.state_size"),
+        fields.count("ssm.inner_size") // n_values,
+    )  # fmt: skip
 
 
 def map_file(path: Path) -> tuple[GgufHeader, list[RawTensor]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from moet_desk.errors import MoetError
 from moet_desk.store.gguf.archs import Arch, Change
 from moet_desk.store.gguf.blocks import BLOCK_SIZES, INTEGERS, MXFP4, dequantized
+from moet_desk.store.gguf.delta import DeltaHeads
 from moet_desk.store.headers import damaged
 from moet_desk.store.stored_tensors import (
     DTYPES,
@@ -43,11 +44,13 @@ class Sizes:
     Attributes:
         queries, keys: heads that the rows of these projections are.
         experts: matrices in a stack.
+        delta: heads of DeltaNet layers.
     """
 
     queries: int
     keys: int
     experts: int
+    delta: DeltaHeads = field(default_factory=DeltaHeads)
 
 
 def logical_tensors(raws: Sequence[RawTensor], arch: Arch, sizes: Sizes) -> dict[str, TensorInfo]:
@@ -100,7 +103,7 @@ def _named(raws: Sequence[RawTensor], arch: Arch, sizes: Sizes) -> Iterator[Tens
             yield _dense(target, raw, change, sizes)
     for target, parts in split.items():
         if target not in whole:  # some forks' files hold both forms
-            yield _joined(target, parts)
+            yield _joined(target, parts, sizes)
 
 
 def _target(name: str, arch: Arch) -> tuple[str, Change] | None:
@@ -154,6 +157,11 @@ def _dense(target: str, raw: RawTensor, change: Change, sizes: Sizes) -> TensorI
         n_heads = sizes.queries if change is Change.QUERY_ROWS else sizes.keys
         order = _halves_order(raw, n_heads)
         return _made(target, name, raw.shape, (raw,), lambda rows: float_rows(raw, order[rows]))
+    if change in _DELTA_CHANGES:
+        return _delta(target, name, raw, change, sizes.delta)
+    if change is Change.ROW and len(raw.shape) == 1:
+        shape = (1, *raw.shape)
+        return _made(target, name, shape, (raw,), lambda _: float_rows(raw, slice(None))[None])
     if raw.dtype in _PLAIN_FORMATS:
         kept = RawTensor(name, raw.dtype, raw.shape, raw.file, raw.start, raw.n_bytes, raw.home)
         return _stored(target, kept)
@@ -168,11 +176,84 @@ def _halves_order(raw: RawTensor, n_heads: int) -> Tensor:
     return torch.arange(n_rows).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
-def _joined(target: str, parts: Mapping[Change, RawTensor]) -> TensorInfo:
+# -- gated DeltaNet ----------------------------------------------------------------------------
+
+
+def _delta(target: str, name: str, raw: RawTensor, change: Change, heads: DeltaHeads) -> TensorInfo:
+    """A tensor of a model with such layers, with what its converter did to it undone."""
+    columns = change is Change.VALUES_COLUMNS
+    order = None if change in _IN_PLACE else _value_order(raw, change, heads)
+
+    def rows_of(rows: range) -> Tensor:
+        values = float_rows(raw, _slice(rows) if order is None or columns else order[rows])
+        if change is Change.NORM:
+            return values - 1.0
+        if change in (Change.DECAY, Change.VALUES_DECAY):
+            return torch.log(-values)
+        if change in (Change.CONV, Change.VALUES_CONV):
+            return values[:, None]
+        return values[:, order] if columns else values
+
+    shape = raw.shape
+    if change in (Change.CONV, Change.VALUES_CONV):
+        if len(shape) != 2:
+            raise damaged(raw.file.name, f"{raw.name} is {list(shape)}, not a kernel per channel")
+        shape = (shape[0], 1, shape[1])
+    # of sums and logarithms a narrower type would lose what was stored
+    dtype = "F32" if change in (Change.NORM, Change.DECAY, Change.VALUES_DECAY) else None
+    return _made(target, name, shape, (raw,), rows_of, dtype=dtype)
+
+
+def _value_order(raw: RawTensor, change: Change, heads: DeltaHeads) -> Tensor:
+    columns = change is Change.VALUES_COLUMNS
+    behind = 0
+    if change in (Change.VALUES_BEHIND, Change.VALUES_CONV):
+        behind = 2 * heads.keys * heads.key_dim
+    order = heads.value_rows(raw.shape[-1 if columns else 0], behind=behind)
+    if order is None or (columns and len(raw.shape) != 2):
+        words = f"{raw.name} is {list(raw.shape)}, not {heads.values} heads of values"
+        raise damaged(raw.file.name, words)
+    return order
+
+
+def _fused(target: str, product: RawTensor, gates: RawTensor, sizes: Sizes) -> TensorInfo:
+    """in_proj_qkvz from queries, keys and values, and gates, of all heads each."""
+    heads = sizes.delta
+    n_first, n_gates = heads.channels, heads.values * heads.value_dim
+    fits = product.shape[1:] == gates.shape[1:] and len(product.shape) == 2
+    if not heads.keys or not fits or (product.shape[0], gates.shape[0]) != (n_first, n_gates):
+        raise _no_pair(product, gates)
+    order = heads.fused_rows()
+
+    def rows_of(rows: range) -> Tensor:
+        asked = order[_slice(rows)]
+        is_gate = asked >= n_first
+        made = torch.empty(len(asked), product.shape[1])
+        made[~is_gate] = float_rows(product, asked[~is_gate])
+        made[is_gate] = float_rows(gates, asked[is_gate] - n_first)
+        return made
+
+    shape = (n_first + n_gates, product.shape[1])
+    return _made(target, f"{target}.weight", shape, (product, gates), rows_of)
+
+
+_IN_PLACE = (Change.NORM, Change.DECAY, Change.CONV)
+_DELTA_CHANGES = frozenset(
+    (
+        *_IN_PLACE, Change.VALUES, Change.VALUES_DECAY, Change.VALUES_BEHIND, Change.VALUES_CONV,
+        Change.VALUES_COLUMNS,
+    )
+)  # fmt: skip
+
+
+# -- halves ------------------------------------------------------------------------------------
+
+
+def _joined(target: str, parts: Mapping[Change, RawTensor], sizes: Sizes) -> TensorInfo:
     """One tensor from its halves."""
     for first, second, join in _JOINS:
         if first in parts and second in parts:
-            return join(target, parts[first], parts[second])
+            return join(target, parts[first], parts[second], sizes)
     raw = next(iter(parts.values()))
     raise damaged(raw.file.name, f"{raw.name} is there without its other half")
 
@@ -182,7 +263,7 @@ def _no_pair(one: RawTensor, other: RawTensor) -> MoetError:
     return damaged(one.file.name, f"{words} do not fit together")
 
 
-def _joined_biases(target: str, gate: RawTensor, up: RawTensor) -> TensorInfo:
+def _joined_biases(target: str, gate: RawTensor, up: RawTensor, _: Sizes) -> TensorInfo:
     """Biases of all experts, both [E, I], as [E, 2I]: gate, up, gate, ..."""
     if len(gate.shape) != 2 or gate.shape != up.shape:
         raise _no_pair(gate, up)
@@ -195,7 +276,7 @@ def _joined_biases(target: str, gate: RawTensor, up: RawTensor) -> TensorInfo:
     return _made(target, target, shape, (gate, up), rows_of)
 
 
-def _joined_up(target: str, keys: RawTensor, values: RawTensor) -> TensorInfo:
+def _joined_up(target: str, keys: RawTensor, values: RawTensor, _: Sizes) -> TensorInfo:
     """kv_b_proj from its halves: keys [n, r, d], transposed by the converter, values [n, v, r]."""
     shapes = (keys.shape, values.shape)
     if any(len(shape) != 3 for shape in shapes) or keys.shape[:2] != values.shape[::2]:
@@ -217,19 +298,28 @@ def _joined_up(target: str, keys: RawTensor, values: RawTensor) -> TensorInfo:
     return _made(target, f"{target}.weight", shape, (keys, values), rows_of)
 
 
-_JOINS: Sequence[tuple[Change, Change, Callable[[str, RawTensor, RawTensor], TensorInfo]]] = (
+_Join = Callable[[str, RawTensor, RawTensor, Sizes], TensorInfo]
+_JOINS: Sequence[tuple[Change, Change, _Join]] = (
     (Change.KEY_UP, Change.VALUE_UP, _joined_up),
     (Change.GATE_BIAS, Change.UP_BIAS, _joined_biases),
+    (Change.IN, Change.GATES, _fused),
 )
 _HALVES = frozenset(change for *pair, _ in _JOINS for change in pair)
 
 
 def _made(
-    target: str, name: str, shape: tuple[int, ...], parents: tuple[RawTensor, ...], rows_of: RowsOf
+    target: str,
+    name: str,
+    shape: tuple[int, ...],
+    parents: tuple[RawTensor, ...],
+    rows_of: RowsOf,
+    *,
+    dtype: str | None = None,
 ) -> TensorInfo:
+    """A tensor in `dtype`: by default the plain one that all parents have, else bfloat16."""
     dtypes = {parent.dtype for parent in parents}
     is_plain = len(dtypes) == 1 and dtypes <= set(_PLAIN_FORMATS)
-    dtype = dtypes.pop() if is_plain else _MADE_DTYPE
+    dtype = dtype or (dtypes.pop() if is_plain else _MADE_DTYPE)
     first = parents[0]
     n_bytes = prod(shape) * DTYPES[dtype].itemsize
     raw = MadeTensor(

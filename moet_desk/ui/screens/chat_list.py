@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime
 from typing import ClassVar
 
@@ -14,7 +15,8 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from moet_desk.errors import MoetError
-from moet_desk.ui.conversation import Conversation, StoredChat
+from moet_desk.ui.chat_records import StoredChat
+from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.text import clean_line
 from moet_desk.ui.widgets.gauges import spread
 from moet_desk.ui.widgets.problem import ConfirmDialog
@@ -28,8 +30,27 @@ def show_when(when: datetime, now: datetime) -> str:
     return f"{local:%H:%M}" if local.date() == now.date() else f"{local:%Y-%m-%d}"
 
 
-class ChatList(ModalScreen[int | None]):
-    """Closes with the id of the chat to open, None for none."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The chat to open, and what was looked for in it."""
+
+    chat_id: int
+    query: str = ""
+
+
+def found_content(excerpt: str, query: str, width: int) -> Content:
+    """One line of a message, with the words that were looked for underlined."""
+    line = clean_line(excerpt, width)
+    content = Content.styled(f"  {line}", "$dim")
+    for word in query.split():
+        at = line.lower().find(word.lower())
+        if at >= 0:
+            content = content.stylize("bold underline", 2 + at, 2 + at + len(word))
+    return content
+
+
+class ChatList(ModalScreen[Opened | None]):
+    """Closes with the chat to open, None for none."""
 
     DEFAULT_CSS = """
     ChatList { align: center middle; }
@@ -52,6 +73,7 @@ class ChatList(ModalScreen[int | None]):
         super().__init__()
         self._conversation = conversation
         self._now = now
+        self._with_text: set[int] = set()  # chats of which a message holds what is looked for
 
     def compose(self) -> ComposeResult:
         with Vertical() as frame:
@@ -76,7 +98,8 @@ class ChatList(ModalScreen[int | None]):
             self.notify(error.cause, title=error.title, severity="error", markup=False)
         options = self.query_one(OptionList)
         options.clear_options()
-        options.add_options([self._option(chat) for chat in chats])
+        options.add_options([self._option(chat, excerpt, query) for chat, excerpt in chats])
+        self._with_text = {chat.id for chat, excerpt in chats if excerpt}
         if chats:
             options.highlighted = 0
         empty = self.query_one(".empty", Static)
@@ -84,10 +107,13 @@ class ChatList(ModalScreen[int | None]):
         nothing = "No earlier chats. They are kept only on this computer."
         empty.update(Content(f"No chat contains this: {query}" if query else nothing))
 
-    def _option(self, chat: StoredChat) -> Option:
+    def _option(self, chat: StoredChat, excerpt: str, query: str) -> Option:
         title = clean_line(chat.title or "untitled", _WIDTH - 14)
         when = Content.styled(show_when(chat.updated, self._now), "$dim")
-        return Option(spread(Content(title), when, _WIDTH), id=str(chat.id))
+        row = spread(Content(title), when, _WIDTH)
+        if excerpt:
+            row = Content("\n").join([row, found_content(excerpt, query, _WIDTH - 2)])
+        return Option(row, id=str(chat.id))
 
     def _highlighted(self) -> int | None:
         options = self.query_one(OptionList)
@@ -97,10 +123,16 @@ class ChatList(ModalScreen[int | None]):
         return None if option.id is None else int(option.id)
 
     def on_input_submitted(self) -> None:
-        self.dismiss(self._highlighted())
+        self._open()
 
     def on_option_list_option_selected(self) -> None:
-        self.dismiss(self._highlighted())
+        self._open()
+
+    def _open(self) -> None:
+        chat_id = self._highlighted()
+        query = self.query_one(Input).value.strip()
+        in_text = query if chat_id in self._with_text else ""
+        self.dismiss(None if chat_id is None else Opened(chat_id, in_text))
 
     def action_close(self) -> None:
         self.dismiss(None)

@@ -22,9 +22,14 @@ TABS = (
 
 
 class TabLine(Widget):
-    """The screens that exist, the active one reversed and in brackets."""
+    """The screens that exist, the active one reversed and in brackets; below it, in the place of
+    the rule, a line that every screen has to say.
+    """
 
-    DEFAULT_CSS = "TabLine { height: 1; }"
+    DEFAULT_CSS = """
+    TabLine { height: 1; }
+    TabLine.-says { border: none; height: 2; }
+    """
 
     class Clicked(Message):
         """A tab was clicked."""
@@ -37,6 +42,15 @@ class TabLine(Widget):
         super().__init__()
         self._active = active
         self._plain = plain
+        self._says: Content | None = None
+
+    def say(self, line: Content | None) -> None:
+        """Show a line of the window's width under the tabs, or the rule again."""
+        if line is self._says or (line and self._says and line.is_same(self._says)):
+            return
+        self._says = line
+        self.set_class(line is not None, "-says")
+        self.refresh(layout=False)
 
     def _parts(self) -> list[tuple[str, str]]:
         """Mode and drawn text of each tab."""
@@ -50,9 +64,12 @@ class TabLine(Widget):
             Content.styled(text, "reverse bold" if mode == self._active else "")
             for mode, text in self._parts()
         ]
-        return Content(" ") + Content("").join(drawn)
+        tabs = Content(" ") + Content("").join(drawn)
+        return tabs if self._says is None else tabs + "\n" + self._says
 
     def on_click(self, event: events.Click) -> None:
+        if event.y > 0:
+            return
         start = 1
         for mode, text in self._parts():
             if start <= event.x < start + len(text):

@@ -200,9 +200,18 @@ class History:
     def __init__(self) -> None:
         self.tok_per_s: deque[float | None] = deque(maxlen=HISTORY)
         self.wait_share: deque[float | None] = deque(maxlen=HISTORY)
-        self.bytes_per_s: float | None = None
-        self._moved: tuple[float, int] | None = None
+        self.slot_rate: deque[float | None] = deque(maxlen=HISTORY)  # bytes/s into slots
+        self.disk_rate: deque[float | None] = deque(maxlen=HISTORY)  # bytes/s from disk
+        self._moved: tuple[float, int, int] | None = None
         self._due_s = 0.0
+
+    def clear(self) -> None:
+        """Forget all: time went back."""
+        self.tok_per_s.clear()
+        self.wait_share.clear()
+        self.slot_rate.clear()
+        self.disk_rate.clear()
+        self._moved, self._due_s = None, 0.0
 
     def add(self, snapshot: EngineSnapshot, now_s: float) -> None:
         """Take a snapshot; called at 4 Hz, keeps one value a second."""
@@ -212,35 +221,59 @@ class History:
         writing = snapshot.state is EngineState.WRITING
         self.tok_per_s.append(snapshot.decode_tok_per_s if writing else None)
         self.wait_share.append(snapshot.wait_share if writing else None)
-        moved = snapshot.counters.bytes_ram_to_slot
-        if self._moved is not None and now_s > self._moved[0] and moved >= self._moved[1]:
-            self.bytes_per_s = (moved - self._moved[1]) / (now_s - self._moved[0])
-        self._moved = (now_s, moved)
+        now = (now_s, snapshot.counters.bytes_ram_to_slot, snapshot.counters.bytes_nvme_to_ram)
+        if self._moved is not None and now_s > self._moved[0] and now[1] >= self._moved[1]:
+            seconds = now_s - self._moved[0]
+            self.slot_rate.append((now[1] - self._moved[1]) / seconds)
+            self.disk_rate.append(max(0, now[2] - self._moved[2]) / seconds)
+        self._moved = now
 
 
 def wait_line(snapshot: EngineSnapshot, history: History, *, width: int, glyphs: Glyphs) -> Content:
     """The line that maps to what a person feels: time spent waiting for experts, first."""
+    guesses = guessing(snapshot)
+    per_step = show_number(snapshot.tokens_per_step, "tok", 2)
+    steps = f", {per_step} ({guesses})" if guesses not in ("", "off") and width >= 110 else ""
+    share = hit_share(snapshot)
+    return Content.assemble(
+        (f"waiting {show_percent(snapshot.wait_share, 0)} of time ", "bold"),
+        (sparkline(history.wait_share, 16 if width >= 100 else 12, glyphs), "$status-ok"),
+        f"  {show_number(snapshot.step_ms, 'ms/step', 0)}{steps}",
+        f"   {show_number(snapshot.decode_tok_per_s, 'tok/s')}   hits {show_percent(share)}",
+    ).truncate(width, ellipsis=True)
+
+
+def hit_share(snapshot: EngineSnapshot) -> float | None:
+    """Share of the recent look-ups that a slot answered."""
+    shares = snapshot.tier_share
+    return None if shares is None else shares[Tier.BASE] + shares[Tier.FINE]
+
+
+def move_line(snapshot: EngineSnapshot, history: History, *, width: int, glyphs: Glyphs) -> Content:
+    """What was copied into slots and read from disk, in all and lately."""
     counters = snapshot.counters
     moved = disk = "–"
     if counters.lookups:
         moved = show_memory(counters.bytes_ram_to_slot)
         disk = show_memory(counters.bytes_nvme_to_ram)
+    more = ""
     if snapshot.reads is not None and width >= 110:
         cached = "" if snapshot.reads.direct else ", cached"
-        disk += f" (p95 {snapshot.reads.p95_ms:.1f} ms{cached})"
+        more += f", p95 {snapshot.reads.p95_ms:.1f} ms{cached}"
     if counters.promotions and width >= 110:
-        disk += f", {counters.promotions:,} promoted"
-    wide = width >= 100 and history.bytes_per_s
-    rate = f" ({show_rate(history.bytes_per_s or 0.0)})" if wide else ""
-    guesses = guessing(snapshot)
-    per_step = show_number(snapshot.tokens_per_step, "tok", 2)
-    steps = f", {per_step} ({guesses})" if guesses not in ("", "off") and width >= 110 else ""
+        more += f"   {counters.promotions:,} promoted"
+    n = 16 if width >= 100 else 8
     return Content.assemble(
-        (f"waiting {show_percent(snapshot.wait_share, 0)} of time ", "bold"),
-        (sparkline(history.wait_share, 12 if width >= 100 else 8, glyphs), "$status-ok"),
-        f"  {show_number(snapshot.step_ms, 'ms/step', 0)}{steps}",
-        f"   moved {moved}{rate}, disk {disk}",
-    ).truncate(width, ellipsis=True)
+        f"moved {moved} ", (sparkline(history.slot_rate, n, glyphs), f"${tier_variable(Tier.RAM)}"),
+        f" {_newest(history.slot_rate)}   disk {disk} ",
+        (sparkline(history.disk_rate, n, glyphs), f"${tier_variable(Tier.NVME)}"),
+        f" {_newest(history.disk_rate)}{more}",
+    ).truncate(width, ellipsis=True)  # fmt: skip
+
+
+def _newest(rates: Sequence[float | None]) -> str:
+    rate = rates[-1] if rates else None
+    return "–" if rate is None else show_rate(rate)
 
 
 def tier_lines(snapshot: EngineSnapshot, width: int, glyphs: Glyphs) -> list[Content]:
@@ -283,14 +316,24 @@ class _SnapshotGauge(_Gauge):
         self.redraw()
 
 
+class WaitLine(_SnapshotGauge):
+    """The leading figure of the Cache screen."""
+
+    DEFAULT_CSS = "WaitLine { height: 1; }"
+
+    def make_text(self, width: int) -> Content:
+        waiting = wait_line(self._snapshot, self._history, width=width - 1, glyphs=self._glyphs)
+        return Content(" ") + waiting
+
+
 class TierBars(_SnapshotGauge):
-    """The four tiers and the waiting line under the heatmap."""
+    """The four tiers and what moves between them, under the heatmap."""
 
     DEFAULT_CSS = "TierBars { height: 5; }"
 
     def make_text(self, width: int) -> Content:
-        waiting = wait_line(self._snapshot, self._history, width=width - 1, glyphs=self._glyphs)
-        lines = [Content(" ") + waiting, *tier_lines(self._snapshot, width, self._glyphs)]
+        moves = move_line(self._snapshot, self._history, width=width - 1, glyphs=self._glyphs)
+        lines = [*tier_lines(self._snapshot, width, self._glyphs), Content(" ") + moves]
         return Content("\n").join(lines)
 
 

@@ -1,14 +1,14 @@
 """The live expert grid: layers down, experts across, drawn row by row with the line API.
 
-It owns the picture, the cursor and the choice of measure; it is given `CacheView` records and
-repaints only the rows whose generation has changed (whole repaints cost 63 ms on a 256 x 61 grid,
-rows 1.5 ms each; measured 2026-11-29). Drawn on the UI thread.
+It owns the picture and the cursor; it is given `CacheView` records and repaints only the rows whose
+generation has changed (whole repaints cost 63 ms on a 256 x 61 grid, rows 1.5 ms each; measured
+2026-11-29). Dense, a line holds two layers, as the two halves of its cells; that needs colours.
+Drawn on the UI thread.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterator
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -21,88 +21,21 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from moet_desk.telemetry import TIER_LETTERS, CacheView, Tier
+from moet_desk.telemetry import CacheView, Tier
+from moet_desk.ui.cache_cells import (
+    LEFT,
+    Grid,
+    Measure,
+    describe,
+    hottest,
+    plan_grid,
+    row_values,
+    tell,
+)
 from moet_desk.ui.theme import RAMP_STEPS, Glyphs, tier_variable
 
-LEFT = 6
-RIGHT = 7
-_MAX_CELL_WIDTH = 3
 _MAX_ROW_HEIGHT = 2  # with cells three columns wide this is nearly square
-
-
-class Measure(Enum):
-    """What a cell shows."""
-
-    TIER = "answered by"
-    HEAT = "heat"
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """How experts are laid out: `group` experts per cell, `cell_width` columns per cell."""
-
-    n_experts: int
-    group: int
-    cell_width: int
-
-    @property
-    def n_cells(self) -> int:
-        return -(-self.n_experts // self.group)
-
-    def experts(self, cell: int) -> range:
-        """The experts behind a cell."""
-        return range(cell * self.group, min(self.n_experts, (cell + 1) * self.group))
-
-
-def plan_grid(n_experts: int, width: int) -> Grid:
-    """Lay out `n_experts` in `width` columns, margins included.
-
-    The group is the smallest divisor that fits; where that would waste more than half of the room
-    (a prime number of experts), the last cell is allowed to hold fewer.
-    """
-    room = max(1, width - LEFT - RIGHT)
-    least = max(1, -(-n_experts // room))
-    group = next(g for g in range(least, max(least, n_experts) + 1) if n_experts % g == 0)
-    if group > 2 * least:
-        group = least
-    n_cells = max(1, -(-n_experts // group))
-    return Grid(n_experts, group, max(1, min(_MAX_CELL_WIDTH, room // n_cells)))
-
-
-def cell_value(view: CacheView, row: int, experts: range, measure: Measure) -> int | None:
-    """The `Tier` or ramp step of a cell; None: not used.
-
-    A group shows the tier of its hottest expert (the one that answers most), and the highest heat.
-    An expert that was never used counts as used when a slot holds it (kept from the last run).
-    """
-    heat, tiers = view.heat[row], view.tiers[row]
-    hottest = max(experts, key=lambda e: (heat[e], tiers[e]))
-    if measure is Measure.HEAT:
-        return heat[hottest] or None
-    return None if heat[hottest] == 0 and tiers[hottest] < Tier.BASE else tiers[hottest]
-
-
-_PLACES = {
-    Tier.FINE: "4-bit slot",
-    Tier.BASE: "2-bit slot",
-    Tier.RAM: "in RAM",
-    Tier.NVME: "on disk",
-}
-
-
-def describe(view: CacheView, row: int, experts: range) -> str:
-    """The line under the grid about the experts below the cursor."""
-    tiers, heat = view.tiers[row], view.heat[row]
-    layer, hottest = view.layers[row], RAMP_STEPS - 1
-    if len(experts) == 1:
-        tier = Tier(tiers[experts[0]])
-        where = f"{TIER_LETTERS[tier]} {_PLACES[tier]}"
-        return (
-            f"Layer {layer}, expert {experts[0]}:  {where}   heat {heat[experts[0]]} of {hottest}"
-        )
-    shown = "   ".join(f"{e} {TIER_LETTERS[tiers[e]]} {heat[e]}" for e in experts[:8])
-    more = f"  and {len(experts) - 8} more" if len(experts) > 8 else ""
-    return f"Layer {layer}, experts {experts[0]}-{experts[-1]}:  {shown}{more}   heat 0-{hottest}"
+_UPPER_HALF = "▀"
 
 
 class Heatmap(ScrollView, can_focus=True):
@@ -121,6 +54,7 @@ class Heatmap(ScrollView, can_focus=True):
         Binding("pagedown", "page(1)", "Page down", id="cache.page_down", show=False),
         Binding("home,g", "edge(-1)", "First layer", id="cache.first", show=False),
         Binding("end,G", "edge(1)", "Last layer", id="cache.last", show=False),
+        Binding("enter", "next_expert", "Next expert", id="cache.next", show=False),
     ]
 
     class CursorMoved(Message):
@@ -138,6 +72,8 @@ class Heatmap(ScrollView, can_focus=True):
         self._row_height = 1
         self._room = 0
         self._styles: _Styles | None = None
+        self._dense = False
+        self._chosen: int | None = None  # of the experts under the cursor; None: the hottest
         self.measure = Measure.TIER
 
     # -- what is shown -------------------------------------------------------------------------
@@ -154,11 +90,28 @@ class Heatmap(ScrollView, can_focus=True):
             if old != new or _shown_hit(self._hits[row]) != _shown_hit(view.hit_share[row])
         ]
         self._generations, self._hits = view.generations, view.hit_share
+        top = self.scroll_offset.y
         for row in changed:
-            self._refresh_row(row)
+            lines = self._lines_of(row)
+            if lines.stop > top and lines.start < top + self.size.height:
+                self._refresh_row(row)
+
+    def grow_older(self) -> None:
+        """Repaint what changes with time alone; called once a second."""
+        if self.measure is Measure.AGE:
+            self.refresh()
+
+    def _lines_of(self, row: int) -> range:
+        if self._dense:
+            return range(row // 2, row // 2 + 1)
+        return range(row * self._row_height, (row + 1) * self._row_height)
+
+    def _row_of(self, line: int) -> int:
+        """The layer of a line, of two the upper one."""
+        return line * 2 if self._dense else line // self._row_height
 
     def _refresh_row(self, row: int) -> None:
-        for line in range(row * self._row_height, (row + 1) * self._row_height):
+        for line in self._lines_of(row):
             self.refresh_line(line)
 
     def fit(self, rows: int) -> None:
@@ -171,6 +124,11 @@ class Heatmap(ScrollView, can_focus=True):
         self.measure = measure
         self.refresh()
 
+    def set_dense(self, dense: bool) -> None:
+        """Whether a line holds two layers."""
+        self._dense = dense
+        self._lay_out()
+
     @property
     def grid(self) -> Grid:
         """How the experts are laid out now."""
@@ -182,6 +140,21 @@ class Heatmap(ScrollView, can_focus=True):
             return ""
         return describe(self._view, self._row, self._grid.experts(self._cell))
 
+    def story_text(self) -> str:
+        """The story of one of them, the hottest if none was chosen."""
+        if self._view is None:
+            return ""
+        experts = self._grid.experts(self._cell)
+        story = tell(self._view, self._row, self._told(self._view, experts))
+        return f"{story}   Enter: next" if story and len(experts) > 1 else story
+
+    def _told(self, view: CacheView, experts: range) -> int:
+        """The expert that is told of."""
+        chosen = self._chosen
+        if chosen is not None and chosen in experts:
+            return chosen
+        return hottest(view, self._row, experts)
+
     def _lay_out(self) -> None:
         view = self._view
         if view is None:
@@ -192,7 +165,7 @@ class Heatmap(ScrollView, can_focus=True):
         self._cell = min(self._cell, self._grid.n_cells - 1)
         n_layers = len(view.layers)
         self._row_height = max(1, min(_MAX_ROW_HEIGHT, self._room // n_layers))
-        n_lines = n_layers * self._row_height
+        n_lines = self._lines_of(n_layers - 1).stop
         self.styles.max_height = n_lines
         self.virtual_size = Size(self.size.width, n_lines)
         self.refresh()
@@ -208,27 +181,57 @@ class Heatmap(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------
 
     def render_line(self, y: int) -> Strip:
-        view = self._view
-        row, part = divmod(y + self.scroll_offset.y, self._row_height)
+        view, line = self._view, y + self.scroll_offset.y
+        row = self._row_of(line)
         if self._styles is None:
             self._styles = _Styles(self.app.theme_variables)
         styles = self._styles
         if view is None or row >= len(view.layers):
             return Strip.blank(self.size.width, styles.ground)
-        on_row = row == self._row and self.has_focus
-        mark = self._glyphs.now if on_row else " "
-        label = f"{mark}L{view.layers[row]:02d}" if part == 0 else ""
-        segments = [Segment(label.ljust(LEFT), styles.label)]
-        for cell in range(self._grid.n_cells):
-            value = cell_value(view, row, self._grid.experts(cell), self.measure)
-            glyph, style = self._cell_look(value, part, styles)
-            if on_row and cell == self._cell:
-                style = style + styles.cursor
-            segments.append(Segment(glyph * self._grid.cell_width, style))
-        hit = _shown_hit(view.hit_share[row]) if part == 0 else ""
+        first = line == self._lines_of(row).start
+        on_line = self._row in ((row, row + 1) if self._dense else (row,)) and self.has_focus
+        mark = self._glyphs.now if on_line else " "
+        label = f"{mark}L{view.layers[self._row if on_line else row]:02d}" if first else ""
+        looks = self._dense_looks(row, styles) if self._dense else self._looks(row, line, styles)
+        if on_line:
+            glyph, style = looks[self._cell]
+            looks[self._cell] = glyph, style + styles.cursor
+        segments = [Segment(label.ljust(LEFT), styles.label), *self._runs(looks)]
+        hit = _shown_hit(view.hit_share[row]) if first else ""
         segments.append(Segment(f" {hit:>5}", styles.label))
-        strip = Strip(segments).simplify()
+        used = LEFT + self._grid.n_cells * self._grid.cell_width + 6
+        strip = Strip(segments, used)
         return strip.adjust_cell_length(self.size.width, styles.ground)
+
+    def _runs(self, looks: list[tuple[str, Style]]) -> Iterator[Segment]:
+        """One segment for neighbours of one style: a quarter of the time of one for each cell."""
+        width = self._grid.cell_width
+        text, running = "", looks[0][1]
+        for glyph, style in looks:
+            if style is not running:
+                yield Segment(text, running)
+                text, running = "", style
+            text += glyph * width
+        yield Segment(text, running)
+
+    def _looks(self, row: int, line: int, styles: _Styles) -> list[tuple[str, Style]]:
+        """Glyph and style of each cell of a line."""
+        assert self._view is not None  # noqa: S101
+        part = line - self._lines_of(row).start
+        values = row_values(self._view, row, self._grid, self.measure)
+        return [self._cell_look(value, part, styles) for value in values]
+
+    def _dense_looks(self, row: int, styles: _Styles) -> list[tuple[str, Style]]:
+        """The same for two layers, the upper one in the upper half."""
+        view = self._view
+        assert view is not None  # noqa: S101
+        upper = row_values(view, row, self._grid, self.measure)
+        none: list[int | None] = [None] * len(upper)
+        lower = none
+        if row + 1 < len(view.layers):
+            lower = row_values(view, row + 1, self._grid, self.measure)
+        inks = styles.tiers if self.measure is Measure.TIER else styles.ramp
+        return [(_UPPER_HALF, styles.both(inks, a, b)) for a, b in zip(upper, lower, strict=True)]
 
     def _cell_look(self, value: int | None, part: int, styles: _Styles) -> tuple[str, Style]:
         """Glyph and style of a cell's line `part`; heat is one bar over all of its lines."""
@@ -249,13 +252,14 @@ class Heatmap(ScrollView, can_focus=True):
         """Put the cursor on a cell; values outside are clamped."""
         if self._view is None:
             return
-        before = self._row
+        before, self._chosen = self._row, None
         self._row = min(max(0, row), len(self._view.layers) - 1)
         self._cell = min(max(0, cell), self._grid.n_cells - 1)
         for row_shown in {before, self._row}:
             self._refresh_row(row_shown)
         top, height = self.scroll_offset.y, self.size.height
-        first, last = self._row * self._row_height, (self._row + 1) * self._row_height - 1
+        lines = self._lines_of(self._row)
+        first, last = lines.start, lines.stop - 1
         if first < top:
             self.scroll_to(y=first, animate=False)
         elif last >= top + height:
@@ -266,12 +270,20 @@ class Heatmap(ScrollView, can_focus=True):
         self.move_to(self._row + rows, self._cell + cells)
 
     def action_page(self, pages: int) -> None:
-        self.move_to(
-            self._row + pages * max(1, self.size.height // self._row_height - 1), self._cell
-        )
+        page = self._row_of(self.size.height) - self._row_of(1)
+        self.move_to(self._row + pages * max(1, page), self._cell)
 
     def action_edge(self, side: int) -> None:
         self.move_to(0 if side < 0 else 10**6, self._cell)
+
+    def action_next_expert(self) -> None:
+        """Tell of the next expert in the cell under the cursor."""
+        if self._view is None:
+            return
+        experts = self._grid.experts(self._cell)
+        shown = self._told(self._view, experts)
+        self._chosen = experts[(shown - experts.start + 1) % len(experts)]
+        self.post_message(self.CursorMoved())
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
         self._point(event)
@@ -282,7 +294,7 @@ class Heatmap(ScrollView, can_focus=True):
     def _point(self, event: events.MouseEvent) -> None:
         if self._view is None:
             return
-        row = (event.y + self.scroll_offset.y) // self._row_height
+        row = self._row_of(event.y + self.scroll_offset.y)
         cell = (event.x - LEFT) // self._grid.cell_width
         inside = 0 <= cell < self._grid.n_cells and row < len(self._view.layers)
         if inside and (row, cell) != (self._row, self._cell):
@@ -314,6 +326,15 @@ class _Styles:
         self.cursor = Style(reverse=True, bold=True)
         self.tiers = [ink(tier_variable(tier)) for tier in Tier]
         self.ramp = [ink(f"ramp-{step}") for step in range(RAMP_STEPS)]
+        self._both: dict[tuple[Style | None, Style | None], Style] = {}
+
+    def both(self, inks: list[Style], upper: int | None, lower: int | None) -> Style:
+        """Style of a cell whose halves have two values, made once."""
+        key = (None if upper is None else inks[upper], None if lower is None else inks[lower])
+        if key not in self._both:
+            one, two = (self.ground.bgcolor if ink is None else ink.color for ink in key)
+            self._both[key] = Style(color=one, bgcolor=two)
+        return self._both[key]
 
 
 def header_line(grid: Grid, width: int) -> str:

@@ -6,8 +6,10 @@ The screens fill it; this draws the frame and the status line. UI thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from textual.app import ComposeResult
+from textual.binding import BindingType
 from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, OptionList, Static
@@ -18,6 +20,12 @@ from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.frame import SmallWindow, TabLine
 from moet_desk.ui.widgets.gauges import StatusLine
 from moet_desk.ui.widgets.job_lines import JobLines
+
+
+class Rows(OptionList, inherit_bindings=False):
+    """Rows that leave the keys left and right to their screen; they never scroll sideways."""
+
+    BINDINGS: ClassVar[list[BindingType]] = list(OptionList.BINDINGS)
 
 
 class ListScreen(Screen[None]):
@@ -39,7 +47,7 @@ class ListScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         yield TabLine(self.MODE, plain=self._plain)
         yield Static("", id="top", markup=False)
-        yield OptionList(id="rows", markup=False)
+        yield Rows(id="rows", markup=False)
         yield Static("", id="words", markup=False)
         yield from self.more()
         yield JobLines(self._glyphs)
@@ -76,6 +84,10 @@ class ListScreen(Screen[None]):
 
     def tick(self, snapshot: EngineSnapshot) -> None:
         """What moves by itself."""
+
+    def focus_list(self) -> None:
+        """Let keys act on the rows."""
+        self.list.focus()
 
     def set_rows(self, rows: Sequence[Content]) -> None:
         """Replace the rows; the cursor stays where it was."""

@@ -9,11 +9,13 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 
+from moet_desk.ui.attachments import is_long
+
 _IN_ORDER = frozenset({"chat.send", "chat.newline"})
 
 
 class Prompt(TextArea):
-    """Where messages are written. Posts `Sent` and `Scrolled`.
+    """Where messages are written. Posts `Sent`, `Scrolled`, `Pasted` and `ErasedBehind`.
 
     A sent text leaves the prompt at once, so that what is typed next is not lost; `give_back` puts
     it in front again if it could not be taken.
@@ -40,11 +42,21 @@ class Prompt(TextArea):
     ]  # fmt: skip
 
     class Sent(Message):
-        """Enter was pressed on a prompt that holds more than blanks."""
+        """Enter was pressed. The text may be empty: files may be beside it."""
 
         def __init__(self, text: str) -> None:
             super().__init__()
             self.text = text
+
+    class Pasted(Message):
+        """A text was pasted that is too long to stand here."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    class ErasedBehind(Message):
+        """Backspace at the very beginning."""
 
     class Scrolled(Message):
         """The reader wants to move through the chat by windows."""
@@ -62,6 +74,29 @@ class Prompt(TextArea):
         )
         self.cursor_blink = blink
 
+    async def _on_paste(self, event: events.Paste) -> None:
+        """A megabyte in a text area takes seconds to lay out, and nobody would read it there."""
+        if is_long(event.text):
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.Pasted(event.text))
+        else:
+            await super()._on_paste(event)
+
+    def action_paste(self) -> None:
+        """Paste what was copied in the app."""
+        text = self.app.clipboard
+        if is_long(text):
+            self.post_message(self.Pasted(text))
+        else:
+            super().action_paste()
+
+    def action_delete_left(self) -> None:
+        """Backspace; with nothing before the caret it is told."""
+        if self.cursor_location == (0, 0) and self.selection.is_empty:
+            self.post_message(self.ErasedBehind())
+        super().action_delete_left()
+
     async def _on_key(self, event: events.Key) -> None:
         """Send and new line in the order of the keys.
 
@@ -78,8 +113,8 @@ class Prompt(TextArea):
         await self.run_action(active.binding.action)
 
     def action_send(self) -> None:
+        self.post_message(self.Sent(self.text.strip("\n") if self.text.strip() else ""))
         if self.text.strip():
-            self.post_message(self.Sent(self.text.strip("\n")))
             self.load_text("")
 
     def action_newline(self) -> None:

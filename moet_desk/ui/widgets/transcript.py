@@ -1,275 +1,325 @@
-"""The conversation as drawn: one block per message, answers as Markdown that grows in flushes.
+"""The conversation as drawn: a window of message blocks that moves with the reader.
 
-An answer is a row of Markdown widgets; when the last one is long it is cut at a safe place and a
-new one begins, and those far out of view are parked, which keeps the cost of a flush flat. The view
-follows the text only while it is at the bottom. Text from people, files and models is never markup.
-UI thread.
+A chat may have thousands of messages, and each block costs a few widgets in every layout; so only
+those around the view are drawn. Parts of them that are far out of view are parked. The view follows
+the text only while it is at the bottom. UI thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
 
 from textual.app import ComposeResult
-from textual.containers import Vertical, VerticalScroll
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.widget import Widget
 from textual.widgets import Static
 
-from moet_desk.errors import MoetError
-from moet_desk.marked_text import MarkedText, Ranges
-from moet_desk.telemetry import PrefillProgress
-from moet_desk.ui.text import SEGMENT_CHARS, clean, shown_length, split_segments
-from moet_desk.ui.theme import Glyphs
-from moet_desk.ui.widgets.gauges import bar, spread
-from moet_desk.ui.widgets.marked_markdown import MarkedMarkdown
-from moet_desk.ui.widgets.problem import ProblemPanel
-from moet_desk.units import show_duration
+from moet_desk.ui.chat_records import Status, Turn
+from moet_desk.ui.widgets.blocks import AnswerBlock, Block
+from moet_desk.ui.widgets.segments import Segment
 
+LEAST_TURNS, MOST_TURNS = 16, 60
+"""Messages that stay drawn in any case, and at most; the ones farthest from the view go."""
+_MOST_SCREENS = 5  # of messages like those that come into the window
+_OPENED_SCREENS = 3  # drawn when a chat is opened
+_STEP_SCREENS = 1  # drawn when the view comes near an end of the window
+_OTHER_ROWS = 4  # of a message: head, closing line, blanks
+_LONGEST_ROWS = 12  # of the user's messages, which are folded
 _FOLLOW_ROWS = 2
-_SPLIT_STEP = 200  # a new look for a cut is worth its parse after so many characters
-
-
-class _Head(Widget):
-    """Who wrote it, and when."""
-
-    DEFAULT_CSS = "_Head { height: 1; }"
-
-    def __init__(self, who: str, when: str) -> None:
-        super().__init__()
-        self._who = who
-        self._when = when
-
-    def render(self) -> Content:
-        who = Content.styled(self._who, "bold $primary")
-        return spread(who, Content.styled(self._when, "$dim"), self.size.width)
-
-
-class MessageBlock(Vertical):
-    """A message of the user: head and plain text."""
-
-    DEFAULT_CSS = """
-    MessageBlock { height: auto; padding: 0 1 1 1; }
-    MessageBlock > .body { padding-left: 2; height: auto; }
-    """
-
-    def __init__(self, who: str, *, when: str, text: str) -> None:
-        super().__init__()
-        self._who = who
-        self._when = when
-        self.source = clean(text)
-
-    def compose(self) -> ComposeResult:
-        yield _Head(self._who, self._when)
-        yield Static(Content(self.source.expandtabs(4)), classes="body", markup=False)
-
-
-class Segment(MarkedMarkdown):
-    """One stretch of an answer.
-
-    A parked segment keeps its height but holds no widgets: laying out 400 of them costs 30 ms per
-    flush (measured on 2 cores, 2026-11-29).
-    """
-
-    def __init__(self, text: str = "", *, marks: Ranges = (), shows_marks: bool = False) -> None:
-        super().__init__(text, marks=marks, shows_marks=shows_marks)
-        self._parked_text: str | None = None
-        self._parked_width = 0
-
-    @property
-    def text(self) -> str:
-        """The whole Markdown, also while parked."""
-        return self.source if self._parked_text is None else self._parked_text
-
-    @property
-    def parked(self) -> bool:
-        """Whether it holds no widgets now."""
-        return self._parked_text is not None
-
-    async def park(self) -> None:
-        """Let the widgets go, keep the room they took."""
-        if self.parked or not self.size.height:
-            return
-        self._parked_text, self._parked_width = self.source, self.size.width
-        self.styles.height = self.size.height
-        await self.remove_children()
-
-    async def unpark(self) -> None:
-        """Draw it again."""
-        text, self._parked_text = self._parked_text, None
-        if text is not None:
-            await self.update(text)
-            self.styles.height = "auto"
-
-    async def redraw(self) -> None:
-        """Draw from the source; a parked segment is drawn when it comes near."""
-        if not self.parked:
-            await super().redraw()
-
-    def refit(self, width: int) -> None:
-        """The window has another width: guess the height until it is drawn again."""
-        if self.parked and width and width != self._parked_width:
-            rows = round(self.size.height * self._parked_width / width)
-            self.styles.height, self._parked_width = max(1, rows), width
-
-
-def cut_segments(text: MarkedText) -> list[MarkedText]:
-    """`split_segments` with the marks of each part."""
-    parts, start = [], 0
-    for part in split_segments(text.text):
-        parts.append(text.cut(start, start + len(part)))
-        start += len(part)
-    return parts
-
-
-class AnswerBlock(Vertical):
-    """A message of the model: head, Markdown segments, a closing line, perhaps a problem."""
-
-    DEFAULT_CSS = """
-    AnswerBlock { height: auto; padding: 0 1 1 1; }
-    AnswerBlock > .body { height: auto; padding-left: 2; }
-    AnswerBlock > .closing { height: auto; padding-left: 2; color: $dim; }
-    """
-
-    def __init__(self, who: str, *, when: str, glyphs: Glyphs, shows_marks: bool = False) -> None:
-        super().__init__()
-        self._who = who
-        self._when = when
-        self._glyphs = glyphs
-        self._shows_marks = shows_marks
-        self._body = Vertical(classes="body")
-        self._foot = Static(Content(""), classes="closing", markup=False)
-        self.segments: list[Segment] = []
-        self._tail: Segment | None = None  # the segment that grows
-        self._tail_text = MarkedText()  # all text of the last segment, drawn or not
-        self._drawn = 0  # characters of it that are drawn
-        self._looked_at = 0  # length at the last look for a cut
-        self._drawing = asyncio.Lock()  # text may arrive while the marks are switched
-
-    def compose(self) -> ComposeResult:
-        yield _Head(self._who, self._when)
-        yield self._body
-        yield self._foot
-
-    async def append(self, piece: MarkedText) -> None:
-        """Draw the next clean piece of a growing answer."""
-        async with self._drawing:
-            self._tail_text += piece
-            if self._tail is None:
-                self._tail = await self._add(self._segment(MarkedText()))
-            await self._rotate()
-            await self._draw(shown_length(self._tail_text.text))
-
-    def _segment(self, text: MarkedText) -> Segment:
-        return Segment(text.text, marks=text.marks, shows_marks=self._shows_marks)
-
-    async def finish(self) -> None:
-        """The answer is complete: draw what was held back."""
-        async with self._drawing:
-            await self._draw(len(self._tail_text))
-            self._tail = None
-
-    async def _add(self, segment: Segment) -> Segment:
-        self.segments.append(segment)
-        await self._body.mount(segment)
-        return segment
-
-    def at_rest(self) -> list[Segment]:
-        """The segments that do not grow any more."""
-        return [segment for segment in self.segments if segment is not self._tail]
-
-    async def _draw(self, end: int) -> None:
-        if self._tail is not None and end > self._drawn:
-            self._tail.marks = self._tail_text.marks
-            await self._tail.append(self._tail_text.text[self._drawn : end])
-            self._drawn = end
-
-    async def _rotate(self) -> None:
-        """Begin a new segment if the last one is long and can be cut."""
-        length = len(self._tail_text)
-        if self._tail is None or length < max(SEGMENT_CHARS, self._looked_at + _SPLIT_STEP):
-            return
-        self._looked_at = length
-        first, *others = cut_segments(self._tail_text)
-        if not others:
-            return
-        self._tail.marks = first.marks
-        with self.app.batch_update():
-            if len(first) < self._drawn:
-                await self._tail.update(first.text)
-            else:
-                await self._draw(len(first))
-            for part in others[:-1]:
-                await self._add(self._segment(part))
-            self._tail = await self._add(self._segment(MarkedText()))
-        self._tail_text = others[-1]
-        self._drawn = self._looked_at = 0
-
-    async def set_text(self, text: MarkedText) -> None:
-        """Draw a complete answer, cut into segments at once."""
-        self.segments = [self._segment(part) for part in cut_segments(text)]
-        await self._body.mount_all(self.segments)
-
-    async def show_marks(self, shown: bool) -> None:
-        """Underline the marked text, or stop doing so."""
-        self._shows_marks = shown
-        async with self._drawing:
-            for segment in self.at_rest():
-                await segment.show_marks(shown)
-            if self._tail is not None and self._tail.shows_marks is not shown:
-                self._tail.shows_marks = shown
-                await self._tail.redraw_growing()
-
-    def set_closing(self, closing: Content) -> None:
-        """Replace the line under the answer."""
-        self._foot.display = bool(closing)
-        self._foot.update(closing)
-
-    def show_reading(self, prompt: PrefillProgress, *, elapsed_s: float) -> None:
-        """While the prompt is read: a bar with its numbers, in place of the closing line."""
-        done, total = prompt.done, prompt.total
-        rate = (done - prompt.restored) / elapsed_s if elapsed_s > 0 else 0.0
-        left = f"   about {show_duration((total - done) / rate)} left" if rate > 0 else ""
-        drawn = bar(done / total if total else 0.0, 40, self._glyphs)
-        share = f"{done / total * 100:.0f} %" if total else "–"
-        speed = f"{rate:.0f} tok/s" if rate else ""
-        kept = f"   {prompt.restored:,} known from before" if prompt.restored else ""
-        self.set_closing(
-            Content("Reading your message\n")
-            + Content.styled(drawn, "$status-ok")
-            + Content(f"  {share}   {done:,} of {total:,} tokens\n{speed}{left}{kept}")
-        )
-
-    async def show_problem(
-        self, error: MoetError | Mapping[str, Any], actions: Mapping[str, str]
-    ) -> None:
-        """Put an error panel under the text so far."""
-        await self.mount(ProblemPanel(error, glyphs=self._glyphs, actions=actions))
+_LAYOUTS = 8  # Markdown takes some until its height is known
 
 
 class Transcript(VerticalScroll, can_focus=True):
-    """The scrolled list of blocks. Follows its end until the reader scrolls up."""
+    """The scrolled list of blocks. Follows its end until the reader scrolls up.
 
-    DEFAULT_CSS = "Transcript { height: 1fr; }"
+    With the focus it has a block cursor; the keys of a block are the screen's actions.
+    """
 
-    def __init__(self) -> None:
+    FOCUS_ON_CLICK = False  # who selects text goes on typing in the prompt
+    DEFAULT_CSS = """
+    Transcript { height: 1fr; }
+    Transcript > .edge { height: 2; padding: 0 1; color: $dim; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "screen.copy_block", "Copy", id="block.copy"),
+        Binding("c", "screen.copy_code", "Code", id="block.code"),
+        Binding("e", "screen.edit", "Edit", id="block.edit"),
+        Binding("r", "screen.retry_here", "Again", id="block.again"),
+        Binding("space,enter", "fold", "Fold", id="block.fold"),
+        Binding("left", "screen.version(-1)", "Version before", id="block.left", show=False),
+        Binding("right", "screen.version(1)", "Version behind", id="block.right", show=False),
+        Binding("k", "cursor(-1)", "Message before", id="block.up", show=False),
+        Binding("j", "cursor(1)", "Message behind", id="block.down", show=False),
+    ]
+
+    def __init__(self, make: Callable[[Turn], Block]) -> None:
+        """`make` makes the block of a message; it is drawn by `fill`."""
         super().__init__()
+        self._make = make
         self._settling = False
+        self._turns: Sequence[Turn] = ()
+        self._first = self._last = 0  # the window: which of the turns are drawn
+        self._cursor: Turn | None = None
+        self._edge = Static("", classes="edge", markup=False)
+        self._placing = asyncio.Lock()  # one at a time moves the window
+        self._stays = False  # the reader is somewhere; until the end is reached or asked for
+        self._moving = False  # blocks come or go, and the view is not in its place yet
+
+    def compose(self) -> ComposeResult:
+        self._edge.display = False
+        yield self._edge
+
+    # -- what is drawn -------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks of the window."""
+        return [child for child in self.children if isinstance(child, Block)]
+
+    def block_of(self, turn: Turn) -> Block | None:
+        """The block of a message, None if it is not in the window."""
+        return next((block for block in self.blocks if block.turn is turn), None)
+
+    async def sync(self, turns: Sequence[Turn]) -> None:
+        """Draw a chat that has changed at its end, or another one; goes to the end."""
+        async with self._placing:
+            await self._sync(turns)
+        if self._cursor is not None and self._cursor not in self._turns:
+            self.set_cursor(None)
+        self.call_after_refresh(self.follow)
+
+    async def _sync(self, turns: Sequence[Turn]) -> None:
+        before, self._turns = self._turns, list(turns)
+        pairs = zip(before, turns, strict=False)
+        same = next(
+            (i for i, (a, b) in enumerate(pairs) if a is not b), min(len(before), len(turns))
+        )
+        is_far = self._reach(len(turns), -1, _OPENED_SCREENS) > same
+        if same < self._first or self._last < len(before) or is_far:
+            await self._draw_end()
+        else:
+            gone = [block for block in self.blocks if block.turn in before[same:]]
+            await self.remove_children(gone)
+            self._last = min(self._last, same)
+            for turn in turns[same:]:
+                await self._append(turn)
+            await self._trim_top(MOST_TURNS)
+
+    async def seek(self, turn: Turn | None, wanted: str = "") -> None:
+        """Mark a text in a message, and in no other one."""
+        for block in self.blocks:
+            await block.seek(wanted if turn is not None and block.turn is turn else "")
+
+    async def show_at(self, turn: Turn) -> None:
+        """Bring a message into the window, put the cursor there and scroll to it."""
+        if self.block_of(turn) is None:
+            at = self._turns.index(turn)
+            async with self._placing:
+                first, last = self._reach(at, -1, _STEP_SCREENS), self._reach(at, 1, _STEP_SCREENS)
+                await self._draw_window(first, last)
+        self.set_cursor(turn)
+        block = self.block_of(turn)
+        if block is not None:
+            self._stay()
+            self._moving = True
+            self.call_after_refresh(self._go_to, block)
+
+    def _go_to(self, block: Block) -> None:
+        """Show a message: all of it if it fits, else from its beginning."""
+        is_seen = self.region.contains_region(block.region)
+        if block.is_attached and not is_seen:
+            self.scroll_to_widget(block, animate=False, top=True, force=True)
+        self._moving = False
+
+    def _stay(self) -> None:
+        self._stays = True
+        self.anchor(False)
+
+    def _reach(self, at: int, by: int, screens: int) -> int:
+        """The end of a window that begins at a message and goes on for some screens of text."""
+        width, rows = max(20, self.size.width - 4), screens * max(10, self.size.height)
+        while rows > 0 and 0 <= at + min(0, by) < len(self._turns):
+            turn = self._turns[at + min(0, by)]
+            lines = turn.text.count("\n") + len(turn.text) // width
+            rows -= _OTHER_ROWS + (min(lines, _LONGEST_ROWS) if turn.role == "user" else lines)
+            at += by
+        return at
+
+    async def _draw_end(self) -> None:
+        n = len(self._turns)
+        await self._draw_window(self._reach(n, -1, _OPENED_SCREENS), n)
+
+    async def _draw_window(self, first: int, last: int) -> None:
+        self._first, self._last = max(0, first), min(len(self._turns), last)
+        self._stay()
+        others = [child for child in self.children if child is not self._edge]
+        blocks = [self._made(turn) for turn in self._turns[self._first : self._last]]
+        with self.app.batch_update():
+            await self.remove_children(others)
+            await self.mount_all(blocks)
+            await fill(blocks)
+            self._draw_edge()
+
+    def _made(self, turn: Turn) -> Block:
+        block = self._make(turn)
+        block.mark(turn is self._cursor)
+        return block
+
+    async def _append(self, turn: Turn) -> None:
+        block = self._made(turn)
+        self._last += 1
+        await self.add(block)
+        await fill([block])
+
+    async def add(self, block: Block) -> None:
+        """Put a block at the end."""
+        await self.mount(block)
+
+    async def _trim_top(self, most: int) -> None:
+        surplus = len(self.blocks) - most
+        if surplus > 0:
+            await self.remove_children(self.blocks[:surplus])
+            self._first += surplus
+        self._draw_edge()
+
+    def _draw_edge(self) -> None:
+        self._edge.display = self._first > 0
+        if self._first:
+            word = "message" if self._first == 1 else "messages"
+            words = f"{self._first:,} earlier {word}; scroll up, or Ctrl+Home for the first"
+            self._edge.update(Content(words))
+
+    async def _extend(self) -> None:
+        """Draw more at the end of the window that the view is near to; let go what is far."""
+        if self._placing.locked() or self._moving or not self.size.height:
+            return
+        async with self._placing:
+            near = self.size.height
+            if self._first > 0 and self.scroll_offset.y < near:
+                await self._extend_up()
+            elif self.n_below and self.scroll_offset.y > self.max_scroll_y - near:
+                await self._extend_down()
+
+    async def _extend_up(self) -> None:
+        blocks, first = self.blocks, self._reach(self._first, -1, _STEP_SCREENS)
+        added = [self._made(turn) for turn in self._turns[first : self._first]]
+        kept = blocks[0]
+        with self._holding(kept, added[0]):
+            await self.mount_all(added, before=kept)
+            await fill(added)
+            surplus = len(blocks) + len(added) - _most(added)
+            if surplus > 0:
+                await self.remove_children(blocks[-surplus:])
+                self._last -= surplus
+            self._first = first
+            self._draw_edge()
+
+    async def _extend_down(self) -> None:
+        blocks, last = self.blocks, self._reach(self._last, 1, _STEP_SCREENS)
+        added = [self._made(turn) for turn in self._turns[self._last : last]]
+        with self._holding(blocks[-1], added[0]):
+            await self.mount_all(added)
+            await fill(added)
+            self._last = last
+            await self._trim_top(_most(added))
+
+    @contextmanager
+    def _holding(self, block: Block, added: Block) -> Iterator[None]:
+        """The view stays where it is although blocks above it come or go.
+
+        Args:
+            block: one that stays.
+            added: one that comes; with it the layout is the new one.
+        """
+        before = block.virtual_region.y
+        self._stay()
+        self._moving = True
+        with self.app.batch_update():
+            yield
+        self.call_after_refresh(self._shift, block, before, added, _LAYOUTS)
+
+    def _shift(self, block: Block, before: int, added: Block, tries: int) -> None:
+        now = block.virtual_region.y
+        if block.is_attached and now != before:
+            y = self.scroll_offset.y + now - before
+            self.scroll_to(y=y, animate=False, force=True, immediate=True)
+        if tries and (not added.size.height or now != before):
+            self.call_after_refresh(self._shift, block, now, added, tries - 1)
+        else:
+            self._moving = False
+
+    # -- the cursor ----------------------------------------------------------------------------
+
+    @property
+    def cursor(self) -> Turn | None:
+        """The message under the block cursor."""
+        return self._cursor
+
+    def set_cursor(self, turn: Turn | None) -> None:
+        """Put the block cursor on a message, or take it away."""
+        self._cursor = turn
+        for block in self.blocks:
+            block.mark(turn is not None and block.turn is turn)
+
+    async def action_cursor(self, by: int) -> None:
+        """Go to the message before or behind."""
+        if not self._turns:
+            return
+        if self._cursor is None:
+            at = len(self._turns) - 1 if by < 0 else self._first
+        else:
+            at = self._turns.index(self._cursor) + by
+        await self.show_at(self._turns[max(0, min(len(self._turns) - 1, at))])
+
+    async def action_fold(self) -> None:
+        """Fold or unfold the message under the cursor."""
+        block = self.block_of(self._cursor) if self._cursor is not None else None
+        if block is not None:
+            await block.toggle()
+
+    def on_block_chosen(self, event: Block.Chosen) -> None:
+        event.stop()
+        self.focus(scroll_visible=False)
+        self.set_cursor(event.turn)
+
+    async def first(self) -> None:
+        """Go to the first message."""
+        if self._turns:
+            await self.show_at(self._turns[0])
+
+    # -- scrolling -----------------------------------------------------------------------------
 
     @property
     def following(self) -> bool:
         """Whether the end is in view (two rows tolerance)."""
-        return self.scroll_offset.y >= self.max_scroll_y - _FOLLOW_ROWS
+        at_end = self._last == len(self._turns)
+        return at_end and self.scroll_offset.y >= self.max_scroll_y - _FOLLOW_ROWS
+
+    @property
+    def n_below(self) -> int:
+        """How many messages behind the window are not drawn."""
+        return len(self._turns) - self._last
 
     @property
     def screens_below(self) -> float:
         """How many windows of text are below the view."""
         return (self.max_scroll_y - self.scroll_offset.y) / max(1, self.size.height)
 
+    async def to_end(self) -> None:
+        """Draw the end of the chat and follow it."""
+        if self.n_below:
+            async with self._placing:
+                await self._draw_end()
+        self.call_after_refresh(self.follow)
+
     def follow(self) -> None:
-        """Go to the end and stay there."""
+        """Go to the end of the window and stay there."""
+        self._stays = False
         if self.max_scroll_y > 0:
             self.anchor()
         self._keep_end()
@@ -281,6 +331,7 @@ class Transcript(VerticalScroll, can_focus=True):
             return
         self._settling = True
         try:
+            await self._extend()
             await self._park()
         finally:
             self._settling = False
@@ -290,6 +341,11 @@ class Transcript(VerticalScroll, can_focus=True):
 
         Textual's anchor would push a chat that is shorter than the window to the bottom.
         """
+        at_end = 0 < self.max_scroll_y <= self.scroll_offset.y and not self.n_below
+        if at_end and not self._moving:
+            self._stays = False
+        if self._stays:
+            return
         if self.max_scroll_y > 0:
             if not self.is_anchored:
                 self.anchor()
@@ -329,11 +385,20 @@ class Transcript(VerticalScroll, can_focus=True):
         self.release_anchor()
         self.scroll_relative(y=pages * max(1, self.size.height - 2), animate=False)
 
-    async def add(self, block: MessageBlock | AnswerBlock) -> None:
-        """Add a block at the end."""
-        await self.mount(block)
 
-    async def clear(self) -> None:
-        """Remove all blocks."""
-        self.anchor(False)
-        await self.remove_children()
+def _most(added: Sequence[Block]) -> int:
+    """How many blocks may be drawn when about a screen of them is added."""
+    return min(MOST_TURNS, max(LEAST_TURNS, _MOST_SCREENS * len(added)))
+
+
+async def fill(blocks: Sequence[Block]) -> None:
+    """Draw the text of blocks that are on the screen now, at once: each alone is a layout."""
+    await asyncio.gather(*(_fill(block) for block in blocks))
+
+
+async def _fill(block: Block) -> None:
+    if isinstance(block, AnswerBlock) and block.turn is not None:
+        if block.turn.status is Status.WRITING:
+            await block.grow(block.turn)
+        else:
+            await block.show(block.turn)

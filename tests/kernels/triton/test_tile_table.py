@@ -163,6 +163,19 @@ def test_trials__every_candidate__the_rules_bits(
     assert len(tune.written(made).splitlines()) < 24
 
 
+def test_merged__a_run_over_some_shapes__others_and_other_cards_stay() -> None:
+    first = [
+        decode(4096, 2048, us=[1.0, 1.0]), decode(2048, 1024, us=[1.0, 1.0]),
+        {"hidden": 4096, "inter": 2048, "wide": True, "gate_up": [64, 4, 3], "down": [64, 4, 3]},
+    ]  # fmt: skip
+    table = tune.merged({"cards": {"12.0": document()["cards"]["9.0"]}}, "9.0", "X", first)
+    newer = decode(4096, 2048, us=[0.5, 0.5], gate_up=[16, 8])
+    table = tune.merged(table, "9.0", "X", [newer])
+    assert set(table["cards"]) == {"9.0", "12.0"}
+    assert table["cards"]["9.0"]["decode"] == [newer, first[1]]
+    assert table["cards"]["9.0"]["grouped"] == [first[2]]
+
+
 def test_measured__another_result__ends_the_run() -> None:
     out = torch.zeros(2)
 

@@ -1,0 +1,430 @@
+"""What the Chat screen shows: transcript, prompt, files, loading block, rail; its timers draw it.
+
+What a chat is and when it is saved is decided by `Conversation`. Text is pulled even while another
+screen is in front, and drawn when this one comes back. Keys are in `screens.chat`. UI thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Footer, Static, TextArea
+
+from moet_desk.engine.handle import Quality
+from moet_desk.errors import MoetError
+from moet_desk.telemetry import EngineSnapshot
+from moet_desk.ui.bridge import Bridge, FlushPace, Phase
+from moet_desk.ui.chat_lines import closing_line, no_model_content, welcome_content
+from moet_desk.ui.chat_records import Draft, Status, Turn
+from moet_desk.ui.conversation import Conversation
+from moet_desk.ui.desk import JobView
+from moet_desk.ui.quality_words import again_words
+from moet_desk.ui.text import clean_line
+from moet_desk.ui.theme import Glyphs
+from moet_desk.ui.widgets.blocks import AnswerBlock, Block, MessageBlock
+from moet_desk.ui.widgets.chips import Chips
+from moet_desk.ui.widgets.find_line import FindLine
+from moet_desk.ui.widgets.frame import SmallWindow, TabLine
+from moet_desk.ui.widgets.gauges import (
+    History,
+    LoadingBlock,
+    Rail,
+    StatusLine,
+    show_number,
+    show_percent,
+)
+from moet_desk.ui.widgets.job_lines import JobLines
+from moet_desk.ui.widgets.problem import ProblemPanel
+from moet_desk.ui.widgets.prompt import Prompt
+from moet_desk.ui.widgets.transcript import Transcript
+
+DRAFT_DELAY_S = 0.3
+
+_TOO_LONG = ("MD-API-03", "MD-CONN-05")
+RETRY, RESTART, FORGET, NEW = "retry", "restart", "forget", "new"
+"""Ways out of a problem, which its panel offers."""
+
+
+class ChatView(Screen[None]):
+    """See the module's paragraph."""
+
+    AUTO_FOCUS = "Prompt"
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        bridge: Bridge,
+        *,
+        glyphs: Glyphs,
+        history: History,
+        plain: bool,
+        blink: bool,
+        marks_reruns: bool = False,
+    ) -> None:
+        super().__init__()
+        self._marks_reruns = marks_reruns
+        self._shows_thoughts = False
+        self._conversation = conversation
+        self._bridge = bridge
+        self._drawn_once = False
+        self._glyphs = glyphs
+        self._history = history
+        self._plain = plain
+        self._blink = blink
+        self.pace = FlushPace()
+        self._is_placing = False  # blocks of a new turn are on their way to the screen
+        self._draft_due_s: float | None = None
+        self._loading_drawn: Phase | None = None
+        self._edited: Turn | None = None  # what the prompt holds another version of
+        self._put_by = Draft()  # what the prompt held before
+
+    def compose(self) -> ComposeResult:
+        yield TabLine("chat", plain=self._plain)
+        with Horizontal(id="middle"):
+            with Vertical(id="main"):
+                yield LoadingBlock(self._glyphs)
+                yield Static("", id="welcome", markup=False)
+                yield Transcript(self._block)
+                yield Static("", id="below", markup=False)
+            yield Rail(self._glyphs, self._history)
+        yield FindLine()
+        yield Static("", id="queued", markup=False)
+        with Vertical(id="ask"):
+            yield Chips(self._glyphs, count=self._bridge.count_tokens)
+            with Horizontal(id="write"):
+                yield Static(Content(self._glyphs.prompt), id="mark", markup=False)
+                yield Prompt(blink=self._blink)
+        yield JobLines(self._glyphs)
+        yield StatusLine(self._glyphs)
+        yield Footer(show_command_palette=False)
+        yield SmallWindow(self._glyphs)
+
+    async def on_mount(self) -> None:
+        self._drawn_once = True
+        self.prompt.focus()
+        self._put_draft(self._conversation.draft)
+        await self._draw_chat()
+        self.show(self._bridge.snapshot(), notes=())
+
+    def set_blink(self, blink: bool) -> None:
+        """Whether the caret pulses."""
+        self._blink = blink
+        if self._drawn_once:
+            self.prompt.cursor_blink = blink
+
+    @property
+    def prompt(self) -> Prompt:
+        """Where messages are written."""
+        return self.query_one(Prompt)
+
+    @property
+    def transcript(self) -> Transcript:
+        """The conversation as drawn."""
+        return self.query_one(Transcript)
+
+    @property
+    def chips(self) -> Chips:
+        """The files that go with the next message."""
+        return self.query_one(Chips)
+
+    # -- timers --------------------------------------------------------------------------------
+
+    async def pull_text(self) -> None:
+        """Take and draw new text; called ten times a second."""
+        if not self._drawn_once or self._is_placing:  # the text waits where it is
+            return
+        conversation = self._conversation
+        self._save_draft_if_due()
+        if not self.pace.due(self._bridge.clock.monotonic()):
+            return
+        if conversation.busy:
+            pulled = conversation.pull()
+            if self.is_current or pulled.ended:
+                await self._flush(is_new=bool(pulled.text or pulled.thought))
+            if pulled.ended:
+                await self._end_answer()
+        await self._send_queued()
+        self._draw_below()
+
+    async def _send_queued(self) -> None:
+        waiting = self._conversation.queued
+        try:
+            sent = self._conversation.take_queued()
+        except MoetError as error:
+            self.toast(error)
+            self._give_back(waiting or Draft())
+            self._draw_queued()
+            return
+        if sent is not None:
+            self.save_draft()
+            await self._draw_turns()
+
+    def toast(self, error: MoetError) -> None:
+        """Say what went wrong with something that is not an answer."""
+        self.notify(
+            f"{error.cause}\n{error.do}", title=f"{error.title}  {error.code}",
+            severity="error", markup=False, timeout=10,
+        )  # fmt: skip
+
+    @property
+    def _answer(self) -> AnswerBlock | None:
+        """The block of the last answer; None while the reader is far away from it."""
+        turns = self._conversation.turns
+        block = self.transcript.block_of(turns[-1]) if turns else None
+        return block if isinstance(block, AnswerBlock) else None
+
+    async def _flush(self, *, is_new: bool = True) -> None:
+        answer, live = self._answer, self._conversation.live
+        if answer is None or answer.turn is None:
+            return
+        if is_new:
+            monotonic = self._bridge.clock.monotonic
+            started_s = monotonic()
+            await answer.grow(answer.turn)
+            self.call_after_refresh(lambda: self.pace.record(monotonic() - started_s))
+        if live is None:
+            self._keep_end()
+            return
+        if live.n_tokens == 0 and live.prompt is not None:
+            elapsed_s = self._bridge.clock.monotonic() - live.started_s
+            answer.show_reading(live.prompt, elapsed_s=elapsed_s)
+        else:
+            answer.set_closing(self._live_closing())
+        self._keep_end()
+
+    def _keep_end(self) -> None:
+        self.call_after_refresh(self.transcript.settle)
+
+    def show(
+        self, snapshot: EngineSnapshot, *, notes: tuple[str, ...], jobs: Sequence[JobView] = ()
+    ) -> None:
+        """Draw a snapshot and the jobs; called four times a second while in front."""
+        if not self._drawn_once:
+            return
+        self.query_one(JobLines).show(jobs)
+        self.chips.poll(snapshot.context)
+        used = max(self._conversation.context_used, snapshot.context_used if self.busy else 0)
+        self.query_one(StatusLine).show(snapshot, context_used=used, notes=notes)
+        rail = self.query_one(Rail)
+        if rail.display:
+            rail.show(snapshot)
+        self._draw_start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is being made."""
+        return self._conversation.busy
+
+    def _save_draft_if_due(self) -> None:
+        due_s = self._draft_due_s
+        if due_s is not None and self._bridge.clock.monotonic() >= due_s:
+            self.save_draft()
+
+    def save_draft(self) -> None:
+        """Keep the unsent prompt and its files with its chat now."""
+        self._draft_due_s = None
+        draft = self._put_by if self._edited is not None else self._written()
+        waiting = self._conversation.queued or Draft()
+        text = "\n".join(part for part in (waiting.text, draft.text) if part)
+        self._conversation.save_draft(text, (*waiting.files, *draft.files))
+
+    def _written(self) -> Draft:
+        return Draft(self.prompt.text, self.chips.files)
+
+    def _put_draft(self, draft: Draft) -> None:
+        self.prompt.replace_text(draft.text)
+        self.chips.put(draft.files)
+
+    def _give_back(self, draft: Draft) -> None:
+        """Put what could not be sent before what was written since."""
+        if draft.text:
+            self.prompt.give_back(draft.text)
+        self.chips.put((*draft.files, *self.chips.files))
+
+    def on_text_area_changed(self, _event: TextArea.Changed) -> None:
+        self._draft_due_s = self._bridge.clock.monotonic() + DRAFT_DELAY_S
+
+    def on_chips_changed(self) -> None:
+        self._draft_due_s = self._bridge.clock.monotonic() + DRAFT_DELAY_S
+
+    async def on_screen_resume(self) -> None:
+        if not self._is_placing and self._drawn_once:
+            await self._flush()
+
+    # -- drawing -------------------------------------------------------------------------------
+
+    def _draw_start(self) -> None:
+        bridge = self._bridge
+        loading = bridge.phase in (Phase.PACKING, Phase.OPENING, Phase.LOADING)
+        block = self.query_one(LoadingBlock)
+        block.display = loading
+        if loading:
+            title = (
+                "First start: packing the model"
+                if bridge.phase is Phase.PACKING
+                else (f"Loading {bridge.snapshot().model}".rstrip())
+            )
+            block.show(
+                title, bridge.steps(), elapsed_s=bridge.elapsed_s(), pack_rate=bridge.pack_rate
+            )
+        if bridge.phase is not self._loading_drawn:
+            self._loading_drawn = bridge.phase
+            if bridge.phase is Phase.FAILED and bridge.error is not None:
+                actions = {RESTART: "Start the engine again"} if bridge.can_restart else {}
+                self.run_worker(self._draw_start_problem(bridge.error, actions))
+        self._draw_welcome()
+
+    async def _draw_start_problem(
+        self, error: MoetError | Mapping[str, Any], actions: dict[str, str]
+    ) -> None:
+        panel = ProblemPanel(error, glyphs=self._glyphs, actions=actions)
+        await self.transcript.mount(panel)
+        self.call_after_refresh(self.transcript.follow)
+
+    def _draw_welcome(self) -> None:
+        welcome = self.query_one("#welcome", Static)
+        empty = not self._conversation.turns
+        welcome.display = empty and self._bridge.phase in (Phase.READY, Phase.IDLE)
+        self.transcript.display = not welcome.display
+        if welcome.display:
+            is_ready = self._bridge.phase is Phase.READY
+            model = self._bridge.snapshot().model
+            content = welcome_content(model) if is_ready else no_model_content()
+            if welcome.content != content:
+                welcome.update(content)
+
+    async def _draw_chat(self) -> None:
+        """Draw the open chat from its turns."""
+        await self.transcript.sync([])
+        await self._draw_turns()
+
+    async def _draw_turns(self) -> None:
+        """Draw what has changed at the end of the chat, or all of it, and go there."""
+        with self._placing():
+            self._draw_welcome()
+            await self.transcript.sync(self._conversation.turns)
+            self._draw_queued()
+            if not self._conversation.busy:
+                await self._end_answer()
+
+    @contextmanager
+    def _placing(self) -> Iterator[None]:
+        """Nothing is drawn into an answer before it is on the screen: timers run in the app, and
+        this in the screen.
+        """
+        self._is_placing = True
+        try:
+            yield
+        finally:
+            self._is_placing = False
+
+    def _block(self, turn: Turn) -> Block:
+        """The block of a message; its text is drawn once it is on the screen."""
+        when = f"{turn.created.astimezone():%H:%M}"
+        branch = self._conversation.branch_of(turn)
+        if turn.role == "user":
+            return MessageBlock(
+                "You", when=when, text=turn.text, files=turn.files, glyphs=self._glyphs,
+                turn=turn, branch=branch,
+            )  # fmt: skip
+        block = AnswerBlock(
+            self._bridge.snapshot().model or "Model", when=when, glyphs=self._glyphs,
+            shows_marks=self._marks_reruns, shows_thought=self._shows_thoughts,
+            turn=turn, branch=branch,
+        )  # fmt: skip
+        if turn.status is not Status.WRITING:
+            block.set_closing(closing_line(turn, self._glyphs))
+            if "error" in turn.meta:
+                self.call_after_refresh(self._show_problem, block, turn.meta["error"])
+        return block
+
+    async def _show_problem(self, block: AnswerBlock, problem: Mapping[str, Any]) -> None:
+        if block.is_attached and not block.query(ProblemPanel):
+            await block.show_problem(problem, self._ways_out(problem, block.turn))
+
+    async def _end_answer(self) -> None:
+        """The answer ended: closing line, error panel, the waiting message back if it failed."""
+        conversation, answer = self._conversation, self._answer
+        if conversation.problem is not None:
+            self._unqueue()
+        if answer is not None and answer.turn is not None:
+            await answer.finish()
+            answer.set_closing(closing_line(answer.turn, self._glyphs))
+            if "error" in answer.turn.meta:
+                await self._show_problem(answer, answer.turn.meta["error"])
+        self.pace.reset()
+        self._keep_end()
+
+    def _ways_out(self, problem: Mapping[str, Any], turn: Turn | None) -> dict[str, str]:
+        """What can be done about an answer that failed; about an old one nothing."""
+        turns = self._conversation.turns
+        if not turns or turn is not turns[-1]:
+            return {}
+        if problem.get("code") in _TOO_LONG:
+            forget = {FORGET: "Forget the oldest turns"} if len(turns) > 2 else {}
+            return forget | {NEW: "New chat"}
+        return {RETRY: "Try again"}
+
+    def _unqueue(self) -> bool:
+        draft = self._conversation.unqueue()
+        if draft is None:
+            return False
+        self._give_back(draft)
+        self._draw_queued()
+        return True
+
+    def _live_closing(self) -> Content:
+        live, snapshot = self._conversation.live, self._bridge.snapshot()
+        if live is None or live.n_tokens == 0:
+            return Content(f"{self._glyphs.caret} waiting for the first token")
+        rate = live.tok_per_s
+        parts = [
+            "writing",
+            *([] if rate is None else [show_number(rate, "tok/s")]),
+            f"{live.n_tokens} tokens",
+            *(
+                []
+                if snapshot.remote
+                else [f"waiting {show_percent(snapshot.wait_share, 0)} of time"]
+            ),
+            *([] if live.quality is not Quality.BALANCED else [self.again_words()]),
+        ]
+        return Content(f"{self._glyphs.caret} " + f" {self._glyphs.dot} ".join(parts))
+
+    def _draw_queued(self) -> None:
+        """The line over the prompt: a message that waits, or what the prompt is a version of."""
+        queued, line = self._conversation.queued, self.query_one("#queued", Static)
+        line.display = queued is not None or self._edited is not None
+        if queued is not None:
+            words = clean_line(queued.text, 60) or queued.files[0].name
+            line.update(Content(f" next: {words}   (Esc takes it back)"))
+        elif self._edited is not None:
+            words = "another version of your message; Enter sends it, Esc leaves it as it was"
+            line.update(Content(f" {words}"))
+
+    def _draw_below(self) -> None:
+        transcript, below = self.transcript, self.query_one("#below", Static)
+        shown = not transcript.following and transcript.display and bool(transcript.blocks)
+        below.display = shown
+        if shown:
+            n, word = max(1, round(transcript.screens_below)), "screen"
+            if transcript.n_below:
+                n, word = transcript.n_below, "message"
+            word += "" if n == 1 else "s"
+            writing = ", writing" if self.busy else ""
+            content = Content(f" {self._glyphs.down} {n:,} {word} below{writing} ")
+            if below.content != content:
+                below.update(content)
+
+    def again_words(self) -> str:
+        """What the balanced answer being written made again; empty: none is, or nothing yet."""
+        live = self._conversation.live
+        if live is None or live.quality is not Quality.BALANCED:
+            return ""
+        return again_words(live.n_reran, live.n_tokens, live.rerun_s)
