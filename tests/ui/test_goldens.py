@@ -143,6 +143,7 @@ async def test_goldens__messages_of_a_chat__as_stored(look: str, columns: int, r
             await pilot.press(*keys)
             await come_to_rest(stage, pilot)
             stage.app.chat.pace.reset()  # a busy computer is no part of the picture
+            stage.time.seconds += 1.0
             await stage.app.pull_text()
             stage.app.pull_gauges()
             await album.show(name, stage, pilot)
