@@ -7,6 +7,7 @@ packed rows come first (they save a disk read of milliseconds), expanded slots t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moet_desk.errors import fail
@@ -168,6 +169,18 @@ def with_context(wishes: Wishes, model_context: int, token_bytes: int, budget: i
         return replace(wishes, context=model_context)
     context = max(LEAST_CONTEXT, 1 << max(0, most.bit_length() - 1))
     return replace(wishes, context=min(context, model_context))
+
+
+def contexts(wishes: Wishes, model_context: int, token_bytes: int, budget: int) -> Iterator[Wishes]:
+    """The wishes with a context, and if nobody fixed one with shorter ones, down to the least that
+    the planner takes by itself. Args as `with_context`.
+    """
+    chosen = with_context(wishes, model_context, token_bytes, budget)
+    yield chosen
+    context = chosen.context or model_context
+    while wishes.context is None and context > LEAST_CONTEXT:
+        context = max(LEAST_CONTEXT, 1 << (context - 1).bit_length() - 1)
+        yield replace(wishes, context=context)
 
 
 def choose_kv_format(f32_token_bytes: int, n_tokens: int, ram_bytes: int) -> KvFormat:

@@ -6,8 +6,8 @@ No torch, so that plans can be made without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from moet_desk.errors import MoetError
@@ -59,26 +59,57 @@ def cpu_dense_format(wanted: str) -> DenseFormat:
     return DenseFormat.INT8 if wanted == DenseFormat.INT8.value else DenseFormat.STORED
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceFit:
+    """How a model lies on a card.
+
+    Attributes:
+        dense: of the dense weights.
+        wishes: what the user fixed, with a context.
+        shape: with the dense weights as they lie there.
+        tiers: the sizes of all.
+    """
+
+    dense: DenseFormat
+    wishes: Wishes
+    shape: ModelShape
+    tiers: TierPlan
+
+
 def fit_device(
-    wanted: str, shape: ModelShape, saved: int, budget: DeviceBudget, wishes: Wishes
-) -> tuple[DenseFormat, ModelShape, TierPlan]:
-    """The tiers of a card; dense weights are rounded only if they do not fit as they are shipped.
+    wanted: str,
+    shape_at: Callable[[Wishes], ModelShape],
+    saved: int,
+    budget: DeviceBudget,
+    choices: Iterable[Wishes],
+) -> DeviceFit:
+    """The first choice that fits; dense weights are rounded only where they do not fit as shipped.
 
     Args:
         wanted: "auto", or the user's choice.
-        shape: with the dense weights as shipped.
+        shape_at: the model with the dense weights as shipped.
         saved: bytes that rounding would save.
         budget: of the card and of pinned RAM.
-        wishes: what the user fixed.
+        choices: wishes with a context, the best first (`plan.contexts`).
 
     Raises:
-        MoetError: as `plan_device_tiers`; with "auto" it is about the smaller of both.
+        MoetError: as `plan_device_tiers`, about the last choice.
     """
-    if wanted != DenseFormat.INT8.value or not saved:
-        try:
-            return DenseFormat.STORED, shape, plan_device_tiers(shape, budget, wishes)
-        except MoetError as error:
-            if error.code != "MD-GPU-05" or wanted != "auto" or not saved:
-                raise
-    rounded = replace(shape, dense_bytes=shape.dense_bytes - saved)
-    return DenseFormat.INT8, rounded, plan_device_tiers(rounded, budget, wishes)
+    forms = [form for form in DenseFormat if wanted in ("auto", form.value)]
+    if not saved:
+        forms = [DenseFormat.STORED]
+    problem: MoetError | None = None
+    for wishes in choices:
+        stored = shape_at(wishes)
+        for form in forms:
+            less = 0 if form is DenseFormat.STORED else saved
+            shape = replace(stored, dense_bytes=stored.dense_bytes - less)
+            try:
+                return DeviceFit(form, wishes, shape, plan_device_tiers(shape, budget, wishes))
+            except MoetError as error:
+                if error.code != "MD-GPU-05":
+                    raise
+                problem = error
+    if problem is None:
+        raise ValueError("nothing to choose from")
+    raise problem

@@ -8,8 +8,8 @@ Guessing is bounded by an account in plain steps (steps without guesses). Every 
 hundred and twenty-fifth of one; a step that took longer than its tokens would have without guesses
 pays the difference, and every step what was spent on its way: where one takes half a millisecond,
 asking is dear. No step is taken that could overdraw, and with an empty account nobody asks. So over
-any 500 tokens at most `MOST_SPARE + 500 * EARNED` = 8 plain steps are lost, 1.6 %, whatever the estimates
-say. Engine thread.
+any 500 tokens at most `MOST_SPARE + 500 * EARNED` = 8 plain steps are lost, 1.6 %, whatever the
+estimates say. Engine thread.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from moet_desk.plan import (
     TierPlan,
     Wishes,
     choose_kv_format,
+    contexts,
     kv_tokens,
     pinned_budget,
     plan_tiers,
@@ -229,11 +230,14 @@ def _on_device(
     form = device_kv_format(options.kv_format)
     with_head = loads_head(model.spec, options, on_card=True)
     token_bytes = model.kv_token_bytes(form, with_head=with_head)
-    wishes = with_context(wishes_of(options), model.spec.context, token_bytes, budget.vram)
-    shape = model.device_shape(form, wishes, with_head=with_head)
-    dense, shape, tiers = fit_device(
-        options.dense_format, shape, model.dense_saving, budget, wishes
+    fit = fit_device(
+        options.dense_format,
+        lambda wishes: model.device_shape(form, wishes, with_head=with_head),
+        model.dense_saving,
+        budget,
+        contexts(wishes_of(options), model.spec.context, token_bytes, budget.vram),
     )
+    shape, tiers = fit.shape, fit.tiers
     speeds = speeds_of(machine, gpu, models_drive(machine))
 
     def forecast(exact: bool) -> Forecast:
@@ -242,8 +246,9 @@ def _on_device(
 
     return ModelPlan(
         model=model.name, device="cuda", gpu=gpu, why=why, budget=budget, shape=shape, tiers=tiers,
-        bytes=tier_bytes(shape, tiers, wishes, on_device=True), kv_format=form,
-        dense_format=dense, requests=_requests(tiers), options=options, prefix_bytes=prefix_bytes,
+        bytes=tier_bytes(shape, tiers, fit.wishes, on_device=True), kv_format=form,
+        dense_format=fit.dense, requests=_requests(tiers), options=options,
+        prefix_bytes=prefix_bytes,
         forecast=_of_quality(options.quality, forecast(exact=False), forecast(exact=True)),
     )  # fmt: skip
 

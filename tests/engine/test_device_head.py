@@ -15,6 +15,8 @@ from moet_desk.store.pack_format import Plane
 class Recorded:
     """Guesses ten times what the last row reads; its states are those of the rows of a launch."""
 
+    most_rows = 8
+
     def __init__(self) -> None:
         self.launches: list[tuple[list[int], list[int]]] = []
         self.kept = torch.empty(0)

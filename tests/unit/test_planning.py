@@ -377,8 +377,8 @@ def test_catalogue_name_in_the_pages__every_model_on_every_machine() -> None:
 def test_glm__bf16_dense_weights_on_32_gib__rounded_and_most_experts_on_the_drive_or_in_ram(
     machine: str,
 ) -> None:
-    short = replace(AUTO, context=4096)  # its 352 bytes of each token and layer leave no more
-    model, plan = MODELS["glm-5.2"], planned(MACHINES[machine], "glm-5.2", short)
+    model, plan = MODELS["glm-5.2"], planned(MACHINES[machine], "glm-5.2")
+    assert plan.tiers.context == 4096  # of itself: with the 8,192 of others it does not fit
     assert plan.dense_format is DenseFormat.INT8
     assert model.dense_bytes > plan.budget.vram > plan.bytes.compute
     assert plan.bytes.dense == model.dense_bytes - model.dense_saving
@@ -387,6 +387,13 @@ def test_glm__bf16_dense_weights_on_32_gib__rounded_and_most_experts_on_the_driv
     assert plan.bytes.nvme_only > plan.bytes.arena
     with_fp8 = planned(MACHINES[machine], "glm-5.2-fp8")
     assert with_fp8.dense_format is DenseFormat.STORED  # nothing there is larger than 8 bits
+
+
+def test_glm__a_context_that_the_user_fixed__refused_and_never_shortened_unasked() -> None:
+    answer = plan_model(DESK, MODELS["glm-5.2"], replace(AUTO, context=8192))
+    assert isinstance(answer, Refusal)
+    assert answer.error.code == "MD-GPU-05"
+    assert answer.changes == ("--context 4096",)
 
 
 def test_dense_format__fits_as_shipped__kept_unless_asked_for() -> None:

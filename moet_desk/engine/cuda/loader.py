@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -64,10 +65,10 @@ from moet_desk.plan import (
     KV_PAGE_TOKENS,
     DeviceBudget,
     TierPlan,
+    contexts,
     pinned_budget,
     split_ram,
     vram_budget,
-    with_context,
 )
 from moet_desk.store.arena import Allocate, Arena, plain_memory
 from moet_desk.store.pack_format import Plane
@@ -351,16 +352,17 @@ def _plan(
     )
     ram, prefix_bytes = split_ram(ram, options.prefix_bytes)
     budget = DeviceBudget(options.vram_bytes or vram_budget(free), ram)
-    wishes = wishes_of(options)
-    wishes = with_context(
-        wishes, spec.context, kv_token_bytes(spec, form, with_head=with_head), budget.vram
-    )
+    token_bytes = kv_token_bytes(spec, form, with_head=with_head)
     sizes = RowSizes(reader.layout, reader.meta.base_stride, reader.meta.fine_stride)
     dense_bytes = (reader.path / "dense.safetensors").stat().st_size
-    shape = device_shape(spec, sizes, form, wishes, dense_bytes=dense_bytes, with_head=with_head)
-    saved = dense_saving(reader.path)
-    dense, _, tiers = fit_device(options.dense_format, shape, saved, budget, wishes)
-    return dense, tiers, prefix_bytes
+    fit = fit_device(
+        options.dense_format,
+        partial(device_shape, spec, sizes, form, dense_bytes=dense_bytes, with_head=with_head),
+        dense_saving(reader.path),
+        budget,
+        contexts(wishes_of(options), spec.context, token_bytes, budget.vram),
+    )
+    return fit.dense, fit.tiers, prefix_bytes
 
 
 def _hot_first(pack: Path, n_rows: int) -> list[int]:
