@@ -123,7 +123,7 @@ async def take_pictures(stage: Stage, pilot: Any, album: Album) -> None:
 TALK = Script(
     answers=(
         "<think>\nThe reader wants it short.\n</think>\n\n" + DEFAULT_ANSWER,
-        "Another version:\n\nKeep a *table* of the names.\n",
+        "Another version:\n\n- sort once\n- keep a *table* of the names\n",
     ),
     format=AnswerFormat(think=THINK),
 )
