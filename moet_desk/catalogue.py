@@ -65,6 +65,21 @@ class GqaFacts:
     expert_bias: bool = False
     window: int = 0
     window_every: int = 1
+    out_gate: bool = False
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GdnFacts:
+    """Gated DeltaNet in all layers but the last of each `full_every`; see `engine.spec.Gdn`."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    fused: bool
+    full_every: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +116,7 @@ class CatalogueEntry:
     unknown: tuple[str, ...] = ()
     mla: MlaFacts | None = None
     gqa: GqaFacts | None = None
+    gdn: GdnFacts | None = None
 
     @property
     def layout(self) -> ExpertLayout:
@@ -186,12 +202,13 @@ def parse(text: str) -> tuple[CatalogueEntry, ...]:
 
 def _entry(table: Mapping[str, Any]) -> CatalogueEntry:
     fields = dict(table)
-    mla, gqa = fields.pop("mla", None), fields.pop("gqa", None)
+    mla, gqa, gdn = (fields.pop(name, None) for name in ("mla", "gqa", "gdn"))
     fields["unknown"] = tuple(fields.get("unknown", ()))
     return CatalogueEntry(
         **fields,
         mla=None if mla is None else MlaFacts(**mla),
         gqa=None if gqa is None else GqaFacts(**gqa),
+        gdn=None if gdn is None else GdnFacts(**gdn),
     )
 
 

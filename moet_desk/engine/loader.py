@@ -77,6 +77,7 @@ class Core:
     decoder: Decoder
     prefiller: Prefiller
     prefix_bytes: int  # of RAM
+    dense_format: DenseFormat
     device: str = "cpu"
 
     def close(self) -> None:
@@ -142,7 +143,10 @@ def load(
         model, kv, residency, decode, drafting=drafting_of(options, head, one_by_one=True)
     )
     prefiller = Prefiller(model, kv, prefill, decoder=decoder, chunk=plan.prefill_chunk)
-    return Core(reader, spec, plan, model, kv, arena, residency, decoder, prefiller, prefix_bytes)
+    return Core(
+        reader, spec, plan, model, kv, arena, residency, decoder, prefiller, prefix_bytes,
+        cpu_dense_format(options.dense_format),
+    )  # fmt: skip
 
 
 def model_of(spec: Spec, weights: Weights, *, context: int) -> Model:

@@ -20,6 +20,7 @@ from moet_desk.engine.model_shape import (
 )
 from moet_desk.engine.spec import (
     DenseFfn,
+    Gdn,
     Gqa,
     Indexer,
     Layer,
@@ -186,6 +187,8 @@ def spec_of(entry: CatalogueEntry) -> Spec:
     has_bias = entry.gqa is not None and entry.gqa.expert_bias
     shared = facts.shared_inter if facts else entry.inter
     moe = MoeFfn(router, entry.inter, shared, expert_bias=has_bias)
+    if entry.gqa is not None and entry.gqa.shared_gate:
+        moe = replace(moe, shared_gate=True, shared_name="shared_expert.")
     dense = DenseFfn(facts.dense_inter if facts else entry.inter)
     around = dense if entry.mla is not None and entry.mla.per_layer > 1 else None
     n_dense = entry.layers - entry.moe_layers
@@ -201,7 +204,13 @@ def spec_of(entry: CatalogueEntry) -> Spec:
 
 def _mixers_of(entry: CatalogueEntry) -> list[Mixer]:
     """Of each layer; of those with sparse attention, the first ones have the indexers."""
-    mixer, mla, gqa = _mixer_of(entry), entry.mla, entry.gqa
+    mixer, mla, gqa, gdn = _mixer_of(entry), entry.mla, entry.gqa, entry.gdn
+    if gdn is not None:
+        linear = Gdn(
+            gdn.keys, gdn.values, gdn.key_dim, gdn.value_dim, gdn.kernel, norm_eps=1e-6,
+            fused=gdn.fused,
+        )  # fmt: skip
+        return [linear if (i + 1) % gdn.full_every else mixer for i in range(entry.layers)]
     if gqa is not None and gqa.window and isinstance(mixer, Gqa):
         near = replace(mixer, window=gqa.window)
         return [mixer if i % gqa.window_every else near for i in range(entry.layers)]
@@ -220,6 +229,7 @@ def _mixer_of(entry: CatalogueEntry) -> Mixer:
             entry.heads, gqa.keys, entry.head_dim, gqa.has_bias, QkNorm(gqa.qk_norm),
             norm_eps=1e-6, softmax_scale=1.0,
             rope=Rope(dim=entry.head_dim, base=10000.0, interleaved=False),
+            out_gate=gqa.out_gate,
         )  # fmt: skip
     rope = Rope(dim=_ROPE_DIM, base=10000.0, interleaved=True)
     if mla is not None:

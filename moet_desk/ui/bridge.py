@@ -177,6 +177,7 @@ class Bridge:
         self._pack_bytes = 0
         self._since_s = self.clock.monotonic()
         self.loads = 0  # how often `load` was called
+        self.is_recording = False  # what the engine shows was recorded earlier
         self._leaving: EngineHandle | None = None  # closed before the next one opens
         if pack_job is not None:
             self.phase = Phase.PACKING
@@ -269,6 +270,7 @@ class Bridge:
         self._leaving, self._handle = self._handle or self._leaving, None
         self._pack_job, self._pack_step, self.error = None, None, None
         self.loads += 1
+        self.is_recording = False
         self._open_engine = open_engine if before is None else before.then(open_engine)
         self._opening = None
         self._since_s = self.clock.monotonic()

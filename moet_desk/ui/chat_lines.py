@@ -29,6 +29,17 @@ def welcome_content(model: str) -> Content:
     return Content("\n").join(lines)
 
 
+def recorded_content(model: str) -> Content:
+    """The empty chat while a recording is played."""
+    lines = [
+        Content.styled(f"A recording of {model}", "bold"),
+        Content(""),
+        Content("Questions that were asked then come by themselves. F3 shows the experts."),
+        Content.styled("No model is loaded: what you ask here is not answered.", "$dim"),
+    ]
+    return Content("\n").join(lines)
+
+
 def no_model_content() -> Content:
     """The empty chat while no model was ever chosen."""
     lines = [

@@ -38,7 +38,7 @@ def matrices_of(name: str) -> list[int]:
         head, _, last = tensor.rpartition(".")
         place = f"{head}.joined" if last in JOINED else tensor
         if len(size) > 1:
-            n_bytes = stored_bytes(tensor, size, is_fp8=shape.is_fp8)
+            n_bytes = stored_bytes(tensor, size, is_fp8=shape.is_fp8, is_rounded=shape.is_rounded)
             found[place] = found.get(place, 0) + n_bytes
     return list(found.values())
 

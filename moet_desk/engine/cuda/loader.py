@@ -95,6 +95,7 @@ class CudaCore:
     server: MailboxServer | None
     readers: ThreadPoolExecutor
     prefix_bytes: int  # of RAM
+    dense_format: DenseFormat
 
     def close(self) -> None:
         """Release files, threads and memory."""
@@ -197,7 +198,7 @@ def _load(
     residency.restore_heat(heat.read(pack))
     return CudaCore(
         reader, spec, plan, _name(device), kv, arena, residency, decoder, prefiller,
-        model, pinned, server, readers, opened.prefix_bytes,
+        model, pinned, server, readers, opened.prefix_bytes, opened.dense_format,
     )  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def _store_shared(to, x, R: tl.constexpr, W: tl.constexpr, B: tl.constexpr, FORM
     if FORM == "fp8":
         block = tl.arange(0, B)
         at = block[:, None] * W + tl.arange(0, W)[None, :]
-        largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-4) / 448.0
+        largest = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 1), 1e-4), 448.0)
         bits = largest.to(tl.int32, bitcast=True)
         power = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)  # up to a power of two
         inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)

@@ -20,7 +20,12 @@ from moet_desk.engine.handle import Quality
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import EngineSnapshot
 from moet_desk.ui.bridge import Bridge, FlushPace, Phase
-from moet_desk.ui.chat_lines import closing_line, no_model_content, welcome_content
+from moet_desk.ui.chat_lines import (
+    closing_line,
+    no_model_content,
+    recorded_content,
+    welcome_content,
+)
 from moet_desk.ui.chat_records import Draft, Status, Turn
 from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.desk import JobView
@@ -296,6 +301,8 @@ class ChatView(Screen[None]):
             is_ready = self._bridge.phase is Phase.READY
             model = self._bridge.snapshot().model
             content = welcome_content(model) if is_ready else no_model_content()
+            if self._bridge.is_recording:
+                content = recorded_content(model)
             if welcome.content != content:
                 welcome.update(content)
 

@@ -28,7 +28,7 @@ from moet_desk.ui.text import SEGMENT_CHARS, clean, clean_line, find_all, shown_
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.folds import Fold, ThoughtFold
 from moet_desk.ui.widgets.gauges import bar, spread
-from moet_desk.ui.widgets.marked_markdown import sought
+from moet_desk.ui.widgets.marked_markdown import needs_other_rows, sought
 from moet_desk.ui.widgets.problem import ProblemPanel
 from moet_desk.ui.widgets.segments import Segment, cut_segments
 from moet_desk.units import show_duration
@@ -349,7 +349,7 @@ class AnswerBlock(Block):
     def set_closing(self, closing: Content) -> None:
         """Replace the line under the answer."""
         self._foot.display = bool(closing)
-        self._foot.update(closing)
+        self._foot.update(closing, layout=needs_other_rows(self._foot, closing))
 
     def show_reading(self, prompt: PrefillProgress, *, elapsed_s: float) -> None:
         """While the prompt is read: a bar with its numbers, in place of the closing line."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from markdown_it.token import Token
 from textual.app import ComposeResult
 from textual.content import Content
+from textual.widget import Widget
 from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
@@ -23,6 +24,8 @@ UNDERLINE = "underline"
 SOUGHT = "reverse"
 
 if TYPE_CHECKING:
+    from textual.css.styles import RulesMap
+
     _Block = MarkdownBlock
 else:
     _Block = object  # so that the Textual class stays the first of its kind, for its style sheet
@@ -57,6 +60,15 @@ def sought(content: Content, wanted: str) -> Content | None:
     return content if places else None
 
 
+def needs_other_rows(widget: Widget, content: Content) -> bool:
+    """Whether a text would not fit the rows that a widget has for its text just so.
+
+    To lay a long chat out anew is most of what a flush of a few words costs.
+    """
+    width, rows = widget.content_size
+    return not width or content.get_height(cast("RulesMap", widget.styles), width) != rows
+
+
 class _MarkedText(_Block):
     """A block of text: paragraph, heading, table cell."""
 
@@ -70,6 +82,11 @@ class _MarkedText(_Block):
         content = sought(self._content, wanted)
         if content is not None:
             self.set_content(content)
+
+    def set_content(self, content: Content) -> None:
+        """Draw another text; the screen is laid out anew only if it needs other rows."""
+        self._content = content
+        self.update(content, layout=needs_other_rows(self, content))
 
 
 class _MarkedCode(MarkdownFence):

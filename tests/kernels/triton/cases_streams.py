@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.kv_sizes import shared_entry_bytes
-from moet_desk.kernels.triton import pooling, shared_attention, streams
+from moet_desk.kernels.kv_sizes import pooled_key_bytes, shared_entry_bytes
+from moet_desk.kernels.triton import pooled_keys, pooling, shared_attention, streams
 from tests.kernels.triton.cases_attention import DECODE, DEVICE, ONE_STAGE, PARTS
 from tests.kernels.triton.gate import Case
 
@@ -59,6 +59,28 @@ def _cases() -> Iterator[Case]:
             "ENTRY": shared_entry_bytes(form, 512, 64),
         }  # fmt: skip
         yield Case(f"pool_finish {form.value}", pooling._finish_kernel, types, values, 4, EXACT)
+    yield from _keys()
+
+
+def _keys() -> Iterator[Case]:
+    """The indexer's."""
+    turns = {"cos": F32, "sin": F32, "positions": "*i32"}
+    pages = {"pages": "*u8", "table": "*i32", "table_stride": "i32"}
+    for form in (KvFormat.FP8, KvFormat.BF16, KvFormat.F32):
+        size = {"PAGE": 16, "ENTRY": pooled_key_bytes(form, 128), "FORM": form.value}
+        types = {**turns, **pages, "vectors": F32, "weight": "*bf16", "eps": "fp32"}
+        values = {**size, "D": 128, "DR": 64, "RATIO": 4, "FACTOR": 128**-0.5}
+        yield Case(f"pooled_key {form.value}", pooled_keys._key_kernel, types, values, 8, EXACT)
+        types = {**turns, "q": F32, "q_out": F32}
+        values = {"D": 128, "DR": 64, "FACTOR": 128**-0.5, "ROUNDS": form is KvFormat.FP8}
+        yield Case(f"pooled_query {form.value}", pooled_keys._query_kernel, types, values, 8, EXACT)
+        types = {
+            **pages, "q": F32, "weights": F32, "scale": "fp32", "lengths": "*i32", "scores": F32,
+            "scores_stride": "i32",
+        }  # fmt: skip
+        values = {**size, "N": 64, "D": 128, "TILE": 32, "BH": 16, "MMA": True}
+        name, kernel = f"pooled_score {form.value}", pooled_keys._score_kernel
+        yield Case(name, kernel, types, values, 4, ONE_STAGE, wants=("HMMA",))
 
 
 CASES = list(_cases())
