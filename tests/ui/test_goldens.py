@@ -123,7 +123,7 @@ async def take_pictures(stage: Stage, pilot: Any, album: Album) -> None:
 TALK = Script(
     answers=(
         "<think>\nThe reader wants it short.\n</think>\n\n" + DEFAULT_ANSWER,
-        "Another version:\n\nKeep a *table* of the names.\n",
+        "Another version:\n\n- sort once\n- keep a *table* of the names\n",
     ),
     format=AnswerFormat(think=THINK),
 )
@@ -131,9 +131,7 @@ TALK = Script(
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("look", "columns", "rows"), [("dark", 80, 24), ("dark", 200, 60), ("ascii", 80, 24)]
-)
+@pytest.mark.parametrize(("look", "columns", "rows"), [("dark", 200, 60), ("ascii", 80, 24)])
 async def test_goldens__messages_of_a_chat__as_stored(look: str, columns: int, rows: int) -> None:
     stage = Stage(TALK, look=LOOKS[look])
     album = Album(f"{columns}x{rows}-{look}")
