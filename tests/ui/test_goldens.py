@@ -9,7 +9,7 @@ import difflib
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -17,7 +17,7 @@ from moet_desk import __version__
 from moet_desk.engine.parsers.answers import THINK, AnswerFormat
 from moet_desk.engine.scripted import DEFAULT_ANSWER, Script, ScriptedFailure
 from moet_desk.telemetry import LoadStep
-from moet_desk.ui.app import Look
+from moet_desk.ui.app import Look, MoetDeskApp
 from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.desk import JobState
 from moet_desk.ui.setup_steps import Setup
@@ -48,7 +48,14 @@ SCRIPT = Script(
 PACK = [{"event": "pack", "done": 144, "total": 288, "bytes": 16e6, "rate_bytes_per_s": 4e6}] * 3
 
 
-async def come_to_rest(stage: Stage, pilot: Any) -> None:
+class Shown(Protocol):
+    """Whatever holds the app of a test."""
+
+    @property
+    def app(self) -> MoetDeskApp: ...
+
+
+async def come_to_rest(stage: Shown, pilot: Any) -> None:
     """Wait until two looks in a row are the same."""
     before, now = "", dump(stage.app)
     while before != now:
@@ -63,7 +70,7 @@ class Album:
         self._kind = kind
         self.wrong: list[str] = []
 
-    async def show(self, name: str, stage: Stage, pilot: Any) -> None:
+    async def show(self, name: str, stage: Shown, pilot: Any) -> None:
         path = GOLDENS / f"{name}-{self._kind}.txt"
         await come_to_rest(stage, pilot)
         text = dump(stage.app).replace(__version__, "9.9.9")
