@@ -115,6 +115,8 @@ def test_install_upgrade_broken_upgrades_rollback_uninstall(tmp_path: Path, pyth
     ):
         assert path.read_text() == f"completion of {shell}\n"
 
+    for name in ("current.new", "previous.new"):
+        (home.versions / name).symlink_to("left of a stop")
     assert home.install(make_wheel(tmp_path, "moet_desk", "2.0")).returncode == 0
     assert home.says() == "2.0"
     assert home.run("list").stdout == "1.0 (before)\n2.0 (in use)\n"
