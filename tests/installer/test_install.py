@@ -84,7 +84,7 @@ class Home:
 
     def run(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["sh", INSTALLER / "install.sh", *words], env=self.env, check=False, timeout=60,
+            ["sh", INSTALLER / "install.sh", *words], env=self.env, check=False, timeout=180,
             capture_output=True, text=True,
         )  # fmt: skip
 
@@ -223,7 +223,7 @@ def test_bundle__takes_files_of_the_lock_and_keeps_their_hashes(tmp_path: Path) 
     home.env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(home.bundle / "packages")}
     made = subprocess.run(
         ["sh", script / "install.sh", "bundle", wheel, target, "--cpu"],
-        env=home.env, check=False, timeout=60, capture_output=True, text=True,
+        env=home.env, check=False, timeout=180, capture_output=True, text=True,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     names = sorted(path.name for path in (target / "packages").iterdir())
