@@ -136,7 +136,7 @@ class MoetDeskApp(App[int]):
         Binding("f8", "go('log')", "Log", id="go.log", priority=True, show=False),
         Binding("f7", "go('doctor')", "Doctor", id="go.doctor", priority=True, show=False),
         Binding(
-            "f9", "playback('toggle')", "Play or pause", id="playback.pause", priority=True,
+            "f12", "playback('toggle')", "Play or pause", id="playback.pause", priority=True,
             show=False,
         ),
         Binding("comma", "playback('back')", "Back", id="playback.back", show=False),
@@ -199,6 +199,7 @@ class MoetDeskApp(App[int]):
         self.model = model  # name of the pack that is loaded, or being loaded
         self.player = None if playback is None else Player(playback, self.conversation)
         self._tape = Tape(record, clock)
+        self.bridge.is_recording = playback is not None
         self._starts_in = "chat" if setup is None else "setup"
         if playback is not None and not playback.recording.has_words:
             self._starts_in = "cache"
@@ -219,7 +220,7 @@ class MoetDeskApp(App[int]):
         )  # fmt: skip
         self.cache = CacheScreen(
             self.glyphs, self._history, clock=clock, plain=plain,
-            per_second=round(1 / self._gauge_period_s()),
+            period_s=self._gauge_period_s(),
         )  # fmt: skip
         self.models = ModelsScreen(desk, self.glyphs, clock=clock, plain=plain)
         self.doctor = DoctorScreen(desk, self.glyphs, clock=clock, plain=plain)

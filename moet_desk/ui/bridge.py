@@ -67,11 +67,12 @@ class Clock:
 
     wall: Callable[[], datetime]
     monotonic: Callable[[], float]
+    cpu: Callable[[], float] = lambda: 0.0  # of the thread that asks
 
 
 def system_clock() -> Clock:
-    """Local time and the monotonic clock of this computer."""
-    return Clock(wall=lambda: datetime.now().astimezone(), monotonic=time.monotonic)
+    """Local time, the monotonic clock of this computer and the thread's CPU time."""
+    return Clock(lambda: datetime.now().astimezone(), time.monotonic, time.thread_time)
 
 
 class FlushPace:
@@ -113,6 +114,32 @@ class FlushPace:
             self.period_s = max(self._base_s, self.period_s / 2)
 
 
+class PicturePace:
+    """How often a moving picture is drawn: so often that drawing takes this much of a core.
+
+    Never more often than the gauges move, never less than once a second.
+    """
+
+    SHARE = 0.015
+    SLOWEST_S = 1.0
+
+    def __init__(self, base_s: float) -> None:
+        self._base_s = self.period_s = base_s
+        self._due_s = 0.0
+
+    def due(self, now_s: float) -> bool:
+        """Whether a picture may be drawn now; if so, sets the time of the next one."""
+        if now_s < self._due_s:
+            return False
+        self._due_s = now_s + self.period_s * 0.9  # a timer that fires early must not skip a turn
+        return True
+
+    def record(self, cpu_s: float) -> None:
+        """Take what a picture has cost into account, half of it each time."""
+        wanted = min(self.SLOWEST_S, max(self._base_s, cpu_s / self.SHARE))
+        self.period_s = (self.period_s + wanted) / 2
+
+
 class Phase(Enum):
     """How far the start has come."""
 
@@ -150,6 +177,7 @@ class Bridge:
         self._pack_bytes = 0
         self._since_s = self.clock.monotonic()
         self.loads = 0  # how often `load` was called
+        self.is_recording = False  # what the engine shows was recorded earlier
         self._leaving: EngineHandle | None = None  # closed before the next one opens
         if pack_job is not None:
             self.phase = Phase.PACKING
@@ -242,6 +270,7 @@ class Bridge:
         self._leaving, self._handle = self._handle or self._leaving, None
         self._pack_job, self._pack_step, self.error = None, None, None
         self.loads += 1
+        self.is_recording = False
         self._open_engine = open_engine if before is None else before.then(open_engine)
         self._opening = None
         self._since_s = self.clock.monotonic()

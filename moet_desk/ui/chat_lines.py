@@ -23,7 +23,19 @@ def welcome_content(model: str) -> Content:
         Content(""),
         *(Content(example) for example in _EXAMPLES),
         Content(""),
-        Content.styled("/ for commands, Ctrl+L for earlier chats, F1 for help", "$dim"),
+        Content.styled("/ for commands, Ctrl+O attaches a file, Ctrl+L earlier chats", "$dim"),
+        Content.styled("Alt+Up picks a message to copy, edit or answer again, F1 helps", "$dim"),
+    ]
+    return Content("\n").join(lines)
+
+
+def recorded_content(model: str) -> Content:
+    """The empty chat while a recording is played."""
+    lines = [
+        Content.styled(f"A recording of {model}", "bold"),
+        Content(""),
+        Content("Questions that were asked then come by themselves. F3 shows the experts."),
+        Content.styled("No model is loaded: what you ask here is not answered.", "$dim"),
     ]
     return Content("\n").join(lines)
 

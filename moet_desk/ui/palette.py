@@ -42,7 +42,7 @@ COMMANDS = (
 """Screen, title, explanation and action of each entry that acts on a screen."""
 
 PLAYBACK = (
-    ("Recording: play or pause", "All screens stand still (F9)", "toggle"),
+    ("Recording: play or pause", "All screens stand still (F12)", "toggle"),
     ("Recording: forward", "Five seconds on", "forward"),
     ("Recording: back", "Five seconds back", "back"),
     ("Recording: from the beginning", "Show it again", "begin"),

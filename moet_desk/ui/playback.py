@@ -109,7 +109,7 @@ class Player:
             words += ". No model is running here."
         place = f"{show_place(playback.position_s)}/{show_place(what.length_s)}"
         speed = f"{playback.speed:g}x"
-        right = Content(f" {self._state()} {place} {speed}  F9 ")
+        right = Content(f" {self._state()} {place} {speed}  F12 ")
         mark = Content.styled(f" {glyphs.now} ", "bold $status-warn")
         return spread(mark + Content.styled(words, "bold $status-warn"), right, width)
 

@@ -13,7 +13,7 @@ from moet_desk.errors import ExitCode, MoetError
 from tests.cli.conftest import Command
 from tests.cli.terminal import Terminal
 
-F3, F9 = "\x1bOR", "\x1b[20~"
+F3, F12 = "\x1bOR", "\x1b[24~"
 
 
 @pytest.mark.slow
@@ -77,6 +77,6 @@ def test_demo_trace__on_a_terminal__plays_and_leaves_no_chat(data_dir: Path) -> 
     app.wait_for("Recording: demo")
     app.wait_for("tok/s")
     app.press(F3, until="hit %")
-    app.press(F9, until="paused")
+    app.press(F12, until="paused")
     assert app.quit() == 0
     assert not (data_dir / "chats.sqlite3").exists()

@@ -12,7 +12,7 @@ from moet_desk.engine.scripted import Script, ScriptedEngine, ScriptedFailure
 from moet_desk.errors import MoetError, fail
 from moet_desk.marked_text import MarkedText
 from moet_desk.telemetry import EngineState, LoadStep
-from moet_desk.ui.bridge import Bridge, FlushPace, Phase
+from moet_desk.ui.bridge import Bridge, FlushPace, Phase, PicturePace
 from tests.ui.support import FakePack, HeldClock
 
 
@@ -205,3 +205,20 @@ def test_bridge__another_model_after_a_failed_one__pack_job_is_dropped() -> None
     assert pack.cancelled
     poll_until(bridge, Phase.READY)
     assert bridge.can_restart
+
+
+def test_picture_pace__costs__as_often_as_the_budget_allows() -> None:
+    pace = PicturePace(0.25)
+    assert pace.due(10.0)
+    assert not pace.due(10.2)
+    assert pace.due(10.24)  # a timer may fire a little early
+    for _ in range(20):
+        pace.record(0.0075)
+    assert pace.period_s == pytest.approx(0.5, abs=0.001)
+    assert [pace.due(20.0), pace.due(20.4), pace.due(20.46)] == [True, False, True]
+    for _ in range(20):
+        pace.record(9.0)
+    assert pace.period_s == pytest.approx(1.0, abs=0.001)
+    for _ in range(20):
+        pace.record(0.001)
+    assert pace.period_s == pytest.approx(0.25, abs=0.001)

@@ -343,3 +343,28 @@ def blocks_of(block: AnswerBlock) -> list[tuple[str, Any]]:
         (child._content.plain, [s for s in child._content.spans if s.style == "underline"])
         for child in block.query("MarkdownBlock").results(MarkdownBlock)
     ]
+
+
+@pytest.mark.asyncio
+async def test_growing_text__same_rows__not_laid_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(look=Look(motion="none", glyphs="unicode"))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.app.chat.ask("q")
+        block = stage.app.chat.query_one(AnswerBlock)
+        await block.append(MarkedText("some words"))
+        await pilot.pause()
+        layouts: list[bool] = []
+        screen, intact = type(stage.app.screen), stage.app.screen._refresh_layout
+        monkeypatch.setattr(
+            screen, "_refresh_layout", lambda self, *a, **k: (layouts.append(True), intact(*a, **k))
+        )
+        await block.append(MarkedText(" and more"))
+        await pilot.pause()
+        assert "some words and more" in dump(stage.app)
+        assert layouts == []
+        await block.append(MarkedText(" and more" * 12))
+        await pilot.pause()
+        assert layouts != []
+        shown = [line for line in dump(stage.app).splitlines() if "and more" in line]
+        assert len(shown) == 2

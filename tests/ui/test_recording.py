@@ -102,7 +102,7 @@ async def test_keys__pause_back_and_speed__from_every_screen(tmp_path: Path) -> 
         await show.play(pilot, 1.5)
         assert "So." in dump(show.app)
         assert "plays 0:01/0:02 1x" in show.head
-        await pilot.press("f9")
+        await pilot.press("f12")
         assert show.player.paused
         assert "paused 0:01/0:02 1x" in show.head
         await pilot.press("f3")
@@ -116,7 +116,7 @@ async def test_keys__pause_back_and_speed__from_every_screen(tmp_path: Path) -> 
         await pilot.press("full_stop")
         await show.play(pilot, 0.5)
         assert " end 0:02/0:02" in show.head
-        await pilot.press("f9")
+        await pilot.press("f12")
         await show.play(pilot, 0.0)
         assert "plays 0:00/0:02" in show.head
 
@@ -161,6 +161,10 @@ async def test_recording_without_words__opens_on_the_cache(tmp_path: Path) -> No
         assert isinstance(show.app.screen, CacheScreen)
         assert show.head.isascii()
         assert "Recording: m, 2026-11-30" in show.head
+        await pilot.press("f2")
+        await show.play(pilot, 0.25)
+        assert "A recording of m" in dump(show.app)
+        assert "is ready" not in dump(show.app)
 
 
 @pytest.mark.asyncio

@@ -27,7 +27,7 @@ from moet_desk.telemetry import (
     Tier,
     TierSizes,
 )
-from moet_desk.ui.bridge import Clock
+from moet_desk.ui.bridge import GAUGE_PERIOD_S, Clock, PicturePace
 from moet_desk.ui.cache_cells import ENDS, LIST_HEAD, Measure, measures
 from moet_desk.ui.desk import JobView
 from moet_desk.ui.theme import RAMP_STEPS, Glyphs, tier_variable
@@ -82,15 +82,16 @@ class CacheScreen(Screen[None]):
     ]
 
     def __init__(
-        self, glyphs: Glyphs, history: History, *, clock: Clock, plain: bool, per_second: int = 4
-    ) -> None:
+        self, glyphs: Glyphs, history: History, *, clock: Clock, plain: bool,
+        period_s: float = GAUGE_PERIOD_S,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._clock = clock
         self._drawn_once = False
         self._glyphs = glyphs
         self._history = history
         self._plain = plain
-        self._per_second = per_second
+        self._pace = PicturePace(period_s)
         self._snapshot = EngineSnapshot()
         self._paused_at: datetime | None = None
         self._measure_chosen = False
@@ -140,9 +141,11 @@ class CacheScreen(Screen[None]):
             return
         self.query_one(JobLines).show(jobs)
         self.query_one(StatusLine).show(snapshot, context_used=context_used, notes=notes)
-        if self._paused_at is None:
+        if self._paused_at is None and self._pace.due(self._clock.monotonic()):
+            began_s = self._clock.cpu()
             self._snapshot, self._precision = snapshot, precision
             self._draw()
+            self.call_after_refresh(lambda: self._pace.record(self._clock.cpu() - began_s))
 
     def _draw(self) -> None:
         snapshot, heatmap = self._snapshot, self.query_one(Heatmap)
@@ -223,14 +226,14 @@ class CacheScreen(Screen[None]):
     def _set(self, name: str, content: Content) -> None:
         static = self.query_one(f"#{name}", Static)
         if static.content != content:
-            static.update(content)
+            static.update(content, layout=False)  # all have fixed heights
 
     def _title_line(self, heatmap: Heatmap, width: int) -> Content:
         view = self._snapshot.cache
         if self._paused_at is not None:
             state = f"paused, {self._paused_at:%H:%M:%S}, engine still runs"
         elif self._snapshot.state is EngineState.WRITING:
-            state = f"live {self._per_second}/s"
+            state = f"live {1 / self._pace.period_s:.0f}/s"
         elif self._snapshot.state is EngineState.READING:
             state = "reading the prompt"
         else:

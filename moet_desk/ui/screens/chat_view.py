@@ -20,7 +20,12 @@ from moet_desk.engine.handle import Quality
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import EngineSnapshot
 from moet_desk.ui.bridge import Bridge, FlushPace, Phase
-from moet_desk.ui.chat_lines import closing_line, no_model_content, welcome_content
+from moet_desk.ui.chat_lines import (
+    closing_line,
+    no_model_content,
+    recorded_content,
+    welcome_content,
+)
 from moet_desk.ui.chat_records import Draft, Status, Turn
 from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.desk import JobView
@@ -163,6 +168,7 @@ class ChatView(Screen[None]):
             self._draw_queued()
             return
         if sent is not None:
+            self.save_draft()
             await self._draw_turns()
 
     def toast(self, error: MoetError) -> None:
@@ -230,7 +236,9 @@ class ChatView(Screen[None]):
         """Keep the unsent prompt and its files with its chat now."""
         self._draft_due_s = None
         draft = self._put_by if self._edited is not None else self._written()
-        self._conversation.save_draft(draft.text, draft.files)
+        waiting = self._conversation.queued or Draft()
+        text = "\n".join(part for part in (waiting.text, draft.text) if part)
+        self._conversation.save_draft(text, (*waiting.files, *draft.files))
 
     def _written(self) -> Draft:
         return Draft(self.prompt.text, self.chips.files)
@@ -294,6 +302,8 @@ class ChatView(Screen[None]):
             is_ready = self._bridge.phase is Phase.READY
             model = self._bridge.snapshot().model
             content = welcome_content(model) if is_ready else no_model_content()
+            if self._bridge.is_recording:
+                content = recorded_content(model)
             if welcome.content != content:
                 welcome.update(content)
 

@@ -8,6 +8,7 @@ Drawn on the UI thread.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -89,8 +90,11 @@ class Heatmap(ScrollView, can_focus=True):
             if old != new or _shown_hit(self._hits[row]) != _shown_hit(view.hit_share[row])
         ]
         self._generations, self._hits = view.generations, view.hit_share
+        top = self.scroll_offset.y
         for row in changed:
-            self._refresh_row(row)
+            lines = self._lines_of(row)
+            if lines.stop > top and lines.start < top + self.size.height:
+                self._refresh_row(row)
 
     def grow_older(self) -> None:
         """Repaint what changes with time alone; called once a second."""
@@ -189,15 +193,26 @@ class Heatmap(ScrollView, can_focus=True):
         mark = self._glyphs.now if on_line else " "
         label = f"{mark}L{view.layers[self._row if on_line else row]:02d}" if first else ""
         looks = self._dense_looks(row, styles) if self._dense else self._looks(row, line, styles)
-        segments = [Segment(label.ljust(LEFT), styles.label)]
-        for cell, (glyph, style) in enumerate(looks):
-            if on_line and cell == self._cell:
-                style = style + styles.cursor
-            segments.append(Segment(glyph * self._grid.cell_width, style))
+        if on_line:
+            glyph, style = looks[self._cell]
+            looks[self._cell] = glyph, style + styles.cursor
+        segments = [Segment(label.ljust(LEFT), styles.label), *self._runs(looks)]
         hit = _shown_hit(view.hit_share[row]) if first else ""
         segments.append(Segment(f" {hit:>5}", styles.label))
-        strip = Strip(segments).simplify()
+        used = LEFT + self._grid.n_cells * self._grid.cell_width + 6
+        strip = Strip(segments, used)
         return strip.adjust_cell_length(self.size.width, styles.ground)
+
+    def _runs(self, looks: list[tuple[str, Style]]) -> Iterator[Segment]:
+        """One segment for neighbours of one style: a quarter of the time of one for each cell."""
+        width = self._grid.cell_width
+        text, running = "", looks[0][1]
+        for glyph, style in looks:
+            if style is not running:
+                yield Segment(text, running)
+                text, running = "", style
+            text += glyph * width
+        yield Segment(text, running)
 
     def _looks(self, row: int, line: int, styles: _Styles) -> list[tuple[str, Style]]:
         """Glyph and style of each cell of a line."""
