@@ -18,7 +18,7 @@ from moet_desk.store.chats import ChatStore
 from moet_desk.ui.app import Look, MoetDeskApp
 from moet_desk.ui.bridge import Phase
 from moet_desk.ui.chat_records import ChatStoreLike
-from moet_desk.ui.desk import Desk
+from moet_desk.ui.desk import Desk, EndpointControl
 
 SIZES = ((80, 24), (120, 40))
 MODES = ("chat", "cache", "models", "endpoint", "settings", "doctor", "log", "setup")
@@ -37,6 +37,7 @@ def save_screenshots(
     chats: ChatStoreLike | None = None,
     questions: Sequence[str] = (QUESTION,),
     theme: str = "moet-dark",
+    endpoint: EndpointControl | None = None,
 ) -> list[Path]:
     """Ask the questions and write chat-80x24.svg, models-80x24.svg and so on, one per screen.
 
@@ -50,7 +51,15 @@ def save_screenshots(
     with tempfile.TemporaryDirectory() as folder:
         store = chats or ChatStore.open(Path(folder) / "chats.sqlite3")
         return asyncio.run(
-            _take(out_dir, handle, desk, chats=store, questions=questions, theme=theme)
+            _take(
+                out_dir,
+                handle,
+                desk,
+                chats=store,
+                questions=questions,
+                theme=theme,
+                endpoint=endpoint,
+            )
         )
 
 
@@ -62,9 +71,10 @@ async def _take(
     chats: ChatStoreLike,
     questions: Sequence[str],
     theme: str,
+    endpoint: EndpointControl | None,
 ) -> list[Path]:
     look = Look(theme=theme, glyphs="unicode", motion="none")
-    app = MoetDeskApp(lambda: handle, chats, desk, look=look, model="demo")
+    app = MoetDeskApp(lambda: handle, chats, desk, look=look, model="demo", endpoint=endpoint)
     saved: list[Path] = []
     async with app.run_test(size=SIZES[-1]) as pilot:
         await _until(pilot, lambda: app.bridge.phase in _STARTED, _START_S)
