@@ -18,7 +18,7 @@ from moet_desk.store.chats import ChatStore
 from moet_desk.ui.app import MoetDeskApp
 from moet_desk.ui.bridge import Phase
 from moet_desk.ui.chat_records import ChatStoreLike
-from moet_desk.ui.desk import Desk
+from moet_desk.ui.desk import Desk, EndpointControl
 from moet_desk.ui.look import Look
 
 SIZES = ((80, 24), (120, 40))
@@ -38,6 +38,7 @@ def save_screenshots(
     chats: ChatStoreLike | None = None,
     questions: Sequence[str] = (QUESTION,),
     theme: str = "moet-dark",
+    endpoint: EndpointControl | None = None,
 ) -> list[Path]:
     """Ask the questions and write chat-80x24.svg, models-80x24.svg and so on, one per screen.
 
@@ -51,7 +52,15 @@ def save_screenshots(
     with tempfile.TemporaryDirectory() as folder:
         store = chats or ChatStore.open(Path(folder) / "chats.sqlite3")
         return asyncio.run(
-            _take(out_dir, handle, desk, chats=store, questions=questions, theme=theme)
+            _take(
+                out_dir,
+                handle,
+                desk,
+                chats=store,
+                questions=questions,
+                theme=theme,
+                endpoint=endpoint,
+            )
         )
 
 
@@ -63,9 +72,10 @@ async def _take(
     chats: ChatStoreLike,
     questions: Sequence[str],
     theme: str,
+    endpoint: EndpointControl | None,
 ) -> list[Path]:
     look = Look(theme=theme, glyphs="unicode", motion="none")
-    app = MoetDeskApp(lambda: handle, chats, desk, look=look, model="demo")
+    app = MoetDeskApp(lambda: handle, chats, desk, look=look, model="demo", endpoint=endpoint)
     saved: list[Path] = []
     async with app.run_test(size=SIZES[-1]) as pilot:
         await _until(pilot, lambda: app.bridge.phase in _STARTED, _START_S)

@@ -361,3 +361,19 @@ async def test_record__cannot_write__said_and_nothing_runs(
         await stage.settle(pilot)
         assert "MD-TRACE-05" in dump(stage.app)
         assert stage.app._tape.note == ""
+
+
+async def test_cache__enter__tells_of_the_next_expert_in_the_cell() -> None:
+    stage = Stage(Script(answers=(LONG,), n_experts=256, n_layers=4))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.app.chat.ask("q")
+        await stage.play(pilot, 1.0)
+        await pilot.press("f3")
+        await stage.play(pilot, 0.5)
+        heatmap = stage.app.cache.query_one(Heatmap)
+        told = [heatmap._chosen]
+        for _ in range(2):
+            await pilot.press("enter")
+            told.append(heatmap._chosen)
+    assert len(set(told)) == 3

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moet_desk.engine.scripted import Script
 from moet_desk.errors import fail
 from moet_desk.settings import SETTINGS, Endpoint
 from moet_desk.telemetry import EndpointState, EndpointView
@@ -25,8 +26,8 @@ RECORDS = [
 ]
 
 
-def stage_with(folder: Path, *, key: str = "") -> Stage:
-    stage = Stage()
+def stage_with(folder: Path, *, key: str = "", script: Script | None = None) -> Stage:
+    stage = Stage(script)
     app = stage.app
     app.endpoint = EndpointScreen(stage.endpoint, Endpoint(port=1, key=key), UNICODE, plain=False)
     app.settings = SettingsScreen(folder / "config.toml", UNICODE, plain=False)

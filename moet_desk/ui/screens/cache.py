@@ -17,7 +17,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from moet_desk.telemetry import (
     TIER_LETTERS,
@@ -36,6 +36,7 @@ from moet_desk.ui.widgets.frame import SmallWindow, TabLine
 from moet_desk.ui.widgets.gauges import History, StatusLine, TierBars, WaitLine, spread
 from moet_desk.ui.widgets.heatmap import Heatmap, header_line
 from moet_desk.ui.widgets.job_lines import JobLines
+from moet_desk.ui.widgets.key_line import KeyLine
 
 _EXPLANATION = """\
 A mixture-of-experts model asks only a few of its experts for each token.
@@ -114,7 +115,7 @@ class CacheScreen(Screen[None]):
             yield Static("", id="legend", markup=False)
         yield JobLines(self._glyphs)
         yield StatusLine(self._glyphs)
-        yield Footer(show_command_palette=False)
+        yield KeyLine()
         yield SmallWindow(self._glyphs)
 
     def on_mount(self) -> None:

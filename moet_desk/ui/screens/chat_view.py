@@ -14,7 +14,7 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, Static, TextArea
+from textual.widgets import Static, TextArea
 
 from moet_desk.engine.handle import Quality
 from moet_desk.errors import MoetError
@@ -45,6 +45,7 @@ from moet_desk.ui.widgets.gauges import (
     show_percent,
 )
 from moet_desk.ui.widgets.job_lines import JobLines
+from moet_desk.ui.widgets.key_line import KeyLine
 from moet_desk.ui.widgets.problem import ProblemPanel
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.transcript import Transcript
@@ -107,7 +108,7 @@ class ChatView(Screen[None]):
                 yield Prompt(blink=self._blink)
         yield JobLines(self._glyphs)
         yield StatusLine(self._glyphs)
-        yield Footer(show_command_palette=False)
+        yield KeyLine()
         yield SmallWindow(self._glyphs)
 
     async def on_mount(self) -> None:

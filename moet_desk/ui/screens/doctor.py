@@ -16,7 +16,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import EngineSnapshot
@@ -28,6 +28,7 @@ from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.frame import SmallWindow, TabLine
 from moet_desk.ui.widgets.gauges import StatusLine, spread
 from moet_desk.ui.widgets.job_lines import JobLines
+from moet_desk.ui.widgets.key_line import KeyLine
 from moet_desk.ui.widgets.problem import problem_content
 from moet_desk.ui.widgets.setup_pages import mark_glyph, marked, rows, wrapped
 
@@ -72,7 +73,7 @@ class DoctorScreen(Screen[None]):
             yield Static("", id="findings", markup=False)
         yield JobLines(self._glyphs)
         yield StatusLine(self._glyphs)
-        yield Footer(show_command_palette=False)
+        yield KeyLine()
         yield SmallWindow(self._glyphs)
 
     def on_mount(self) -> None:

@@ -15,7 +15,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import Footer, OptionList, Static
+from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from moet_desk.errors import MoetError
@@ -40,6 +40,7 @@ from moet_desk.ui.widgets.filter_line import FilterLine, matches
 from moet_desk.ui.widgets.frame import SmallWindow, TabLine
 from moet_desk.ui.widgets.gauges import StatusLine, spread
 from moet_desk.ui.widgets.job_lines import job_line
+from moet_desk.ui.widgets.key_line import KeyLine
 from moet_desk.ui.widgets.model_rows import (
     PACK_HEAD,
     delete_question,
@@ -130,7 +131,7 @@ class ModelsScreen(Screen[None]):
             yield FilterLine(self._refilter, lambda: self.query_one(ModelList).focus())
             yield Static("", id="notes", markup=False)
         yield StatusLine(self._glyphs)
-        yield Footer(show_command_palette=False)
+        yield KeyLine()
         yield SmallWindow(self._glyphs)
 
     def on_mount(self) -> None:

@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from moet_desk.ui.background import Background
 from moet_desk.ui.desk import Desk, Offer, PlanView, PlanWishes
@@ -21,6 +21,7 @@ from moet_desk.ui.setup_steps import change, fields
 from moet_desk.ui.text import clean_line
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.frame import SmallWindow
+from moet_desk.ui.widgets.key_line import KeyLine
 from moet_desk.ui.widgets.problem import problem_content
 from moet_desk.ui.widgets.setup_pages import plan_page
 
@@ -62,7 +63,7 @@ class PackPlan(ModalScreen[PlanWishes | None]):
         yield Static(Content.styled(title, "bold"), id="head", markup=False)
         with VerticalScroll(id="body", can_focus=False):
             yield Static(Content(" Its shape is looked up"), id="page", markup=False)
-        yield Footer(show_command_palette=False)
+        yield KeyLine()
         yield SmallWindow(self._glyphs)
 
     def on_mount(self) -> None:

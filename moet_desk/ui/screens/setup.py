@@ -18,7 +18,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import Footer, OptionList, Static
+from textual.widgets import OptionList, Static
 
 from moet_desk.errors import MoetError
 from moet_desk.ui.bridge import Bridge, Phase
@@ -42,6 +42,7 @@ from moet_desk.ui.setup_steps import (
 )
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.frame import SmallWindow
+from moet_desk.ui.widgets.key_line import KeyLine
 from moet_desk.ui.widgets.model_choice import ModelChoice
 from moet_desk.ui.widgets.problem import ConfirmDialog
 from moet_desk.ui.widgets.setup_pages import head_line
@@ -119,7 +120,7 @@ class SetupScreen(Screen[None]):
         with VerticalScroll(id="body"):
             yield Static("", id="page", markup=False)
             yield ModelChoice(self._glyphs, self._redraw_models)
-        yield Footer(show_command_palette=False)
+        yield KeyLine()
         yield SmallWindow(self._glyphs)
 
     def on_mount(self) -> None:

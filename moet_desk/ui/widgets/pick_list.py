@@ -12,7 +12,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, OptionList, Static
+from textual.widgets import OptionList, Static
 
 from moet_desk.telemetry import EngineSnapshot
 from moet_desk.ui.desk import JobView
@@ -20,6 +20,7 @@ from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.frame import SmallWindow, TabLine
 from moet_desk.ui.widgets.gauges import StatusLine
 from moet_desk.ui.widgets.job_lines import JobLines
+from moet_desk.ui.widgets.key_line import KeyLine
 
 
 class Rows(OptionList, inherit_bindings=False):
@@ -52,7 +53,7 @@ class ListScreen(Screen[None]):
         yield from self.more()
         yield JobLines(self._glyphs)
         yield StatusLine(self._glyphs)
-        yield Footer(show_command_palette=False)
+        yield KeyLine()
         yield SmallWindow(self._glyphs)
 
     def more(self) -> ComposeResult:
