@@ -188,8 +188,8 @@ def _oss_layer(layer: Layer) -> Layer:
 KNOWN = (
     "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air", "glm-4.7", "glm-4.7-flash",
     "minimax-m2.7", "olmoe-1b-7b", "mixtral-8x7b", "qwen3-235b-a22b", "qwen3-coder-480b",
-    "deepseek-v3.1", "deepseek-v3.2", "deepseek-r1", "kimi-k2-0905", "kimi-k2.5", "glm-5.2",
-    "glm-5.2-fp8", "longcat-flash",
+    "deepseek-v3.1", "deepseek-v3.2", "deepseek-r1", "kimi-k2-0905", "glm-5.2", "glm-5.2-fp8",
+    "longcat-flash",
 )  # fmt: skip
 """Models of the catalogue whose family runs. Named here, so that the command line need not read
 it to list them.
