@@ -127,7 +127,7 @@ each_part() {
 
 # Each link changes by a rename, so that a stop in between leaves the old one working.
 point() {
-    ln -s "$1" "$2.new"
+    ln -sfn "$1" "$2.new" # one may be left of a stop
     mv -T "$2.new" "$2"
 }
 

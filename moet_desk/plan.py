@@ -204,7 +204,7 @@ def _kv_bytes(shape: ModelShape, wishes: Wishes, pages: int, ring_pages: int) ->
     return kv + wishes.max_running * (ring + shape.state_bytes)
 
 
-def _ring_pages(windows: Windows, context: int, chunk: int) -> int:
+def ring_pages(windows: Windows, context: int, chunk: int) -> int:
     """Pages of a request in a layer with a window: for what its oldest row still sees when the last
     one is stored, wherever in a page that begins; never more than the context has.
     """
@@ -231,7 +231,7 @@ def plan_tiers(shape: ModelShape, ram_bytes: int, wishes: Wishes) -> TierPlan:
     context = _context(shape, wishes)
     pages = kv_tokens(wishes, shape.model_context) // KV_PAGE_TOKENS
     chunk = wishes.prefill_chunk or PREFILL_CHUNK
-    ring = _ring_pages(shape.windows, context, chunk)
+    ring = ring_pages(shape.windows, context, chunk)
     used = shape.dense_bytes + WORK_BYTES + _kv_bytes(shape, wishes, pages, ring)
     used += shape.slot_bytes  # the staging slot of prefill
 
@@ -312,7 +312,7 @@ def plan_device_tiers(shape: ModelShape, budget: DeviceBudget, wishes: Wishes) -
     context = _context(shape, wishes)
     pages = kv_tokens(wishes, shape.model_context) // KV_PAGE_TOKENS
     chunk = _chunk(shape.chunks, wishes.prefill_chunk, budget.vram)
-    ring = _ring_pages(shape.windows, context, chunk.tokens)
+    ring = ring_pages(shape.windows, context, chunk.tokens)
     used = shape.dense_bytes + device_work(shape.dense_bytes)
     used += _kv_bytes(shape, wishes, pages, ring)
     used += least * (shape.base_stride + shape.fine_stride)

@@ -60,7 +60,7 @@ class Stories:
 
     `uses` float32, `fetches` and `evictions` uint32, `used_s` and `fetched_s` float32 (below 0:
     never), `source` uint8. Where `exact` is False they were worked out from pictures taken up to
-    ten times a second: uses are estimates, and what came and went between two pictures is missing.
+    five times a second: uses are estimates, and what came and went between two pictures is missing.
     """
 
     now_s: float

@@ -5,11 +5,11 @@ model's head, of a step's further rows and of the expert bytes these ask for are
 is decided changes how soon an answer comes, never what it says.
 
 Guessing is bounded by an account in plain steps (steps without guesses). Every token earns a
-hundredth of one; a step that took longer than its tokens would have without guesses pays the
-difference, and every step what was spent on its way: where one takes half a millisecond, asking is
-dear. No step is taken that could overdraw, and with an empty account nobody asks. So over any 500
-tokens at most `MOST_SPARE + 500 * EARNED` = 10 plain steps are lost, 2 %, whatever the estimates
-say. Engine thread.
+hundred and twenty-fifth of one; a step that took longer than its tokens would have without guesses
+pays the difference, and every step what was spent on its way: where one takes half a millisecond,
+asking is dear. No step is taken that could overdraw, and with an empty account nobody asks. So over
+any 500 tokens at most `MOST_SPARE + 500 * EARNED` = 8 plain steps are lost, 1.6 %, whatever the
+estimates say. Engine thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOPELESS_GAIN = 0.9  # a probe ends early
 LEAST_GAIN = 1.03
 """Below this speed over plain steps guessing is not worth its trouble (design §10)."""
 
-EARNED, MOST_SPARE = 0.01, 5.0
+EARNED, MOST_SPARE = 0.008, 4.0
 SAVED_UP = 2.0  # from an empty account on nothing is spent until there is this much
 REFRESH_STEPS, PLAIN_STEPS = 40, 3
 """Steps with guesses, and the plain ones behind them, so that their time stays known."""

@@ -139,7 +139,8 @@ def rings_of(spec: Spec, plan: TierPlan, max_running: int) -> Rings:
     return Rings(ring_layers(spec), spec.window, plan.ring_pages, max_running)
 
 
-def _windows(spec: Spec, form: KvFormat) -> Windows:
+def windows_of(spec: Spec, form: KvFormat) -> Windows:
+    """Those layers as the planner counts them; a card has `BLOCK_ROWS` as `most_rows`."""
     layers = len(ring_layers(spec))
     return Windows(spec.window if layers else 0, layers * spec.attention.entry_bytes(form))
 
@@ -224,7 +225,7 @@ def device_shape(
         model_context=spec.context,
         state_bytes=slot_bytes(spec),
         chunks=chunks,
-        windows=replace(_windows(spec, form), most_rows=BLOCK_ROWS),
+        windows=replace(windows_of(spec, form), most_rows=BLOCK_ROWS),
     )
 
 
@@ -243,5 +244,5 @@ def cpu_shape(
         kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
         state_bytes=state_bytes(spec, form, with_head=with_head),
-        windows=_windows(spec, form),
+        windows=windows_of(spec, form),
     )

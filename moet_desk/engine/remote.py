@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moet_desk.engine.handle import GenerateRequest, ModelInfo, RequestStream
-from moet_desk.engine.remote_text import Shown
+from moet_desk.engine.remote_text import WRITTEN, Writer
 from moet_desk.engine.remote_wire import Reply, ServedModel, Server, chat_body, served_models
 from moet_desk.errors import MoetError, fail
 from moet_desk.telemetry import (
@@ -89,7 +89,7 @@ class _Job:
     first_s: float | None = None
     usage: Mapping[str, Any] = field(default_factory=dict)
     reason: str | None = None
-    shown: Shown = field(default_factory=Shown)
+    writer: Writer = field(default_factory=Writer)
 
 
 class RemoteEngine:
@@ -133,6 +133,7 @@ class RemoteEngine:
         """
         body = chat_body(request, self._served)
         stream = RequestStream(f"remote-{next(self._ids)}", self._cancel)
+        stream.answers = WRITTEN
         quality = request.quality.value if self._served.is_ours else ""
         job = _Job(stream, body, quality, self._now())
         with self._lock:
@@ -188,7 +189,7 @@ class RemoteEngine:
             cancelled = job.cancelled
             self._publish()
         if error is None or cancelled:
-            tail = job.shown.end()
+            tail = job.writer.end()
             if tail:
                 job.stream.push(TextDelta(tail, n_tokens=0))
             reason = FinishReason.CANCELLED if cancelled else _REASONS.get(job.reason or "")
@@ -218,7 +219,7 @@ class RemoteEngine:
         if not isinstance(choice, dict):
             return
         delta = choice.get("delta")
-        text = self._text_of(job.shown, delta) if isinstance(delta, dict) else ""
+        text = self._text_of(job.writer, delta) if isinstance(delta, dict) else ""
         if isinstance(choice.get("finish_reason"), str):
             job.reason = choice["finish_reason"]
         if not text:
@@ -233,17 +234,17 @@ class RemoteEngine:
             self._publish()
         job.stream.push(TextDelta(text))
 
-    def _text_of(self, shown: Shown, delta: Mapping[str, Any]) -> str:
+    def _text_of(self, writer: Writer, delta: Mapping[str, Any]) -> str:
         """The text of a delta. Servers name reasoning in two ways."""
         parts = [
-            shown.reasoning(_string(delta.get("reasoning_content") or delta.get("reasoning"))),
-            shown.content(_string(delta.get("content"))),
+            writer.reasoning(_string(delta.get("reasoning_content") or delta.get("reasoning"))),
+            writer.content(_string(delta.get("content"))),
         ]
         calls = delta.get("tool_calls")
         for i, call in enumerate(calls if isinstance(calls, list) else ()):
             if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
                 index = call.get("index")
-                shown.call(
+                writer.call(
                     index if isinstance(index, int) else i,
                     _string(function.get("name")),
                     _string(function.get("arguments")),

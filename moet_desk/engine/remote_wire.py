@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 from moet_desk import __version__
 from moet_desk.engine.handle import GenerateRequest
-from moet_desk.engine.remote_text import without_reasoning
 from moet_desk.errors import MoetError, fail
 
 _CONNECT_S = 10.0
@@ -299,7 +298,7 @@ def chat_body(request: GenerateRequest, model: ServedModel) -> bytes:
             )
     body: dict[str, Any] = {
         "model": model.id,
-        "messages": [_message(message) for message in request.messages],
+        "messages": [dict(message) for message in request.messages],
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -325,10 +324,3 @@ def chat_body(request: GenerateRequest, model: ServedModel) -> bytes:
         optional |= {"quality": request.quality.value, "gate": request.gate}
     body |= {name: value for name, value in optional.items() if value is not None}
     return json.dumps(body).encode()
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if message.get("role") == "assistant" and isinstance(content, str):
-        return {**message, "content": without_reasoning(content)}
-    return dict(message)

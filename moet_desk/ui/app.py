@@ -11,7 +11,7 @@ import gc
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ from moet_desk import config
 from moet_desk.engine.handle import EngineHandle, Quality
 from moet_desk.engine.playback import Playback
 from moet_desk.errors import CATALOGUE, ExitCode, MoetError
-from moet_desk.locations import Locations, TerminalFacts
+from moet_desk.locations import Locations
 from moet_desk.runtime import LOG_FILE
 from moet_desk.settings import Endpoint as EndpointSettings
 from moet_desk.settings import Settings
@@ -43,6 +43,7 @@ from moet_desk.ui.bridge import (
 from moet_desk.ui.chat_records import ChatStoreLike, Wishes
 from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.desk import Desk, EndpointControl, JobView, NoEndpoint, PlanWishes
+from moet_desk.ui.look import Look, look_of, wishes_of
 from moet_desk.ui.palette import COMMANDS, GO, PLAYBACK, show_key
 from moet_desk.ui.playback import Player, Record, Tape
 from moet_desk.ui.quality_words import precision_line
@@ -74,46 +75,6 @@ from moet_desk.ui.widgets.sign_in import SignInDialog
 from moet_desk.ui.widgets.transcript import Transcript
 
 QUIT_AGAIN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """How the app looks and moves, from the settings."""
-
-    theme: str = "moet-dark"
-    glyphs: str = "auto"  # auto | unicode | ascii
-    colour: bool = True
-    motion: str = "full"  # full | reduced | none
-    keys: Mapping[str, str] = field(default_factory=dict)
-    terminal: str = ""  # TERM
-    marks_reruns: bool = False
-
-
-def look_of(settings: Settings, terminal: TerminalFacts) -> Look:
-    """The look that settings and terminal ask for; NO_COLOR gives way to `ui.color = always`."""
-    ui = settings.ui
-    colour = ui.color == "always" or (ui.color == "auto" and not terminal.no_color)
-    return Look(
-        theme=ui.theme,
-        glyphs=ui.glyphs,
-        colour=colour,
-        motion=ui.motion,
-        keys=settings.keys,
-        terminal=terminal.term,
-        marks_reruns=ui.mark_reruns,
-    )
-
-
-def wishes_of(settings: Settings) -> Wishes:
-    """How answers are asked for, from the settings."""
-    answers = settings.answers
-    return Wishes(
-        quality=Quality(answers.quality),
-        gate=answers.gate,
-        temperature=answers.temperature,
-        system=answers.system,
-        max_tokens=answers.max_tokens,
-    )
 
 
 class MoetDeskApp(App[int]):

@@ -15,10 +15,11 @@ from textual.pilot import Pilot
 
 from moet_desk.engine.handle import EngineHandle
 from moet_desk.store.chats import ChatStore
-from moet_desk.ui.app import Look, MoetDeskApp
+from moet_desk.ui.app import MoetDeskApp
 from moet_desk.ui.bridge import Phase
 from moet_desk.ui.chat_records import ChatStoreLike
 from moet_desk.ui.desk import Desk
+from moet_desk.ui.look import Look
 
 SIZES = ((80, 24), (120, 40))
 MODES = ("chat", "cache", "models", "endpoint", "settings", "doctor", "log", "setup")

@@ -150,7 +150,8 @@ MOET_CONTRAST = Theme(
     warning="#ffd75f", error="#ff9a4d", success="#7cc8f2", foreground="#ffffff",
     background="#000000", surface="#000000", panel="#101010", dark=True,
     variables=_variables(
-        RAMP_DARK, {**_TIERS_DARK, "n": "#8fa4d4"}, _STATUS_CONTRAST, dim="#c4c4c4", line="#9a9a9a"
+        RAMP_DARK, {**_TIERS_DARK, "r": "#bcc8e4", "n": "#7f92d0"}, _STATUS_CONTRAST,
+        dim="#c4c4c4", line="#9a9a9a",
     ),
 )  # fmt: skip
 

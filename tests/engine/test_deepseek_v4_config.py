@@ -138,4 +138,6 @@ def test_plan__draft_stages__left_out() -> None:
     later = {**FLASH, "dspark_block_size": 4}
     plan = plan_for(later, path="c", names=["mtp.0.e_proj", "mtp.1.e_proj"])
     assert plan.n_rows == 43 * 256
-    assert "mtp." in plan.ignored
+    drafts = ["mtp.2.e_proj", "model.layers.45.attn.wkv", "dspark.markov.weight"]
+    assert all(name.startswith(plan.ignored) for name in drafts)
+    assert not any(name.startswith(plan.ignored) for name in plan.dense)

@@ -26,11 +26,12 @@ from moet_desk.engine.handle import (
 )
 from moet_desk.engine.parsers.answers import THINK, AnswerFormat, CallFormat, PromptEnd
 from moet_desk.engine.remote import RemoteEngine, choose, connect
-from moet_desk.engine.remote_text import Shown, without_reasoning
+from moet_desk.engine.remote_text import WRITTEN, Writer
 from moet_desk.engine.remote_wire import ServedModel, Server, chat_body, read_address
 from moet_desk.errors import MoetError
+from moet_desk.marked_text import MarkedText
 from moet_desk.telemetry import EngineState, Failed, Finished, FinishReason, TextDelta
-from moet_desk.ui.text import split_segments
+from moet_desk.ui.thinking import Splitter
 from tests.api.fakes import FakeEngine, Pause, eventually
 
 KEY = "sk-topsecret"
@@ -66,6 +67,13 @@ def read(stream: RequestStream) -> tuple[str, Finished | Failed]:
     last = events[-1]
     assert isinstance(last, Finished | Failed)
     return text, last
+
+
+def told(stream: RequestStream, text: str) -> tuple[str, str]:
+    """Reasoning and answer, as the chat tells them apart."""
+    splitter = Splitter(stream)
+    parts = [splitter.feed(MarkedText(text)), splitter.finish()]
+    return "".join(part for part, _ in parts), "".join(part.text for _, part in parts)
 
 
 def code_of(last: Finished | Failed) -> str:
@@ -105,23 +113,18 @@ def test_answer__cut_at_the_limit__says_so(remote: RemoteEngine, fake: FakeEngin
     assert last.reason is FinishReason.LENGTH
 
 
-def test_reasoning_and_calls__shown_apart__and_reasoning_not_sent_back(
+def test_reasoning_and_calls__told_apart_by_who_reads(
     remote: RemoteEngine, fake: FakeEngine
 ) -> None:
     fake.answers = AnswerFormat(CallFormat.HERMES, THINK)
     fake.prompt_end = PromptEnd.REASONING
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     fake.answer("Let me\nsee", "</think>\n\n", "Four.", call)
-    text, _ = read(remote.submit(replace(HELLO, tools=[TOOL])))
-    assert text.startswith("> **Reasoning**\n>\n> Let me\n> see\n\n---\n\nFour.")
-    assert text.endswith('```call\nadd {"a": 1}\n```')
-
-    turns = [*(HELLO.messages or ()), {"role": "assistant", "content": text}]
-    read(remote.submit(replace(HELLO, messages=[*turns, {"role": "user", "content": "> more"}])))
-    sent = fake.requests[-1].messages
-    assert sent is not None
-    assert sent[1]["content"].startswith("Four.")
-    assert sent[2]["content"] == "> more"
+    stream = remote.submit(replace(HELLO, tools=[TOOL]))
+    text, _ = read(stream)
+    assert text == '<think>Let me\nsee</think>Four.\n\n```call\nadd {"a": 1}\n```'
+    thought, answer = told(stream, text)
+    assert (thought, answer.partition("\n")[0]) == ("Let me\nsee", "Four.")
 
 
 def test_stop__ends_at_once_here_and_there(remote: RemoteEngine, fake: FakeEngine) -> None:
@@ -271,7 +274,7 @@ def test_stream__of_another_kind__is_read_too() -> None:
             "data: [DONE]", delta(content="never read"),
         )
     )  # fmt: skip
-    assert text == "> **Reasoning**\n>\n> why\n\n---\n\nBecause."
+    assert text == "<think>why</think>Because."
     assert isinstance(last, Finished)
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 5)
     assert last.quality == ""
@@ -402,43 +405,25 @@ def test_chat_body__other_servers_get_only_what_was_asked() -> None:
     }
 
 
-words = st.text(alphabet="ab >\n*`-", min_size=1, max_size=8)
+words = st.text(alphabet="ab >\n<", min_size=1, max_size=8)
 
 
 @given(st.lists(words, max_size=4), st.lists(words, max_size=4))
-def test_shown__however_it_is_cut__the_reasoning_goes_and_the_rest_stays(
+def test_writer__read_as_a_model_s_own_text__gives_both_parts_back(
     reasons: list[str], answer: list[str]
 ) -> None:
-    shown, whole = Shown(), Shown()
-    parts = [*map(shown.reasoning, reasons), *map(shown.content, answer)]
-    text, thought, said = "".join(parts), "".join(reasons).strip("\n"), "".join(answer)
-    assert without_reasoning(text) == (said.lstrip("\n") if thought else said)
-    assert text == whole.reasoning("".join(reasons)) + whole.content(said)
-
-
-def test_reasoning__long__in_quotes_that_can_be_drawn_apart() -> None:
-    shown = Shown()
-    paragraphs = [f"{i} " + "word " * 100 for i in range(12)]
-    text = shown.reasoning("\n\n".join(paragraphs)) + shown.content("> a quote\n\nThe end")
-    parts = split_segments(text)
-    assert len(parts) >= 4
-    assert max(map(len, parts)) < 2600
-    assert [line[2:] for line in text.split("---")[0].split("\n") if line[2:]][1:] == paragraphs
-    assert without_reasoning(text) == "> a quote\n\nThe end"
-    assert without_reasoning(text.partition("\n\n---")[0]) == ""  # stopped before the answer
-
-
-def test_reasoning__short__is_one_quote__and_a_second_one_begins_anew() -> None:
-    shown = Shown()
-    text = shown.reasoning("one\n\ntwo\n\n") + shown.content("A") + shown.reasoning("three")
-    head = "> **Reasoning**\n>\n> "
-    assert text == f"{head}one\n>\n> two\n\n---\n\nA\n\n{head}three"
+    writer, stream = Writer(), RequestStream("r", lambda _: None)
+    stream.answers = WRITTEN
+    text = "".join([*map(writer.reasoning, reasons), *map(writer.content, answer)])
+    thought, said = told(stream, text)
+    assert thought == "".join(reasons).strip()
+    assert said == ("".join(answer).lstrip() if reasons else "".join(answer))
 
 
 def test_call__with_backticks__stays_in_its_block() -> None:
-    shown = Shown()
-    shown.call(1, "second", "{}")
-    shown.call(0, "run", '{"text": ')
-    shown.call(0, "", '"````"}')
-    assert shown.end() == '`````call\nrun {"text": "````"}\n`````\n\n```call\nsecond {}\n```'
-    assert shown.end() == ""
+    writer = Writer()
+    writer.call(1, "second", "{}")
+    writer.call(0, "run", '{"text": ')
+    writer.call(0, "", '"````"}')
+    assert writer.end() == '`````call\nrun {"text": "````"}\n`````\n\n```call\nsecond {}\n```'
+    assert writer.end() == ""

@@ -35,7 +35,18 @@ from moet_desk.engine.cuda.synthetic import (
 from moet_desk.engine.cuda.synthetic_drive import SyntheticDrive
 from moet_desk.engine.families import runs
 from moet_desk.engine.model_shape import kv_token_bytes
-from moet_desk.engine.spec import DenseFfn, Gqa, Layer, Mla, MoeFfn, QkNorm, Rope, Router, Spec
+from moet_desk.engine.spec import (
+    DenseFfn,
+    Gdn,
+    Gqa,
+    Layer,
+    Mla,
+    MoeFfn,
+    QkNorm,
+    Rope,
+    Router,
+    Spec,
+)
 from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.layouts import ExpertLayout
@@ -90,6 +101,13 @@ def test_shape__gpt_oss__has_the_blocks_of_its_family() -> None:
     moe = shape.spec.moe_ffn
     assert (moe.expert_bias, moe.glu.alpha, moe.router.logit_bias) == (True, 1.702, True)
     assert not shape.is_fp8
+    hybrid = SHAPES["qwen3-next-80b"](8192).spec
+    linear, full = hybrid.layers[2].mixer, hybrid.layers[3].mixer
+    assert isinstance(linear, Gdn)
+    assert isinstance(full, Gqa)
+    assert (len(hybrid.recurrent), linear.n_values, linear.fused) == (36, 32, True)
+    assert (full.out_gate, full.rope.dim, full.head_dim) == (True, 64, 256)
+    assert hybrid.moe_ffn.shared_gate
     glm = SHAPES["glm-4.7"](8192).spec.layers[0].mixer
     assert isinstance(glm, Gqa)
     assert (glm.qk_norm, glm.rope.dim, glm.head_dim) == (QkNorm.HEAD, 64, 128)
@@ -336,8 +354,8 @@ def test_figures__roofline__the_slower_bus_counts() -> None:
 
 def test_groups__every_kernel_of_the_step_s_modules__is_in_the_table() -> None:
     modules = (
-        "attention cache dense experts fetch indexer kv_entries latent norms prepare quant route"
-        " sampling"
+        "attention cache delta dense experts fetch gates indexer kv_entries latent norms prepare"
+        " quant route sampling"
     )
     for name in modules.split():
         module = importlib.import_module(f"moet_desk.kernels.triton.{name}")
@@ -511,3 +529,24 @@ def test_bench__less_ram_than_rows__the_most_popular_are_there_and_a_mailbox_ask
         assert found.read_ms is not None
         assert found.bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_measure__states_and_windows__steps_begin_where_the_last_one_did(
+    launched: set[str],
+) -> None:
+    full = Gqa(
+        2, 1, 16, False, QkNorm.HEAD, 1e-6, 0.25, Rope(8, 1e4, interleaved=False), out_gate=True
+    )
+    spec, moe = tiny_spec(), replace(tiny_spec().moe_ffn, shared_gate=True)
+    mixers = (Gdn(1, 2, 16, 16, 4, 1e-6, fused=True), replace(full, window=8), full)
+    ffns = (DenseFfn(32), DenseFfn(32), moe)
+    layers = tuple(map(Layer, range(3), mixers, ffns))
+    shape = Shape("tiny", replace(spec, layers=layers), None, 1, 36, is_fp8=False)
+    setup = Setup(shape, CPU, RESERVE_BYTES + 2**27, context=512, prefill=0, warm=0, steps=1)
+    assert setup.ring_pages == 2
+    bench = measuring.ShapeBench(setup, plain_memory, lambda _: None)
+    assert bench.kv.has_rings
+    assert len(bench.steps(1).times_ms) == 1
+    assert {"_delta_step_kernel", "_conv_kernel", "_gate_kernel"} <= launched
+    assert launched - set(GROUP_OF_KERNEL) == set()

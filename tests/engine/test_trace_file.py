@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from bench import record_trace
+from moet_desk.engine.cuda import residency as device
 from moet_desk.engine.cuda.expert_stream import StreamCounters
 from moet_desk.engine.cuda.residency import CudaResidency
 from moet_desk.engine.handle import ModelInfo
@@ -256,6 +257,7 @@ def test_record_trace__steps_of_a_made_up_model__pictures_with_waiting_and_uses(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(record_trace, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(device, "STORIES_EVERY_S", 0.0)
     tables = GpuTables.empty(2, 8, 16, device="cpu")
     pool = SimpleNamespace(tables=tables, arena=SimpleNamespace(stride=4096))
     residency = CudaResidency(
@@ -294,3 +296,18 @@ def test_record_trace__steps_of_a_made_up_model__pictures_with_waiting_and_uses(
     assert told[8] == pytest.approx(n_steps, abs=6)  # steps before the first picture are not known
     assert told[:8].sum() == pytest.approx(n_steps, abs=6)
     assert told[9:].sum() == 0
+
+
+def test_device_stories__two_views_at_once__the_second_costs_nothing() -> None:
+    tables = GpuTables.empty(2, 8, 16, device="cpu")
+    pool = SimpleNamespace(tables=tables, arena=SimpleNamespace(stride=4096))
+    residency = CudaResidency(
+        {Plane.BASE: pool},  # type: ignore[dict-item]
+        record_trace.AllInRam(16),  # type: ignore[arg-type]
+        ExpertLayout(32, 32), moe_layers=LAYERS, server=None, streamed=StreamCounters(),
+    )  # fmt: skip
+    first = residency.view()
+    tables.slot_of[3] = 0
+    second = residency.view()
+    assert second.tiers[0][3] == Tier.BASE
+    assert second.stories is first.stories

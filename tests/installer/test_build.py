@@ -28,7 +28,7 @@ def test_sdist_and_the_wheel_made_of_it__are_complete_and_run(tmp_path: Path) ->
     def build(source: Path, target: str) -> Path:
         out = tmp_path / target
         command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
-        subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
+        subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=240)
         return next(out.iterdir())
 
     with tarfile.open(build(ROOT, "sdist")) as archive:

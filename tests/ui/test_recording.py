@@ -18,6 +18,7 @@ from moet_desk.ui.screens.chat import ChatScreen
 from tests.engine.test_trace_file import header, write
 from tests.ui.desk import FakeDesk
 from tests.ui.support import FakeChats, HeldClock, dump
+from tests.ui.test_goldens import Album
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "traces" / "demo.mdtrace"
 
@@ -192,3 +193,23 @@ def test_shipped_recording__small_and_without_names() -> None:
     assert {frame.snapshot.state for frame in trace.frames} >= {
         EngineState.WRITING, EngineState.READY
     }  # fmt: skip
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("look", ["unicode", "ascii"])
+async def test_goldens__a_recording__as_stored(tmp_path: Path, look: str) -> None:
+    show = Show(words_file(tmp_path), look)
+    album = Album(f"80x24-{look.replace('unicode', 'dark')}")
+    async with show.open() as pilot:
+        await show.start(pilot)
+        await show.play(pilot, 1.0)
+        show.player.pause(True)
+        await pilot.press("f3", "down", "right")
+        show.time.seconds += 5.0
+        await show.play(pilot, 0.0)
+        await album.show("recording-cache", show, pilot)
+        for name in ("layers", "list"):
+            await pilot.press("v", *(["v"] if name == "layers" and look == "unicode" else []))
+            await show.play(pilot, 0.0)
+            await album.show(f"recording-{name}", show, pilot)
+    assert not album.wrong, "\n" + "\n".join(album.wrong)

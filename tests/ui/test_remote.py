@@ -9,6 +9,7 @@ import pytest
 
 from moet_desk.api.guard import EndpointOptions
 from moet_desk.api.server import Endpoint
+from moet_desk.engine.parsers.answers import THINK, AnswerFormat, PromptEnd
 from moet_desk.engine.remote import connect
 from moet_desk.engine.remote_wire import read_address
 from moet_desk.telemetry import TextDelta
@@ -51,6 +52,16 @@ async def test_chat__answer_error_and_stop(served: tuple[FakeEngine, str]) -> No
         assert "waiting" not in screen  # for experts: nothing is known of that
         assert stage.app.conversation.turns[-1].meta["server"] == f"{address}/v1"
 
+        engine.answers, engine.prompt_end = AnswerFormat(think=THINK), PromptEnd.REASONING
+        engine.answer("Hm, let me see.", "</think>", "It is four.")
+        await stage.ask(pilot, "And this?")
+        live = stage.app.conversation.live
+        assert live is not None
+        assert eventually(lambda: live._stream.ended, 5)
+        await stage.play(pilot, 0.5)
+        turn = stage.app.conversation.turns[-1]
+        assert (turn.thought, turn.text) == ("Hm, let me see.", "It is four.")
+        engine.reset()
         engine.script = [TextDelta("Once upon"), Pause(60)]
         await stage.ask(pilot, "A story")
         live = stage.app.conversation.live
@@ -61,6 +72,9 @@ async def test_chat__answer_error_and_stop(served: tuple[FakeEngine, str]) -> No
         assert eventually(lambda: live._stream.ended, 5)
         await stage.play(pilot, 0.5)
         assert "stopped by you" in dump(stage.app)
+        sent = engine.requests[-1].messages
+        assert sent is not None
+        assert [message["content"] for message in sent][3:] == ["It is four.", "A story"]
         assert eventually(lambda: engine.busy == 0, 5)
 
 

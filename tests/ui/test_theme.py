@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from rich.cells import cell_len
+from rich.color import Color as RichColor
+from rich.color import ColorSystem
 from textual.color import Color
 from textual.theme import Theme
 
@@ -93,6 +95,33 @@ def test_ramp__any_vision__lightness_rises(vision: str) -> None:
     lightness = [oklab(seen(colour, vision))[0] for colour in RAMP_DARK]
     steps = [after - before for before, after in itertools.pairwise(lightness)]
     assert min(steps) > 0.05, steps
+
+
+def of_256(colour: str) -> str:
+    """What a terminal of 256 colours shows for it."""
+    return RichColor.parse(colour).downgrade(ColorSystem.EIGHT_BIT).get_truecolor().hex
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_ramp__256_colours__lightness_rises_too(vision: str) -> None:
+    lightness = [oklab(seen(of_256(colour), vision))[0] for colour in RAMP_DARK]
+    steps = [after - before for before, after in itertools.pairwise(lightness)]
+    assert min(steps) > 0.005, steps
+
+
+@pytest.mark.parametrize("shown", [str, of_256], ids=["truecolor", "256"])
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)
+def test_tier_colours__any_vision__stay_apart(
+    theme: Theme, vision: str, shown: Callable[[str], str]
+) -> None:
+    colours = [shown(theme.variables[f"tier-{letter}"]) for letter in "qgrn"]
+    labs = [oklab(seen(colour, vision)) for colour in colours]
+    near = min(
+        sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) ** 0.5
+        for one, other in itertools.combinations(labs, 2)
+    )
+    assert near > 0.03, near
 
 
 @pytest.mark.parametrize("vision", VISION)

@@ -61,8 +61,7 @@ class _Turn:
 class _Compressor:
     """Makes pooled entries of `dim` numbers out of tokens."""
 
-    def __init__(self, pool: Pool, weights: Weights, turn: _Turn, norm_eps: float) -> None:
-        self.w_in = torch.cat([weights("wkv"), weights("wgate")])
+    def __init__(self, weights: Weights, turn: _Turn, norm_eps: float) -> None:
         self._places = weights("ape")  # [ratio, D]
         self._norm, self._eps, self._turn = weights("norm"), norm_eps, turn
 
@@ -89,8 +88,7 @@ class _PoolIndexer:
         self, indexer: PoolIndexer, pool: Pool, weights: Weights, turn: _Turn, norm_eps: float
     ) -> None:
         self._indexer, self._turn, self._ratio = indexer, turn, pool.ratio
-        self.compressor = _Compressor(pool, weights.below("compressor."), turn, norm_eps)
-        self.w_heads = weights("weights_proj")
+        self.compressor = _Compressor(weights.below("compressor."), turn, norm_eps)
         self._w_query = weights("wq_b")
 
     def choose(
@@ -144,12 +142,13 @@ class PooledBlock:
         inputs = [weights("wq_a"), weights("wkv")]
         pool, eps = mixer.pool, mixer.norm_eps
         if pool is not None:
-            self._compressor = _Compressor(pool, weights.below("compressor."), self._turn, eps)
-            inputs.append(self._compressor.w_in)
+            below = weights.below("compressor.")
+            self._compressor = _Compressor(below, self._turn, eps)
+            inputs.append(_pooling(below))
             if pool.indexer is not None:
                 below = weights.below("indexer.")
                 self._indexer = _PoolIndexer(pool.indexer, pool, below, self._turn, eps)
-                inputs += [self._indexer.compressor.w_in, self._indexer.w_heads]
+                inputs += [_pooling(below.below("compressor.")), below("weights_proj")]
         # one product for everything that reads the input
         self._w_in, self._widths = torch.cat(inputs), [len(w) for w in inputs]
 
@@ -271,6 +270,11 @@ class PooledBlock:
             closed = torch.arange(count) < (positions + 1) // pool.ratio
             keys, mask = torch.cat([keys, far]), torch.cat([mask, closed], 1)
         return shared_attention(heads, keys, mask, self._sinks, scale=mixer.softmax_scale)
+
+
+def _pooling(weights: Weights) -> Tensor:
+    """Products of a compressor's input: values, then logits."""
+    return torch.cat([weights("wkv"), weights("wgate")])
 
 
 def _unit(heads: Tensor, eps: float) -> Tensor:

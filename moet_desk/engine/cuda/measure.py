@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.bandwidth import copy_bandwidth
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
+from moet_desk.engine.cuda.delta import DeviceStates
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading, bounce_memory
 from moet_desk.engine.cuda.kernel_groups import kernel_times, split
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
@@ -46,9 +47,9 @@ from moet_desk.engine.cuda.synthetic import (
 )
 from moet_desk.engine.cuda.synthetic_drive import SyntheticDrive
 from moet_desk.engine.kv_cache import KvCache, KvSequence
-from moet_desk.engine.model_shape import index_layers
+from moet_desk.engine.model_shape import index_layers, ring_layers
 from moet_desk.engine.sampling import GREEDY, Draw
-from moet_desk.engine.spec import Gdn, Gqa, Mixer, PooledAttention, Spec, indexer_of
+from moet_desk.engine.spec import Gdn, Gqa, Mixer, PooledAttention, Rings, Spec, indexer_of
 from moet_desk.errors import fail
 from moet_desk.kernels.kv_sizes import index_key_bytes
 from moet_desk.kernels.mailbox import MAILBOX
@@ -123,11 +124,13 @@ class ShapeBench:
         on_card = device.type == "cuda"
         self.bandwidth = copy_bandwidth(memory, device) if on_card else None
         progress("Making dense weights")
+        states = DeviceStates(spec.delta, 1, device) if spec.delta else None
         self.kv = KvCache(
             spec.attention, n_layers=spec.n_kv_layers + (spec.mtp is not None),
             n_pages=setup.kv_pages,
             page_tokens=PAGE_TOKENS, form=KV_FORM, device=device,
             index_layers=index_layers(spec, with_head=spec.mtp is not None),
+            slots=states, rings=Rings(ring_layers(spec), spec.window, setup.ring_pages, 1),
         )  # fmt: skip
         self.pools = {
             plane: DevicePool.make(
@@ -150,7 +153,7 @@ class ShapeBench:
         self.model = StepModel(
             spec, self.loader, self.kv, {setup.plane: experts},
             context=self.kv.free_tokens, device=device,
-            error=error, server=server, with_head=spec.mtp is not None,
+            error=error, server=server, with_head=spec.mtp is not None, states=states,
         )  # fmt: skip
         self.loader.forget_piece()
         if device.type == "cuda":
@@ -318,6 +321,8 @@ class ShapeBench:
     def _step(self, sequence: KvSequence, rows: int) -> None:
         tokens = self._random.integers(self._setup.shape.spec.vocab, size=rows).tolist()
         steps = [StepRow(token, sequence, i) for i, token in enumerate(tokens)]
+        if sequence.slot is not None:  # as if all rows of the step before were right
+            sequence.base = sequence.length - rows
         if None in self.model.choose(steps, self._setup.plane, [GREEDY] * rows):
             raise fail("MD-ENG-04", reason="made-up weights gave invalid numbers", model="MODEL")
 
@@ -436,8 +441,12 @@ def _host(setup: Setup, drive: SyntheticDrive | None, allocate: Allocate) -> Syn
 
 
 def _read_bytes(mixer: Mixer, spec: Spec, entries: int) -> int:
-    """KV bytes that a token reads of one attention: what it sees, and all keys of an indexer."""
-    if isinstance(mixer, Gdn | PooledAttention):
+    """KV bytes that a token reads of one attention: what it sees, and all keys of an indexer; or
+    its state.
+    """
+    if isinstance(mixer, Gdn):
+        return 4 * mixer.n_values * mixer.key_dim * mixer.value_dim
+    if isinstance(mixer, PooledAttention):
         return 0
     seen, keys = entries, 0
     if isinstance(mixer, Gqa):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import torch
 
 from moet_desk.engine.cuda.bandwidth import Bandwidth
-from moet_desk.engine.cuda.chunk_sizes import chunk_bytes, stage_bytes
+from moet_desk.engine.cuda.chunk_sizes import BLOCK_ROWS, chunk_bytes, stage_bytes
 from moet_desk.engine.cuda.shapes import Shape
 from moet_desk.engine.cuda.synthetic import dense_bytes
-from moet_desk.engine.model_shape import kv_token_bytes
+from moet_desk.engine.model_shape import kv_token_bytes, slot_bytes, windows_of
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.layouts import ExpertLayout
+from moet_desk.plan import ring_pages
 from moet_desk.store.pack_format import Plane
 from moet_desk.telemetry import ReadTimes
 from moet_desk.units import GIB, show_memory
@@ -102,9 +103,15 @@ class Setup:
 
     @property
     def kv_token_bytes(self) -> int:
-        """KV bytes per token of all layers."""
+        """KV bytes per token of the layers that keep every token."""
         spec = self.shape.spec
         return kv_token_bytes(spec, KV_FORM, with_head=spec.mtp is not None)
+
+    @property
+    def ring_pages(self) -> int:
+        """Pages of the sequence in layers with a window."""
+        windows = replace(windows_of(self.shape.spec, KV_FORM), most_rows=BLOCK_ROWS)
+        return ring_pages(windows, self.kv_pages * PAGE_TOKENS, self.chunk)
 
     @property
     def planes(self) -> tuple[Plane, ...]:
@@ -159,7 +166,8 @@ class Setup:
         fixed = (
             dense_bytes(self.shape) + RESERVE_BYTES + self.n_fine_slots() * self.layout.fine_stride
         )
-        fixed += self.kv_pages * PAGE_TOKENS * self.kv_token_bytes
+        fixed += self.kv_pages * PAGE_TOKENS * self.kv_token_bytes + slot_bytes(spec)
+        fixed += self.ring_pages * PAGE_TOKENS * windows_of(spec, KV_FORM).token_bytes
         if self.prefill:
             fixed += stage_bytes(self.layout, spec.moe_ffn.router.n_experts)
             fixed += chunk_bytes(spec, self.chunk, context=self.kv_pages * PAGE_TOKENS)

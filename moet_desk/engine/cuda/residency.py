@@ -28,6 +28,9 @@ from moet_desk.units import GIB
 PROMOTED_BYTES_PER_S = GIB
 """Most that promotions copy in a second: a fiftieth of what PCIe 5 carries (docs/design/gpu.md)."""
 
+STORIES_EVERY_S = 0.2
+"""Between two looks at what happened to each expert: 0.35 ms for 11,000 of them (2026-11-30)."""
+
 _LOOKUPS, _HITS, _MISSES, _EVICTIONS = range(4)
 
 
@@ -168,6 +171,9 @@ class CudaResidency:
         since the last picture.
         """
         old, now_s = self._told, time.monotonic() - self._began
+        last = None if self._view is None else self._view.stories
+        if last is not None and now_s - last.now_s < STORIES_EVERY_S:
+            return last
         new = _Picture(tiers, heat, int(self._pools[Plane.BASE].tables.clock), lookups)
         self._told = new
         if old is None:

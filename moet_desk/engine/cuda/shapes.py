@@ -126,17 +126,8 @@ def _deepseek_v4_flash(context: int) -> Shape:
     return Shape("deepseek-v4-flash", spec, attention, _gib(7.93), 1935)
 
 
-def _qwen3_next_80b(context: int) -> Shape:
-    spec = _spec(
-        _mla(heads=32, q_rank=None, nope=128, value=192), context, hidden=2048, layers=48,
-        experts=512, top_k=10, inter=512, shared=512, vocab=151936,
-    )  # fmt: skip
-    attention = "DeltaNet (147 MiB of state per token) and gated grouped-query layers"
-    return Shape("qwen3-next-80b", spec, attention, _gib(2.83), 6912)
-
-
-_PARTLY_TURNED = ("glm4_moe", "minimax_m2")
-"""Families whose rope turns half of each head."""
+_TURNED_PARTS = {"glm4_moe": 2, "minimax_m2": 2, "qwen3_next": 4, "qwen3_5_moe": 4}
+"""Families whose rope turns one of so many parts of each head."""
 
 _OSS_WINDOW = 128
 _OSS_GLU = Glu(limit=7.0, alpha=1.702, shift=1.0)
@@ -165,11 +156,10 @@ def _known(name: str, context: int, *, is_rounded: bool = False) -> Shape:
 def _computed(mixer: Mixer, family: str) -> Mixer:
     """Attention of the catalogue's widths with the scale and the rope that steps need."""
     if isinstance(mixer, Gdn):
-        raise ValueError("a state cannot be computed on a card")
+        return mixer
     if isinstance(mixer, Mla):
         return replace(mixer, softmax_scale=(mixer.nope_dim + mixer.rope_dim) ** -0.5)
-    width = mixer.head_dim // 2 if family in _PARTLY_TURNED else mixer.head_dim
-    rope = replace(mixer.rope, dim=width)
+    rope = replace(mixer.rope, dim=mixer.head_dim // _TURNED_PARTS.get(family, 1))
     return replace(mixer, softmax_scale=mixer.head_dim**-0.5, rope=rope)
 
 
@@ -188,8 +178,8 @@ def _oss_layer(layer: Layer) -> Layer:
 KNOWN = (
     "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air", "glm-4.7", "glm-4.7-flash",
     "minimax-m2.7", "olmoe-1b-7b", "mixtral-8x7b", "qwen3-235b-a22b", "qwen3-coder-480b",
-    "deepseek-v3.1", "deepseek-v3.2", "deepseek-r1", "kimi-k2-0905", "glm-5.2", "glm-5.2-fp8",
-    "longcat-flash",
+    "deepseek-v3.1", "deepseek-v3.2", "deepseek-r1", "kimi-k2-0905", "kimi-k2.5", "glm-5.2",
+    "glm-5.2-fp8", "longcat-flash", "qwen3-next-80b", "qwen3.6-35b-a3b", "qwen3.5-122b-a10b",
 )  # fmt: skip
 """Models of the catalogue whose family runs. Named here, so that the command line need not read
 it to list them.
@@ -197,7 +187,6 @@ it to list them.
 
 SHAPES: Mapping[str, Callable[[int], Shape]] = {
     "deepseek-v4-flash": _deepseek_v4_flash,
-    "qwen3-next-80b": _qwen3_next_80b,
     **{name: partial(_known, name) for name in KNOWN},
     "glm-5.2": partial(_known, "glm-5.2", is_rounded=True),
 }

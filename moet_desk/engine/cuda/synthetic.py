@@ -106,10 +106,11 @@ class SyntheticLoader:
         """Norms are one, biases and sinks zero; a selection bias ranks the experts in a random
         order.
         """
-        (size,) = self._shapes[name]
+        shape = self._shapes[name]
         if not name.endswith(_BIAS):
             one = not name.endswith((".bias", ".sinks"))
-            return torch.full((size,), float(one), device=self.device)
+            return torch.full(shape, float(one), device=self.device)
+        (size,) = shape
         bias = torch.zeros(size, device=self.device)
         ranks = torch.randperm(size, generator=self._random, device=self.device)
         self._biases.append((bias, ranks))

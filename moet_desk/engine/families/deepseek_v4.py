@@ -44,6 +44,8 @@ it.
 _WINDOW_ONLY, _SPARSE = 0, 4
 _STILL_BLOCK = 16  # numbers that share a scale in the smallest KV format
 _HEAD, _DRAFTS = "mtp.0.", "mtp."
+_MOST_STAGES = 8
+"""Layers of a draft model, should they be numbered behind the model's own."""
 
 
 def mtp_prefix(config: Mapping[str, Any]) -> str | None:
@@ -96,9 +98,11 @@ def plan(spec: Spec) -> PackPlan:
         ("hc_head_", "model.hc_head_"),
         ("layers.", "model.layers."),
     ]
-    ignored: tuple[str, ...] = (_DRAFTS,)
+    last = len(spec.layers)
+    stages = (f"model.layers.{last + i}." for i in range(_MOST_STAGES))
+    ignored: tuple[str, ...] = (_DRAFTS, "dspark", *stages)
     if spec.mtp is not None:
-        head = f"model.layers.{len(spec.layers)}."
+        head = f"model.layers.{last}."
         renames.insert(0, (_HEAD, head))
         ignored = (head + "embed", head + "head")  # copies of the model's, should there be any
     return replace(plan_of(spec, ignored=ignored), renames=tuple(renames))

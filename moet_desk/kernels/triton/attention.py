@@ -419,7 +419,7 @@ def gqa_decode(
     share = n // n_keys
     heads = min(64, max(16, triton.next_power_of_2(share)))
     seen = _NO_WINDOW if window is None else window
-    _gqa_decode_kernel[(most_parts(kv), n_keys * triton.cdiv(share, heads), rows)](
+    _gqa_decode_kernel[(most_parts(kv, seen), n_keys * triton.cdiv(share, heads), rows)](
         q, kv.pages, kv.table, kv.table.stride(0), lengths,
         scratch.sums, scratch.stats, scale, seen,
         N=n, KEYS=n_keys, D=d, DV=dv, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=SPLITS,
@@ -459,9 +459,9 @@ def _tile(kv: KvPages) -> int:
     return _HOPPER_TILE if large else _TILE
 
 
-def most_parts(kv: KvPages) -> int:
+def most_parts(kv: KvPages, window: int = _NO_WINDOW) -> int:
     """Parts that the longest row with these page tables can have."""
-    most = kv.table.shape[1] * kv.page_tokens
+    most = min(kv.table.shape[1] * kv.page_tokens, window)
     return min(SPLITS, -(-most // SHORTEST_PART))
 
 

@@ -286,7 +286,8 @@ class AnswerBlock(Block):
             await self._draw(shown_length(self._tail_text.text))
 
     def _segment(self, text: MarkedText) -> Segment:
-        return Segment(text.text, marks=text.marks, shows_marks=self._shows_marks)
+        plain = self._glyphs.name == "ascii"
+        return Segment(text.text, marks=text.marks, shows_marks=self._shows_marks, plain=plain)
 
     async def finish(self) -> None:
         """The answer is complete: draw what was held back."""

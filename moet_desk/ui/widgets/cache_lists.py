@@ -28,7 +28,7 @@ from moet_desk.ui.theme import Glyphs, tier_variable
 from moet_desk.ui.widgets.gauges import bar, show_percent
 
 _TIERS = (Tier.FINE, Tier.BASE, Tier.RAM, Tier.NVME)
-_FETCH_BAR = 8
+_FETCH_BAR = 12
 
 
 class CacheLines(ScrollView, can_focus=True):
@@ -121,8 +121,9 @@ class LayerStrips(CacheLines):
         numbers = "".join(f" {TIER_LETTERS[tier]}{figures.by_tier[tier]:>4}" for tier in _TIERS)
         hits = f"  hits {show_percent(figures.hit_share):>7}"
         fetched = f"  fetches {show_percent(figures.fetch_share):>7} "
-        drawn = bar(figures.fetch_share or 0.0, _FETCH_BAR, self._glyphs)
-        room = self.size.width - 6 - len(numbers) - len(hits) - len(fetched) - _FETCH_BAR - 1
+        wide = _FETCH_BAR if self.size.width >= 100 else 0
+        drawn = bar(figures.fetch_share or 0.0, wide, self._glyphs)
+        room = self.size.width - 6 - len(numbers) - len(hits) - len(fetched) - wide - 1
         pieces = _pieces(figures.by_tier, max(4, room))
         return [
             (f"L{figures.layer:02d}  ", "dim"),

@@ -135,11 +135,21 @@ class _MarkingParser:
 class MarkedMarkdown(Markdown):
     """Markdown with marks, which are ranges of its source. Links never open by themselves."""
 
-    def __init__(self, text: str = "", *, marks: Ranges = (), shows_marks: bool = False) -> None:
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        marks: Ranges = (),
+        shows_marks: bool = False,
+        plain: bool = False,
+    ) -> None:
+        """`plain`: bullets in ASCII."""
         parser: Any = _MarkingParser(self._marks_of)
         super().__init__(text, parser_factory=lambda: parser, open_links=False)
         self.marks = marks  # may reach beyond the text that is drawn already
         self.shows_marks = shows_marks
+        if plain:
+            self.BULLETS = ["* ", "- ", "+ "]
 
     def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
         """Our own class where text is drawn."""

@@ -17,8 +17,15 @@ class Segment(MarkedMarkdown):
     flush (measured on 2 cores, 2026-11-29).
     """
 
-    def __init__(self, text: str = "", *, marks: Ranges = (), shows_marks: bool = False) -> None:
-        super().__init__(text, marks=marks, shows_marks=shows_marks)
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        marks: Ranges = (),
+        shows_marks: bool = False,
+        plain: bool = False,
+    ) -> None:
+        super().__init__(text, marks=marks, shows_marks=shows_marks, plain=plain)
         self._parked_text: str | None = None
         self._parked_width = 0
         self._sought = ""

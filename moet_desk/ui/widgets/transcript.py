@@ -27,6 +27,7 @@ LEAST_TURNS, MOST_TURNS = 16, 60
 _MOST_SCREENS = 5  # of messages like those that come into the window
 _OPENED_SCREENS = 3  # drawn when a chat is opened
 _STEP_SCREENS = 1  # drawn when the view comes near an end of the window
+_TALL_SCREENS = 4  # drawn before any message may go
 _OTHER_ROWS = 4  # of a message: head, closing line, blanks
 _LONGEST_ROWS = 12  # of the user's messages, which are folded
 _FOLLOW_ROWS = 2
@@ -180,9 +181,14 @@ class Transcript(VerticalScroll, can_focus=True):
         """Put a block at the end."""
         await self.mount(block)
 
+    @property
+    def _is_tall(self) -> bool:
+        """Whether there is enough to let some go: folded messages may leave little of many."""
+        return self.virtual_size.height > _TALL_SCREENS * self.size.height
+
     async def _trim_top(self, most: int) -> None:
         surplus = len(self.blocks) - most
-        if surplus > 0:
+        if surplus > 0 and self._is_tall:
             await self.remove_children(self.blocks[:surplus])
             self._first += surplus
         self._draw_edge()
@@ -213,7 +219,7 @@ class Transcript(VerticalScroll, can_focus=True):
             await self.mount_all(added, before=kept)
             await fill(added)
             surplus = len(blocks) + len(added) - _most(added)
-            if surplus > 0:
+            if surplus > 0 and self._is_tall:
                 await self.remove_children(blocks[-surplus:])
                 self._last -= surplus
             self._first = first
@@ -252,6 +258,7 @@ class Transcript(VerticalScroll, can_focus=True):
             self.call_after_refresh(self._shift, block, now, added, tries - 1)
         else:
             self._moving = False
+            self.call_after_refresh(self.settle)  # the window may be taller than what was added
 
     # -- the cursor ----------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moet_desk.kernels.triton import delta, delta_chunk
+from moet_desk.kernels.triton import delta, delta_chunk, gates
 from tests.kernels.triton.gate import Case
 
 EXACT = {"enable_fp_fusion": False}
@@ -56,6 +56,21 @@ def _norm(values: int) -> Case:
     return Case(name, delta._gated_norm_kernel, types, constants, 1, EXACT)
 
 
+def _gate(width: int, *, one: bool) -> Case:
+    """Of the heads of a layer, or of the shared expert."""
+    types = {
+        "x": "*fp32", "x_stride": "i32", "gate": "*fp32", "gate_stride": "i32", "out": "*fp32",
+        "out_stride": "i32",
+    }  # fmt: skip
+    constants: dict[str, object] = {"W": width, "BLOCK": 1024, "ONE": one}
+    if one:
+        types |= {"residual": "*fp32", "residual_stride": "i32"}
+    else:
+        constants |= {"residual": None, "residual_stride": 0}
+    name = f"gate {width}{' of a row' if one else ''}"
+    return Case(name, gates._gate_kernel, types, constants, 4, EXACT)
+
+
 def _solve(values: int) -> Case:
     types = {
         **GATES, "changes": "*fp32", "reads": "*fp32", "seen": "*fp32", "passed_out": "*fp32",
@@ -90,6 +105,8 @@ def _cases() -> Iterator[Case]:
         yield _norm(values)
         yield _solve(values)
         yield _scan(values)
+    yield _gate(4096, one=False)
+    yield _gate(2048, one=True)
 
 
 CASES = list(_cases())

@@ -1,0 +1,131 @@
+"""Kernels of DeepSeek-V4 on a card, at DeepSeek-V4-Flash's shapes, against the twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moet_desk.kernels import reference as ref
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.kv_entries import KvPages
+from moet_desk.kernels.triton.pooled_keys import score_windows
+from moet_desk.kernels.triton.pooling import finish, pool
+from moet_desk.kernels.triton.shared_attention import shared_decode
+from moet_desk.kernels.triton.streams import StreamScratch, block_input, connect, write_back
+from tests.kernels.triton.makers import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ROWS, N, HIDDEN, HEADS, DIM, ROTARY, KEY = 4, 4, 4096, 64, 512, 64, 128
+STEPS, EPS = 20, 1e-6
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_streams__around_a_block__near_the_twin_also_alone() -> None:
+    n_made = 2 * N + N * N
+    weights = ref.StreamWeights(
+        _random(n_made, N * HIDDEN, seed=1) / 64, _random(n_made, seed=2), _random(3, seed=3)
+    )
+    streams, y = _random(ROWS, N, HIDDEN, seed=4), _random(ROWS, HIDDEN, seed=5)
+    made = ref.connections(streams, weights, steps=STEPS, eps=EPS, norm_eps=EPS)
+    read, after = made.block_input(streams), made.after(streams, y)
+    on_card = [x.cuda() for x in (weights.project, weights.base, weights.scale)]
+    results = []
+    for rows in (slice(0, ROWS), slice(1, 2)):
+        x, n_rows = streams[rows].cuda(), len(range(ROWS)[rows])
+        scratch = StreamScratch.make(n_rows, N, HIDDEN, torch.device("cuda"))
+        out = torch.empty(n_rows, HIDDEN).cuda()
+        connect(x, *on_card, steps=STEPS, eps=EPS, norm_eps=EPS, scratch=scratch)
+        block_input(x, n_made, scratch=scratch, out=out)
+        write_back(x, y[rows].cuda(), scratch=scratch)
+        results.append((out.cpu(), x.cpu()))
+    assert relative_error(results[0][0], read) < 1e-5
+    assert relative_error(results[0][1], after) < 1e-5
+    for together, alone in zip(*results, strict=True):
+        assert torch.equal(together[1], alone[0])
+
+
+@pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (128, False)])
+def test_pool__token_by_token__entries_of_the_twin(ratio: int, overlap: bool) -> None:
+    width, n_tokens = (2 * DIM if overlap else DIM), 2 * ratio
+    tokens, places = _random(n_tokens, 2 * width, seed=6), _random(ratio, width, seed=7)
+    logits = tokens[:, width:] + places.repeat(2, 1)
+    _, want = ref.OpenWindow.start(ratio, DIM, overlap=overlap).read(tokens[:, :width], logits)
+    states = torch.full((n_tokens + 1, (9 if overlap else 3) * DIM), torch.nan).cuda()
+    means = torch.full((n_tokens, DIM), torch.nan).cuda()
+    at = torch.arange(n_tokens, dtype=torch.int32).cuda()
+    for first in range(0, n_tokens, 8):
+        rows = slice(first, first + 8)
+        pool(
+            tokens[rows].cuda(), places.cuda(), at[rows], states, at[rows], at[rows] + 1,
+            means[rows], overlap=overlap,
+        )  # fmt: skip
+    closed = means.cpu()[ratio - 1 :: ratio]
+    assert relative_error(closed, want) < 1e-5
+    assert int(means.isnan().all(1).sum()) == n_tokens - 2
+
+
+def test_finish__fp8__as_the_twin_rounds() -> None:
+    vectors, weight = _random(3, DIM, seed=8), _random(DIM, seed=9)
+    frequencies, magnitude = ref.rope_frequencies(ROTARY, 1e4)
+    cos, sin = ref.rope_tables(torch.arange(16), frequencies, magnitude)
+    pages, table = torch.zeros(1, 4, 584, dtype=torch.uint8).cuda(), torch.zeros(3, 1).int().cuda()
+    positions = torch.tensor([3, 7, 11], dtype=torch.int32)
+    finish(
+        vectors.cuda(), weight.cuda(), EPS, cos.cuda(), sin.cuda(), positions.cuda(), pages, table,
+        KvFormat.FP8, ratio=4,
+    )  # fmt: skip
+    normed = ref.rms_norm(vectors, weight, EPS)
+    at = positions.long() - 3
+    turned = ref.rotate(normed[:, -ROTARY:], cos[at], sin[at], interleaved=True)
+    entries = torch.cat([normed[:, :-ROTARY], turned], 1)
+    want = ref.shared_read(ref.shared_write(entries, KvFormat.FP8, ROTARY), KvFormat.FP8, 512, 64)
+    got = ref.shared_read(pages[0, :3].cpu(), KvFormat.FP8, DIM, ROTARY)
+    assert ((got - want).abs() > 1e-5).float().mean() < 0.01  # near the middle of two codes
+
+
+@pytest.mark.parametrize("form", [KvFormat.FP8, KvFormat.NVFP4, KvFormat.BF16])
+def test_shared_decode__window_and_chosen_entries__as_the_twin_also_alone(form: KvFormat) -> None:
+    lengths, n_held = [1, 128, 640, 640], 3000
+    entries = ref.shared_write(_random(n_held, DIM, seed=10), form, ROTARY)
+    q, sink = _random(ROWS, HEADS, DIM, seed=11), _random(HEADS, seed=12)
+    table = torch.stack([torch.randperm(n_held)[:640] for _ in lengths]).int()
+    kv = KvPages(entries[:, None].contiguous().cuda(), table.cuda(), form)
+    seen = torch.tensor(lengths, dtype=torch.int32).cuda()
+    scratch = DecodeScratch.make(ROWS, HEADS, DIM, device=torch.device("cuda"))
+    out, alone = torch.empty(ROWS, HEADS, DIM).cuda(), torch.empty(1, HEADS, DIM).cuda()
+    shared_decode(q.cuda(), kv, seen, sink.cuda(), out, scale=DIM**-0.5, scratch=scratch)
+    for t, n in enumerate(lengths):
+        own = ref.shared_read(entries[table[t, :n].long()], form, DIM, ROTARY)
+        mask = torch.ones(1, n, dtype=torch.bool)
+        want = ref.shared_attention(q[t : t + 1], own, mask, sink, scale=DIM**-0.5)
+        assert relative_error(out[t].cpu(), want[0]) < 1e-5
+    one = KvPages(kv.pages, kv.table[1:2], form)
+    shared_decode(
+        q[1:2].cuda(), one, seen[1:2], sink.cuda(), alone, scale=DIM**-0.5, scratch=scratch
+    )
+    assert torch.equal(alone[0], out[1])
+
+
+@pytest.mark.parametrize("form", [KvFormat.FP8, KvFormat.BF16])
+def test_score_windows__long_rows__as_the_twin(form: KvFormat) -> None:
+    lengths, n_held = [1, 513, 5000], 5008
+    keys = ref.pooled_key_write(_random(n_held, KEY, seed=13), form)
+    pages, table = keys.view(-1, 16, keys.shape[1]), torch.arange(n_held // 16).int()
+    kv = KvPages(pages.contiguous().cuda(), table.repeat(3, 1).cuda(), form)
+    q = ref.index_rounded(_random(3, HEADS, KEY, seed=14))
+    weights, seen = _random(3, HEADS, seed=15), torch.tensor(lengths, dtype=torch.int32)
+    scores = torch.full((3, n_held), torch.nan).cuda()
+    score_windows(q.cuda(), weights.cuda(), kv, seen.cuda(), scores, scale=0.01)
+    own = ref.pooled_key_read(keys, form, KEY)
+    want = ref.index_scores(q, own, 0.01 * weights, seen.long())
+    for t, n in enumerate(lengths):
+        assert relative_error(scores[t, :n].cpu(), want[t, :n]) < 1e-5
