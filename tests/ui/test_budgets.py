@@ -45,15 +45,18 @@ async def test_flush__long_answer__cost_and_widgets_stay_flat(marked: bool) -> N
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_long_chat__ten_thousand_messages__opening_scrolling_and_typing_stay_quick() -> None:
-    """Seconds of CPU; on two quiet cores they are a third of these (bench/records)."""
+    """Seconds of CPU; about a fifth of these are measured (bench/records), more on a busy computer.
+
+    Drawing all messages would take minutes.
+    """
     costs = await measure(10_000, repeats=4)
     assert costs["widgets"] < 250
-    assert costs["open_s"] < 1.2
-    assert costs["page_s"]["median"] < 0.6
-    assert costs["to_first_s"] < 1.0
-    assert costs["to_end_s"] < 1.0
-    assert costs["key_s"]["median"] < 0.1
-    assert costs["find_s"] < 0.3
+    assert costs["open_s"] < 2.0
+    assert costs["page_s"]["median"] < 0.8
+    assert costs["to_first_s"] < 2.0
+    assert costs["to_end_s"] < 1.5
+    assert costs["key_s"]["median"] < 0.15
+    assert costs["find_s"] < 0.8
 
 
 FIRST_PICTURE = """
