@@ -3,10 +3,10 @@
     python -m bench.drafts [PROMPTS [TOKENS [DEVICE [WAYS]]]]
 
 One JSON line for each quality and way to guess: greedy answers, the first turns of
-tests/data/heldout/chat.jsonl. On a CPU (default) all engines are open at once and take turns, prompt
-by prompt, so that whatever else the computer does meets all of them, and rows are read one by one, so a
-right guess saves nothing: tokens per step is what a GPU can use. On a GPU, which belongs to one engine,
-they run one after the other. `cpu_ms_per_token` is this process's own time.
+tests/data/heldout/chat.jsonl. All engines are open at once and take turns, prompt by prompt, so that
+whatever else the computer does meets all of them; on a GPU each may take 4 GiB. On a CPU (default) rows
+are read one by one, so a right guess saves nothing: tokens per step is what a GPU can use.
+`cpu_ms_per_token` is this process's own time.
 WAYS are places in the list below, 0,4,5; all if there are none.
 """
 
@@ -25,6 +25,7 @@ from typing import Any
 from bench.same_text import CHATS, first_turns, running
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, Quality, Sampling
 from moet_desk.telemetry import Finished
+from moet_desk.units import GIB
 from tests.conftest import DEMO, pack_source
 
 WAYS: Sequence[Mapping[str, Any]] = (
@@ -35,6 +36,7 @@ WAYS: Sequence[Mapping[str, Any]] = (
     {"drafts": "auto", "draft_depth": 3},
     {"drafts": "auto", "draft_depth": 3, "draft_head": True},
 )
+ROOM = {"cuda": 4 * GIB}
 
 
 @dataclass(slots=True)
@@ -94,10 +96,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pack = pack_source(DEMO, Path(folder) / "demo")
         prompts = first_turns(CHATS, n_prompts)
-        together = [ways] if device == "cpu" else [[way] for way in ways]
         for quality in (Quality.FAST, Quality.EXACT):
-            for beside in together:
-                compare(pack, prompts, quality, n_tokens, beside, device)
+            compare(pack, prompts, quality, n_tokens, ways, device)
 
 
 def compare(
@@ -111,7 +111,10 @@ def compare(
     """Print a line for each of some ways, whose engines take turns."""
     with ExitStack() as stack:
         handles = [
-            stack.enter_context(running(pack, device=device, hot_set=False, **way)) for way in ways
+            stack.enter_context(
+                running(pack, device=device, hot_set=False, vram_bytes=ROOM.get(device), **way)
+            )
+            for way in ways
         ]
         sums = [Sums() for _ in ways]
         for prompt in prompts:

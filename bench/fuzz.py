@@ -40,7 +40,7 @@ from moet_desk.cli.desk_jobs import AppJobs
 from moet_desk.cli.eval_data import read_tasks, read_texts
 from moet_desk.engine.families import plan_for, spec_for
 from moet_desk.engine.gate_file import gate_in_use
-from moet_desk.errors import MoetError
+from moet_desk.errors import MoetError, fail
 from moet_desk.settings import SETTINGS
 from moet_desk.store.chats import ChatStore
 from moet_desk.store.journal import JournalKey, read_journal
@@ -55,7 +55,13 @@ from moet_desk.store.quant_formats import decode
 from moet_desk.store.responses import Kept, ResponseStore
 from moet_desk.store.saved_prefixes import SavedPrefixes
 from moet_desk.store.state_file import read_record
+from moet_desk.ui.bridge import Bridge
+from moet_desk.ui.chat_lines import closing_line
+from moet_desk.ui.chat_records import Wishes
+from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.setup_steps import from_kept
+from moet_desk.ui.theme import UNICODE
+from moet_desk.ui.widgets.problem import problem_content
 from tests.engine.tiny_models import CONFIGS
 from tests.store.tiny import Tiny, plan_of, write_source
 
@@ -287,7 +293,15 @@ class Chats(Target):
             chat = store.create_chat(f"Chat {number}", model="demo", system="Be brief.")
             store.add_message(chat, "user", "word " * 50, status="done")
             message = store.add_message(chat, "assistant", "", status="writing")
-            store.update_message(message, content="answer " * 50, status="done", meta={"tokens": 5})
+            meta = {
+                "tokens": 5,
+                "decode_s": 0.1,
+                "context_used": 9,
+                "error": fail("MD-ENG-04").to_dict(),
+            }
+            store.update_message(message, content="answer " * 50, status="done", meta=meta)
+            store.save_settings(chat, system="Be brief.", settings=Wishes(seed=1).to_stored())
+            store.save_draft_files(chat, [{"name": "a.txt", "text": "file", "n_tokens": 1}])
         store.close()
 
     def play(self, folder: Path, choose: random.Random) -> None:
@@ -298,9 +312,15 @@ class Chats(Target):
             _junk_in_a_row(path, choose)
         store = ChatStore.open(path)
         try:
-            for chat in store.list_chats():
-                store.get_chat(chat.id)
-            store.list_chats(query="answer")
+            conversation = Conversation(Bridge(None), store, wishes=Wishes())
+            for chat, _ in conversation.list_chats(""):
+                conversation.open(chat.id)
+                for turn in conversation.turns:
+                    closing_line(turn, UNICODE)
+                    if "error" in turn.meta:
+                        problem_content(turn.meta["error"], UNICODE)
+                conversation.request()
+            conversation.list_chats("answer")
             chat_id = store.create_chat("new")
             store.add_message(chat_id, "user", "hi", status="done")
             store.save_draft(chat_id, "draft")
@@ -310,19 +330,22 @@ class Chats(Target):
 
 
 def _junk_in_a_row(path: Path, choose: random.Random) -> None:
+    """A value that this program never writes, in a column; JSON columns also get other values."""
     values = [None, 0, -1, 1e300, "x", "", b"\xff", "{", "[]", '{"a": 1', "NaN", 2**62]
     file = sqlite3.connect(path)
     tables = [row[0] for row in file.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    table = choose.choice(
-        [name for name in tables if not name.startswith(("sqlite", "message_words"))]
-    )
-    columns = [row[1] for row in file.execute(f"PRAGMA table_info({table})")]
-    column = choose.choice(columns)
+    own = [name for name in tables if not name.startswith(("sqlite", "message_words"))]
+    table = choose.choice(own)
+    column = choose.choice([row[1] for row in file.execute(f"PRAGMA table_info({table})")])
+    value = choose.choice(values)
+    old = file.execute(f"SELECT {column} FROM {table} ORDER BY length({column}) DESC").fetchone()[0]
+    if isinstance(old, str) and old[:1] in ("{", "[") and choose.random() < 0.7:
+        value = json.dumps(changed(choose, json.loads(old)))
     try:
         with file:
             file.execute("PRAGMA foreign_keys = OFF")
-            file.execute(f"UPDATE {table} SET {column} = ?", (choose.choice(values),))
-            if choose.random() < 0.2:
+            file.execute(f"UPDATE {table} SET {column} = ?", (value,))
+            if choose.random() < 0.1:
                 file.execute(f"PRAGMA user_version = {choose.randrange(-5, 50)}")
     except sqlite3.Error:
         pass  # the file itself does not take such a value

@@ -3,7 +3,8 @@
 #
 #   bench/shapes.sh FOLDER [NAME...]     one JSON record per model, and table.md of all
 #
-# VRAM (default 32GiB), CONTEXT (8192) and PREFILL (8192) may be set. Exits with 1 if one failed.
+# VRAM (default 32GiB), CONTEXT (8192) and PREFILL (8192) may be set, and RAM (64GiB: rows beyond are
+# read from a drive; set PREFILL=0 then, or each prompt reads all of them). Exits with 1 if one failed.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:?give a folder for the records}
@@ -16,7 +17,7 @@ failed=0
 for name; do
     began=$(date +%s)
     python3 -m moet_desk bench --shape "$name" --vram-limit "${VRAM:-32GiB}" \
-        --context "${CONTEXT:-8192}" --prefill "${PREFILL:-8192}" --json \
+        --context "${CONTEXT:-8192}" --prefill "${PREFILL:-8192}" --json ${RAM:+--ram-limit "$RAM"} \
         >"$out/$name.json" 2>"$out/$name.txt"
     code=$?
     if [ $code -ne 0 ]; then

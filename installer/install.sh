@@ -115,6 +115,7 @@ checks_of() {
 # $1: what pip does. The three parts are apart because only torch comes from another index.
 each_part() {
     verb="$1" && shift
+    set -- "$@" --only-binary=:all: # nothing is built here, so no compiler is needed
     [ -z "$offline" ] || set -- "$@" --no-index "--find-links=$offline/packages"
     "$python" -m pip "$verb" --quiet --disable-pip-version-check --no-deps --require-hashes \
         "$@" --requirement "$lock/packages.txt" || return 1

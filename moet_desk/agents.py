@@ -204,7 +204,14 @@ _KEY_ENDINGS = (
     "_ACCESS_KEY_ID", "_SESSION_TOKEN", "_API_SECRET",
 )  # fmt: skip
 _KEY_NAMES = frozenset(
-    ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "GITHUB_TOKEN", "GH_TOKEN", "MOET_DESK_ENDPOINT_KEY")
+    (
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "GITHUB_TOKEN",
+        "GH_TOKEN",
+        "MOET_DESK_ENDPOINT_KEY",
+        "MOET_DESK_CONNECT_KEY",
+    )
 )
 
 

@@ -51,7 +51,9 @@ class MlaFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GqaFacts:
-    """The same of grouped-query attention; `qk_norm` is "none", "head" or "full"."""
+    """The same of grouped-query attention; `qk_norm` is "none", "head" or "full". Of each
+    `window_every` layers the first one has a `window` (0: none has).
+    """
 
     keys: int
     has_bias: bool
@@ -61,6 +63,23 @@ class GqaFacts:
     shared_inter: int
     vocab: int
     expert_bias: bool = False
+    window: int = 0
+    window_every: int = 1
+    out_gate: bool = False
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GdnFacts:
+    """Gated DeltaNet in all layers but the last of each `full_every`; see `engine.spec.Gdn`."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    fused: bool
+    full_every: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +116,7 @@ class CatalogueEntry:
     unknown: tuple[str, ...] = ()
     mla: MlaFacts | None = None
     gqa: GqaFacts | None = None
+    gdn: GdnFacts | None = None
 
     @property
     def layout(self) -> ExpertLayout:
@@ -139,7 +159,9 @@ class CatalogueEntry:
         return self.n_rows * (layout.base_stride + layout.fine_stride) + self.dense_bytes
 
     def kv_token_bytes(self, form: KvFormat) -> int:
-        """KV bytes of a token, all layers; float32 takes twice of what bfloat16 does."""
+        """KV bytes of a token in the layers that keep every token; float32 takes twice of what
+        bfloat16 does.
+        """
         if form is KvFormat.F32:
             return 2 * self.kv_bytes["bf16"]
         return self.kv_bytes[form.value]
@@ -180,12 +202,13 @@ def parse(text: str) -> tuple[CatalogueEntry, ...]:
 
 def _entry(table: Mapping[str, Any]) -> CatalogueEntry:
     fields = dict(table)
-    mla, gqa = fields.pop("mla", None), fields.pop("gqa", None)
+    mla, gqa, gdn = (fields.pop(name, None) for name in ("mla", "gqa", "gdn"))
     fields["unknown"] = tuple(fields.get("unknown", ()))
     return CatalogueEntry(
         **fields,
         mla=None if mla is None else MlaFacts(**mla),
         gqa=None if gqa is None else GqaFacts(**gqa),
+        gdn=None if gdn is None else GdnFacts(**gdn),
     )
 
 

@@ -203,7 +203,9 @@ def token_work(
     rows = sum(plane.row_bytes for plane in planes)
     slot = rows if on_device else shape.slot_bytes
     pairs = (shape.top_k if shape.mean_used is None else shape.mean_used) * moe_layers
-    kv = shape.kv_token_bytes * min(HISTORY_TOKENS, shape.model_context) + shape.state_bytes
+    history, windows = min(HISTORY_TOKENS, shape.model_context), shape.windows
+    kv = shape.kv_token_bytes * history + shape.state_bytes
+    kv += windows.token_bytes * min(history, windows.tokens)
     read = round(shape.dense_bytes + pairs * slot + kv)
     return TokenWork(layers, pairs, shape.n_rows, read, slot, planes)
 

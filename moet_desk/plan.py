@@ -80,6 +80,21 @@ class ChunkSize:
 
 
 @dataclass(frozen=True, slots=True)
+class Windows:
+    """Layers that keep their last entries alone.
+
+    Attributes:
+        tokens: of their window; 0: there are none.
+        token_bytes: KV of a token in all of them.
+        most_rows: of a prompt chunk that are stored before they look back; 0: the whole chunk.
+    """
+
+    tokens: int = 0
+    token_bytes: int = 0
+    most_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes the planner needs, in bytes and counts.
 
@@ -94,10 +109,11 @@ class ModelShape:
     fine_stride: int
     slot_bytes: int
     dense_bytes: int
-    kv_token_bytes: int  # all layers together
+    kv_token_bytes: int  # of all layers that keep every token
     model_context: int
     chunks: tuple[ChunkSize, ...] = ()  # of a device, the largest first
     state_bytes: int = 0  # of a request, whatever its length
+    windows: Windows = Windows()
     mean_used: float | None = None
 
 
@@ -115,7 +131,9 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """The sizes of every tier. `bytes_total` adds up what they take, the dense stack included."""
+    """The sizes of every tier. `bytes_total` adds up what they take, the dense stack included;
+    `ring_pages` are a request's in layers with a window.
+    """
 
     context: int
     kv_pages: int
@@ -125,6 +143,7 @@ class TierPlan:
     arena_fine_rows: int
     prefill_chunk: int
     bytes_total: int
+    ring_pages: int = 0
 
 
 def kv_tokens(wishes: Wishes, model_context: int) -> int:
@@ -165,10 +184,21 @@ def _context(shape: ModelShape, wishes: Wishes) -> int:
     return wishes.context
 
 
-def _kv_bytes(shape: ModelShape, wishes: Wishes, pages: int) -> int:
+def _kv_bytes(shape: ModelShape, wishes: Wishes, pages: int, ring_pages: int) -> int:
     """KV and states of all requests together."""
     kv = pages * KV_PAGE_TOKENS * shape.kv_token_bytes
-    return kv + wishes.max_running * shape.state_bytes
+    ring = ring_pages * KV_PAGE_TOKENS * shape.windows.token_bytes
+    return kv + wishes.max_running * (ring + shape.state_bytes)
+
+
+def _ring_pages(windows: Windows, context: int, chunk: int) -> int:
+    """Pages of a request in a layer with a window: for what its oldest row still sees when the last
+    one is stored, wherever in a page that begins; never more than the context has.
+    """
+    if not windows.tokens:
+        return 0
+    rows = max(STEP_ROWS, min(chunk, windows.most_rows or chunk))
+    return min(-(-(windows.tokens + rows) // KV_PAGE_TOKENS) + 1, -(-context // KV_PAGE_TOKENS))
 
 
 def _least(name: int | None, least: int) -> None:
@@ -187,7 +217,9 @@ def plan_tiers(shape: ModelShape, ram_bytes: int, wishes: Wishes) -> TierPlan:
     _least(wishes.fine_slots, shape.top_k)
     context = _context(shape, wishes)
     pages = kv_tokens(wishes, shape.model_context) // KV_PAGE_TOKENS
-    used = shape.dense_bytes + WORK_BYTES + _kv_bytes(shape, wishes, pages)
+    chunk = wishes.prefill_chunk or PREFILL_CHUNK
+    ring = _ring_pages(shape.windows, context, chunk)
+    used = shape.dense_bytes + WORK_BYTES + _kv_bytes(shape, wishes, pages, ring)
     used += shape.slot_bytes  # the staging slot of prefill
 
     full = False
@@ -216,10 +248,10 @@ def plan_tiers(shape: ModelShape, ram_bytes: int, wishes: Wishes) -> TierPlan:
     fine_slots += take(shape.n_rows - fine_slots, shape.slot_bytes, more, 0)
     if used > ram_bytes:
         raise fail("MD-RAM-01", need=show_memory(used), have=show_memory(ram_bytes))
-    chunk = wishes.prefill_chunk or PREFILL_CHUNK
     return TierPlan(
-        context, pages, base_slots, fine_slots, arena_base, arena_fine, chunk, bytes_total=used
-    )
+        context, pages, base_slots, fine_slots, arena_base, arena_fine, chunk, bytes_total=used,
+        ring_pages=ring,
+    )  # fmt: skip
 
 
 STEP_ROWS = 8
@@ -266,9 +298,11 @@ def plan_device_tiers(shape: ModelShape, budget: DeviceBudget, wishes: Wishes) -
     _least(wishes.fine_slots, least)
     context = _context(shape, wishes)
     pages = kv_tokens(wishes, shape.model_context) // KV_PAGE_TOKENS
-    used = shape.dense_bytes + device_work(shape.dense_bytes) + _kv_bytes(shape, wishes, pages)
-    used += least * (shape.base_stride + shape.fine_stride)
     chunk = _chunk(shape.chunks, wishes.prefill_chunk, budget.vram)
+    ring = _ring_pages(shape.windows, context, chunk.tokens)
+    used = shape.dense_bytes + device_work(shape.dense_bytes)
+    used += _kv_bytes(shape, wishes, pages, ring)
+    used += least * (shape.base_stride + shape.fine_stride)
     used += chunk.n_bytes
     if used > budget.vram:
         raise fail("MD-GPU-05", need=show_memory(used), have=show_memory(budget.vram))
@@ -282,7 +316,7 @@ def plan_device_tiers(shape: ModelShape, budget: DeviceBudget, wishes: Wishes) -
     arena_bytes = base_rows * shape.base_stride + fine_rows * shape.fine_stride
     return TierPlan(
         context, pages, base_slots, fine_slots, base_rows, fine_rows, chunk.tokens,
-        bytes_total=fixed + slots + arena_bytes,
+        bytes_total=fixed + slots + arena_bytes, ring_pages=ring,
     )  # fmt: skip
 
 
@@ -388,7 +422,7 @@ def tier_bytes(shape: ModelShape, plan: TierPlan, wishes: Wishes, *, on_device: 
     fine_left = max(0, shape.n_rows - plan.arena_fine_rows)
     return TierBytes(
         dense=shape.dense_bytes,
-        kv=_kv_bytes(shape, wishes, plan.kv_pages),
+        kv=_kv_bytes(shape, wishes, plan.kv_pages, plan.ring_pages),
         work=device_work(shape.dense_bytes) if on_device else WORK_BYTES,
         chunk=chunk,
         base_slots=plan.base_slots * base_slot,

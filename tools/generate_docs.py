@@ -110,7 +110,7 @@ _AREAS: Mapping[str, str] = {
 
 def errors_page() -> str:
     """Every row of the error catalogue, by area."""
-    return _page("Errors", "moet_desk/errors.py", _errors())
+    return _page("Errors", "moet_desk/errors", _errors())
 
 
 def _errors() -> Lines:

@@ -67,12 +67,10 @@ def known_local(folder: Path, name: str, **words: Any) -> Known:
         MoetError: as `planned_local`.
     """
     maker, model = planned_local(folder, name)
-    plan = maker.plan
-    shape = f"{len(plan.moe_layers)} MoE layers x {plan.n_experts} experts"
     fields: dict[str, Any] = {
         "id": str(folder),
         "title": name,
-        "about": (f"{plan.model_type}, {shape}, {maker.source_format}, from {folder}",),
+        "about": _about(maker, f"{maker.plan.model_type}, ", f", from {folder}"),
     }
     fields |= {"download_bytes": 0, "pack_bytes": model.pack_bytes, "peak_bytes": model.pack_bytes}
     arguments = ("pack", str(folder), "--name", name, "--wait")
@@ -95,8 +93,6 @@ def known_repository(invocation: Invocation, repo: str) -> Known:
     if reclaim:
         prepared, model = _look_at(invocation, repo, name, reclaim=True)
         figures = prepared.figures
-    plan = prepared.maker.plan
-    shape = f"{len(plan.moe_layers)} MoE layers x {plan.n_experts} experts"
     offer = Offer(
         id=repo,
         title=name,
@@ -106,9 +102,19 @@ def known_repository(invocation: Invocation, repo: str) -> Known:
         fit=Fit.NO_ROOM if figures.need > free else Fit.UNKNOWN,
         reason="The drive has too little room." if figures.need > free else "",
         revision=prepared.state.commit[:12],
-        about=(f"{repo}: {plan.model_type}, {shape}, {prepared.maker.source_format}",),
+        about=_about(prepared.maker, f"{repo}: {prepared.maker.plan.model_type}, "),
     )
     return Known(offer, name, model, "pull", pull_arguments(repo, name, reclaim=reclaim))
+
+
+def _about(maker: RowMaker, before: str, behind: str = "") -> tuple[str, ...]:
+    """Lines about a source: its experts, and what of it will not be packed."""
+    from moet_desk.cli.pull import left_out_words
+
+    plan = maker.plan
+    shape = f"{len(plan.moe_layers)} MoE layers x {plan.n_experts} experts"
+    left_out = left_out_words(maker.left_out)
+    return (f"{before}{shape}, {maker.source_format}{behind}", *([left_out] if left_out else []))
 
 
 def _look_at(
@@ -155,7 +161,7 @@ def planned(
     from moet_desk.store.pack_folder import pack_sizes
     from moet_desk.store.pack_format import DENSE_FILE
 
-    has_mtp = packed_head(config, maker.plan.moe_layers, path=config_path)
+    has_mtp = packed_head(config, maker.plan.moe_layers, maker.plan.dense, path=config_path)
     sizes = pack_sizes(maker)
     return PlannedModel(
         name=name,

@@ -32,7 +32,7 @@ def as_text(model: PlannedModel, answer: ModelPlan | Refusal, facts: MachineFact
     for title in obstacles(plan, facts):
         lines.append(f"Before the card can be used: {title}. See: moet-desk doctor")
     if model.stands_in:
-        lines.append("Its attention is not written yet: what reading a prompt takes is estimated.")
+        lines.append("What reading a prompt takes on a card is estimated: it has no kernels yet.")
     return "\n".join(lines)
 
 

@@ -256,7 +256,8 @@ def _say_figures(invocation: Invocation, prepared: Prepared, *, is_all: bool) ->
     )
     if not asked.reclaim:
         invocation.say("With --reclaim each file is deleted once it is packed.")
-    say_left_out(invocation, prepared.maker.left_out)
+    if left_out := left_out_words(prepared.maker.left_out):
+        invocation.say(left_out)
     if not has_tokenizer:
         invocation.say("It has no tokenizer.json: it can be packed, and not run until it has one.")
     if prepared.moved:
@@ -266,11 +267,12 @@ def _say_figures(invocation: Invocation, prepared: Prepared, *, is_all: bool) ->
         )
 
 
-def say_left_out(invocation: Invocation, left_out: Mapping[str, int]) -> None:
-    """Name what of a model's files will not be in the pack, such as a vision part."""
-    if left_out:
-        named = ", ".join(f"{start.rstrip('.')} ({count:,})" for start, count in left_out.items())
-        invocation.say(f"Left out, tensors that begin with: {named}.")
+def left_out_words(left_out: Mapping[str, int]) -> str:
+    """What of a model's files will not be in the pack, such as a vision part; empty for nothing."""
+    if not left_out:
+        return ""
+    named = ", ".join(f"{start.rstrip('.')} ({count:,})" for start, count in left_out.items())
+    return f"Left out, tensors that begin with: {named}."
 
 
 def is_agreed(model: str, n_bytes: int, options: dict[str, Any], *, code: str, ask: str) -> bool:

@@ -15,7 +15,7 @@ import click
 from moet_desk.cli.context import Invocation
 from moet_desk.cli.models import pack_folder
 from moet_desk.cli.output import Format, print_document, print_event, say
-from moet_desk.cli.pull import is_agreed, say_left_out
+from moet_desk.cli.pull import is_agreed, left_out_words
 from moet_desk.errors import ExitCode
 from moet_desk.units import show_disk
 
@@ -102,7 +102,8 @@ def _say_figures(
         f" {size['fine']} more for 4 bits, {size['dense']} of other weights);"
         f" {size['free']} are free."
     )
-    say_left_out(invocation, fields["left_out"])
+    if left_out := left_out_words(fields["left_out"]):
+        invocation.say(left_out)
     if not fields["has_tokenizer"]:
         invocation.say("It has no tokenizer.json: it can be packed, and not run until it has one.")
 

@@ -275,7 +275,7 @@ def count_answer_flips(
         try:
             fast = _choices(core, one, sequences[0], Plane.BASE)
             exact = _choices(core, one, sequences[1], Plane.FINE)
-            reruns = _reruns_with_states if core.spec.recurrent else _reruns
+            reruns = _reruns_on_the_way if core.kv.forgets else _reruns
             again = reruns(core, ids, sequences[0], one.n_prompt - 1)
             for (sure, said), (_, wanted), token in zip(fast, exact, again, strict=True):
                 counts.add(sure, flip=said != wanted, stays=token != wanted)
@@ -297,7 +297,7 @@ def _reruns(core: Core, ids: Tensor, sequence: KvSequence, first: int) -> list[i
     return found[::-1]
 
 
-def _reruns_with_states(core: Core, ids: Tensor, sequence: KvSequence, first: int) -> list[int]:
+def _reruns_on_the_way(core: Core, ids: Tensor, sequence: KvSequence, first: int) -> list[int]:
     """The same where a sequence cannot go back far: everything is read once more on the way."""
     core.kv.rewind(sequence, 0)
     for start in range(0, first, core.prefiller.chunk):

@@ -4,9 +4,10 @@ Owned by the engine thread. A sequence holds whole pages, reserved when it is ad
 runs out in the middle of an answer. State contract: `reserve`, `write` (append), `length` as the
 mark, and `rewind`. Entries are made and read by `kernels.reference.kv_formats`: of MLA a latent and
 a rotary key, of grouped-query attention all heads' keys and values. Layers whose attention has an
-indexer keep its keys on the same pages, under the same rules. Layers with a state of fixed size
-store nothing for each token; their states (`recurrent`) are the sequence's, and go back less far.
-Of those, pooled attention has entries of closed windows on the pages.
+indexer keep its keys on the same pages, under the same rules. Layers with a window keep the last
+entries alone, on few pages that a sequence takes in turn. Layers with a state of fixed size store
+nothing for each token; their states (`recurrent`) are the sequence's. A sequence with either goes
+back less far. Of the latter, pooled attention has entries of closed windows on the pages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.recurrent import States, StateSlots
-from moet_desk.engine.spec import Attention, Mla, PooledAttention, Stateful
+from moet_desk.engine.spec import Attention, Mla, PooledAttention, Rings, Stateful
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_key_bytes, pooled_key_bytes
 from moet_desk.kernels.reference import (
@@ -43,6 +44,7 @@ class KvSequence:
     """Pages of one sequence and how many tokens they hold.
 
     Attributes:
+        ring: pages in layers with a window.
         choice: while tokens are read, what the newest layer with an indexer chose for them, bool
             [T, S]; None: all that they may see.
         slot, base: of its states on a device, if it has some there (`recurrent.StateSlots`).
@@ -55,6 +57,12 @@ class KvSequence:
     states: States = field(default_factory=States)  # of mixers that have some
     slot: int | None = None
     base: int = 0
+    ring: list[int] = field(default_factory=list)
+
+    def ring_pages(self) -> list[int]:
+        """The page of a layer with a window for each page of the others."""
+        times = -(-len(self.pages) // max(1, len(self.ring)))
+        return (self.ring * times)[: len(self.pages)]
 
     def fork(self) -> KvSequence:
         """The same tokens on the same pages, to read ahead of them: neither sees the other's
@@ -89,6 +97,7 @@ class KvCache:
         index_layers: layers, of `n_layers`, whose attention has an indexer.
         recurrent: mixers of the layers that have a state instead, on a CPU.
         slots: such states on a device.
+        rings: layers, of `n_layers`, that keep the last entries alone.
     """
 
     def __init__(
@@ -103,6 +112,7 @@ class KvCache:
         index_layers: Sequence[int] = (),
         recurrent: Sequence[Stateful] = (),
         slots: StateSlots | None = None,
+        rings: Rings | None = None,
     ) -> None:
         self.form = form
         self.page_tokens = page_tokens
@@ -112,8 +122,16 @@ class KvCache:
         self._state_bytes = sum(mixer.state_bytes(form) for mixer in recurrent)
         if slots is not None:
             self._state_bytes = slots.state_bytes
-        shape = (n_layers, n_pages, page_tokens, self.entry_bytes)
+        rings = rings or Rings((), window=0, pages=0, sequences=0)
+        whole = [i for i in range(n_layers) if i not in rings.layers]
+        entry = (page_tokens, self.entry_bytes)
+        shape = (len(whole), n_pages, *entry)
         self._pages = torch.zeros(shape, dtype=torch.uint8, device=device)
+        shape = (len(rings.layers), rings.pages * rings.sequences, *entry)
+        self._ring_pages = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._rings, self._free_ring = rings, list(range(shape[1]))
+        self._of_layer: dict[int, Tensor] = dict(zip(whole, self._pages, strict=True))
+        self._of_layer |= dict(zip(rings.layers, self._ring_pages, strict=True))
         self._index_dim = mixer.indexer.head_dim if isinstance(mixer, Mla) and mixer.indexer else 0
         key = (n_pages, page_tokens, index_key_bytes(form, self._index_dim))
         self._index = {i: torch.zeros(key, dtype=torch.uint8, device=device) for i in index_layers}
@@ -126,8 +144,22 @@ class KvCache:
 
     @property
     def n_layers(self) -> int:
-        """Layers that store."""
+        """Layers that keep the entries of all tokens."""
         return int(self._pages.shape[0])
+
+    @property
+    def forgets(self) -> bool:
+        """Whether a sequence cannot go back to any length."""
+        return self.has_rings or bool(self._recurrent or self._slots)
+
+    @property
+    def has_rings(self) -> bool:
+        """Whether some layers keep the last entries alone."""
+        return bool(self._rings.layers)
+
+    def is_ring(self, layer: int) -> bool:
+        """Whether a layer's pages are taken in turn (`KvSequence.ring`)."""
+        return layer in self._rings.layers
 
     @property
     def free_tokens(self) -> int:
@@ -136,7 +168,7 @@ class KvCache:
 
     def pages(self, layer: int) -> Tensor:
         """All pages of one layer, uint8 [n_pages, page_tokens, entry_bytes], for device kernels."""
-        return self._pages[layer]
+        return self._of_layer[layer]
 
     def index_pages(self, layer: int) -> Tensor | None:
         """The keys of a layer's indexer on all pages, uint8 [n_pages, page_tokens, bytes of a
@@ -149,7 +181,8 @@ class KvCache:
         are free.
         """
         count = -(-n_tokens // self.page_tokens)
-        if count > len(self._free):
+        in_ring = min(count, self._rings.pages)
+        if count > len(self._free) or in_ring > len(self._free_ring):
             return None
         slot = None if self._slots is None else self._slots.take()
         if self._slots is not None and slot is None:
@@ -157,12 +190,17 @@ class KvCache:
         start = self._run_of(count)
         pages = self._free[start : start + count]
         del self._free[start : start + count]
-        return KvSequence(pages, in_a_row=pages[-1] - pages[0] == count - 1, slot=slot)
+        ring, self._free_ring = self._free_ring[:in_ring], self._free_ring[in_ring:]
+        # kernels load entries before a window along with it: not another sequence's invalid ones
+        self._ring_pages[:, ring] = 0
+        in_a_row = pages[-1] - pages[0] == count - 1
+        return KvSequence(pages, in_a_row=in_a_row, slot=slot, ring=ring)
 
     def release(self, sequence: KvSequence) -> None:
         """Give a sequence's pages back."""
         self._free = sorted(self._free + sequence.pages)
-        sequence.pages = []
+        self._free_ring += sequence.ring
+        sequence.pages, sequence.ring = [], []
         sequence.length = 0
         sequence.states.clear()
         if self._slots is not None and sequence.slot is not None:
@@ -170,22 +208,28 @@ class KvCache:
             sequence.slot, sequence.base = None, 0
 
     def rewind(self, sequence: KvSequence, length: int) -> None:
-        """Forget the tokens from `length` on. With states, only as far as `recurrent` says."""
+        """Forget the tokens from `length` on: with states, only as far as `recurrent` says; with
+        rings, by a step's rows.
+        """
         sequence.length = min(sequence.length, length)
 
     def take_out(self, sequence: KvSequence, start: int, count: int) -> NDArray[np.uint8]:
         """A copy of entries in RAM: uint8 [n_layers, count, entry_bytes]. Flat, if there is more:
-        the indexers' keys behind them, pooled entries of windows that these tokens close, then the
-        states behind the last of them; with pools, the count in 8 bytes before all.
+        the last ones of a window in layers with one, the indexers' keys, pooled entries of windows
+        that these tokens close, then the states behind the last of them; with pools, the count in 8
+        bytes before all. With windows or states these tokens are the newest ones.
 
         Raises:
             ValueError: the states there were not kept.
         """
-        pages, places = self._rows_of(sequence, start, count)
+        pages, places = self._rows_of(sequence.pages, start, count)
         rows = self._pages[:, pages, places]
-        if self._index:
-            keys = [index[pages, places].flatten() for index in self._index.values()]
-            rows = torch.cat([rows.flatten(), *keys])
+        more = [index[pages, places].flatten() for index in self._index.values()]
+        if self._rings.layers:
+            ring = self._rows_of(sequence.ring, *self._seen(start, count))
+            more.insert(0, self._ring_pages[:, ring[0], ring[1]].flatten())
+        if more:
+            rows = torch.cat([rows.flatten(), *more])
         copy: NDArray[np.uint8] = rows.cpu().numpy()
         if self._slots is not None and sequence.slot is not None:
             states = self._slots.to_bytes(sequence.slot, sequence.base, start + count)
@@ -220,15 +264,22 @@ class KvCache:
         self, sequence: KvSequence, start: int, own: NDArray[np.uint8], count: int | None
     ) -> int:
         """Entries and keys of each token; returns how many tokens, if that is not known."""
-        n_layers, size = self._pages.shape[0], self.entry_bytes
+        n_layers, size, n_ring = self.n_layers, self.entry_bytes, len(self._rings.layers)
         keys = [index.shape[-1] for index in self._index.values()]  # bytes each
         if count is None:
-            count = len(own) // (n_layers * size + sum(keys))
+            count = len(own) // ((n_layers + n_ring) * size + sum(keys))
+            if len(own) > (n_layers + n_ring) * size * self._rings.window > 0:
+                count = (len(own) - n_ring * self._rings.window * size) // (n_layers * size)
         on_device = torch.from_numpy(own).to(self._pages.device)
-        parts = [n_layers * count * size, *(count * key for key in keys)]
-        rows, *others = torch.split(on_device, parts)
-        pages, places = self._rows_of(sequence, start, count)
+        seen = self._seen(start, count)
+        in_ring = n_ring * seen[1] * size
+        parts = [n_layers * count * size, in_ring, *(count * key for key in keys)]
+        rows, last, *others = torch.split(on_device, parts)
+        pages, places = self._rows_of(sequence.pages, start, count)
         self._pages[:, pages, places] = rows.view(n_layers, count, size)
+        if n_ring:
+            of_ring, at = self._rows_of(sequence.ring, *seen)
+            self._ring_pages[:, of_ring, at] = last.view(n_ring, seen[1], size)
         for index, other in zip(self._index.values(), others, strict=True):
             index[pages, places] = other.view(count, -1)
         return count
@@ -248,10 +299,17 @@ class KvCache:
                 end -= n_bytes
         return flat[:end]
 
-    def _rows_of(self, sequence: KvSequence, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Page and place in it of tokens, int64 [count] each."""
+    def _seen(self, start: int, count: int) -> tuple[int, int]:
+        """Of some tokens the last ones that what follows may look at in a layer with a window."""
+        if not self._rings.layers:
+            return start, 0
+        kept = min(count, self._rings.window)
+        return start + count - kept, kept
+
+    def _rows_of(self, own: Sequence[int], start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Page, of these, and place in it of tokens, int64 [count] each."""
         at, device = torch.arange(start, start + count), self._pages.device
-        pages = torch.tensor(sequence.pages)[at // self.page_tokens]
+        pages = torch.tensor(own)[at // self.page_tokens % len(own)]
         return pages.to(device), (at % self.page_tokens).to(device)
 
     def write(self, layer: int, sequence: KvSequence, first: Tensor, second: Tensor) -> None:
@@ -259,26 +317,47 @@ class KvCache:
 
         Shapes:
             MLA: latent [T, r] and k_rope [T, d_r]; GQA: k and v [T, M, D]; float32, rotated
+        Raises:
+            ValueError: in a layer with a window, the first ones could not look back any more.
         """
         encode = mla_write if isinstance(self._mixer, Mla) else gqa_write
-        self._store(self._pages[layer], sequence, encode(first, second, self.form))
+        entries = encode(first, second, self.form)
+        own = sequence.ring if self.is_ring(layer) else sequence.pages
+        behind = len(entries) + self._rings.window - 1
+        if self.is_ring(layer) and min(behind, sequence.length + len(entries)) > self._held(own):
+            raise ValueError(f"{len(entries)} tokens at once do not fit behind the window")
+        self._store(self._of_layer[layer], own, sequence.length, entries)
+
+    def _held(self, own: Sequence[int]) -> int:
+        """Entries that a sequence's pages hold."""
+        return len(own) * self.page_tokens
 
     def write_index(self, layer: int, sequence: KvSequence, keys: Tensor) -> None:
         """Store an indexer's keys beside the entries of the same tokens: [T, D] float32."""
-        self._store(self._index[layer], sequence, index_write(keys, self.form))
+        entries = index_write(keys, self.form)
+        self._store(self._index[layer], sequence.pages, sequence.length, entries)
 
-    def _store(self, pages: Tensor, sequence: KvSequence, entries: Tensor) -> None:
-        """Entries [T, bytes] uint8 into a layer's pages [n_pages, page_tokens, bytes]."""
-        PageRows.of(pages).store(sequence.pages, sequence.length, entries)
+    def _store(self, pages: Tensor, own: Sequence[int], at: int, entries: Tensor) -> None:
+        """Entries [T, bytes] uint8 from place `at` on into a layer's pages [n_pages, page_tokens,
+        bytes], of which a sequence has its `own`.
+        """
+        PageRows.of(pages).store(own, at, entries)
 
-    def read(self, layer: int, sequence: KvSequence, length: int) -> tuple[Tensor, Tensor]:
-        """The first `length` entries, float32: what `write` got, with S tokens for T."""
-        return self._decoded(self._first(self._pages[layer], sequence, length))
+    def read(
+        self, layer: int, sequence: KvSequence, length: int, *, first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """The entries from `first` to `length`, float32: what `write` got, with S tokens for T. In
+        a layer with a window there are only those that it keeps.
+        """
+        pages = self._of_layer[layer]
+        if not self.is_ring(layer):
+            return self._decoded(self._first(pages, sequence, length)[first:])
+        return self._decoded(PageRows.of(pages).between(sequence.ring, first, length))
 
     def read_at(self, layer: int, sequence: KvSequence, places: Tensor) -> tuple[Tensor, Tensor]:
         """The entries at some places of the sequence, int64 [K]: as `read`, with K for S."""
         pages = torch.tensor(sequence.pages)[places // self.page_tokens]
-        return self._decoded(self._pages[layer, pages, places % self.page_tokens])
+        return self._decoded(self._of_layer[layer][pages, places % self.page_tokens])
 
     def read_index(self, layer: int, sequence: KvSequence, length: int) -> Tensor:
         """An indexer's first `length` keys, [S, D] float32."""

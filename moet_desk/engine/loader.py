@@ -37,6 +37,7 @@ from moet_desk.engine.model_shape import (
     loads_head,
     mtp_of,
     n_kv_layers,
+    rings_of,
     running_layers,
     wishes_of,
 )
@@ -76,6 +77,7 @@ class Core:
     decoder: Decoder
     prefiller: Prefiller
     prefix_bytes: int  # of RAM
+    dense_format: DenseFormat
     device: str = "cpu"
 
     def close(self) -> None:
@@ -119,6 +121,7 @@ def load(
         form=form,
         index_layers=index_layers(spec, with_head=with_head),
         recurrent=spec.recurrent,
+        rings=rings_of(spec, plan, options.max_running),
     )
     report.end()
 
@@ -140,7 +143,10 @@ def load(
         model, kv, residency, decode, drafting=drafting_of(options, head, one_by_one=True)
     )
     prefiller = Prefiller(model, kv, prefill, decoder=decoder, chunk=plan.prefill_chunk)
-    return Core(reader, spec, plan, model, kv, arena, residency, decoder, prefiller, prefix_bytes)
+    return Core(
+        reader, spec, plan, model, kv, arena, residency, decoder, prefiller, prefix_bytes,
+        cpu_dense_format(options.dense_format),
+    )  # fmt: skip
 
 
 def model_of(spec: Spec, weights: Weights, *, context: int) -> Model:
@@ -167,7 +173,8 @@ def _expert_math(
 
 
 def _has_mtp(reader: PackReader) -> bool:
-    return packed_head(reader.config(), reader.meta.moe_layers, path=str(reader.path))
+    names, path = reader.dense.names(), str(reader.path)
+    return packed_head(reader.config(), reader.meta.moe_layers, names, path=path)
 
 
 def _dense_bytes(reader: PackReader) -> int:

@@ -6,17 +6,27 @@ loaded. No torch. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
-from moet_desk.engine.cuda.chunk_sizes import chunk_choices
+from moet_desk.engine.cuda.chunk_sizes import BLOCK_ROWS, chunk_choices
 from moet_desk.engine.handle import EngineOptions
-from moet_desk.engine.spec import STATES_KEPT, Gdn, Layer, Mla, PooledAttention, Spec, Stateful
+from moet_desk.engine.spec import (
+    STATES_KEPT,
+    Gqa,
+    Layer,
+    Mla,
+    MoeFfn,
+    PooledAttention,
+    Rings,
+    Spec,
+    Stateful,
+)
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_key_bytes
 from moet_desk.kernels.row_sizes import ExpertLayout
-from moet_desk.plan import ModelShape, Wishes, choose_kv_format, kv_tokens
+from moet_desk.plan import ModelShape, TierPlan, Windows, Wishes, choose_kv_format, kv_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +85,26 @@ def check_head(spec: Spec, options: EngineOptions) -> None:
 
 
 def running_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
-    """Model layer numbers of the MoE layers that run: the head's is the last one if it guesses.
+    """Model layer numbers of the MoE layers that run: the head's is the last one if it guesses and
+    has experts.
 
     Raises:
         MoetError: as `mtp_of`.
     """
-    return (*spec.main_moe_layers, mtp_of(spec).index) if with_head else spec.main_moe_layers
+    if with_head and isinstance(mtp_of(spec).ffn, MoeFfn):
+        return (*spec.main_moe_layers, mtp_of(spec).index)
+    return spec.main_moe_layers
 
 
 def kv_token_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
-    """KV bytes of one token, all layers together, the MTP head's too if it is loaded."""
+    """KV bytes of one token in the layers that keep every token, the MTP head's too if loaded."""
     mixer = spec.attention
     if isinstance(mixer, PooledAttention):
         layers = (m for m in spec.recurrent if isinstance(m, PooledAttention))
         # windows alone grow by nothing; sizes are divided by this
         return max(1, ceil(sum(m.token_bytes(form) for m in layers)))
-    n_bytes = (spec.n_kv_layers + with_head) * mixer.entry_bytes(form)
+    n_layers = spec.n_kv_layers + with_head - len(ring_layers(spec))
+    n_bytes = n_layers * mixer.entry_bytes(form)
     if isinstance(mixer, Mla) and mixer.indexer is not None:
         keys = len(index_layers(spec, with_head=with_head))
         n_bytes += keys * index_key_bytes(form, mixer.indexer.head_dim)
@@ -106,6 +120,28 @@ def index_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
     """Layers of the KV cache whose attention has an indexer, the MTP head's being the last one."""
     layers = (*spec.layers, mtp_of(spec)) if with_head else spec.layers
     return tuple(i for i, layer in enumerate(layers) if _has_indexer(layer))
+
+
+def ring_layers(spec: Spec) -> tuple[int, ...]:
+    """Layers of the KV cache that keep the last entries alone: those with a window, if others have
+    none.
+    """
+    places = [
+        place
+        for place, layer in zip(kv_places(spec), spec.layers, strict=True)
+        if isinstance(layer.mixer, Gqa) and layer.mixer.window
+    ]
+    return tuple(places) if len(places) < spec.n_kv_layers else ()
+
+
+def rings_of(spec: Spec, plan: TierPlan, max_running: int) -> Rings:
+    """Those layers as the cache takes them."""
+    return Rings(ring_layers(spec), spec.window, plan.ring_pages, max_running)
+
+
+def _windows(spec: Spec, form: KvFormat) -> Windows:
+    layers = len(ring_layers(spec))
+    return Windows(spec.window if layers else 0, layers * spec.attention.entry_bytes(form))
 
 
 def _has_indexer(layer: Layer) -> bool:
@@ -129,7 +165,7 @@ def kv_places(spec: Spec) -> tuple[int, ...]:
     """Of each layer: its place among those that store entries, or among those with a state."""
     places, n_kv, n_states = [], 0, 0
     for layer in spec.layers:
-        if isinstance(layer.mixer, Gdn):
+        if isinstance(layer.mixer, Stateful):
             places.append(n_states)
             n_states += 1
         else:
@@ -145,8 +181,8 @@ def check_kernels(spec: Spec) -> None:
 
 
 def _n_rows(spec: Spec, *, with_head: bool) -> int:
-    """Experts of the layers that run: the MTP head's is one of them if it is loaded."""
-    return (len(spec.main_moe_layers) + with_head) * spec.moe_ffn.router.n_experts
+    """Experts of the layers that run: the MTP head's too if it is loaded."""
+    return len(running_layers(spec, with_head=with_head)) * spec.moe_ffn.router.n_experts
 
 
 def device_kv_format(wanted: str) -> KvFormat:
@@ -188,6 +224,7 @@ def device_shape(
         model_context=spec.context,
         state_bytes=slot_bytes(spec),
         chunks=chunks,
+        windows=replace(_windows(spec, form), most_rows=BLOCK_ROWS),
     )
 
 
@@ -206,4 +243,5 @@ def cpu_shape(
         kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
         model_context=spec.context,
         state_bytes=state_bytes(spec, form, with_head=with_head),
+        windows=_windows(spec, form),
     )

@@ -48,20 +48,20 @@ class PageRows:
         return cls(memory, int(memory.shape[2]))
 
     def store(self, pages: Sequence[int], at: int, rows: Tensor) -> None:
-        """Rows [T, bytes] from row `at` of a sequence on."""
+        """Rows [T, bytes] from row `at` of a sequence on. Behind its last page comes its first."""
         size, width = self.memory.shape[1:]
         if self.n_parts > 1:
             spare = self.n_parts * width - rows.shape[1]
             rows = torch.nn.functional.pad(rows, (0, spare)).view(-1, width)
             at *= self.n_parts
         if rows.shape[0] == 1:
-            self.memory[pages[at // size], at % size] = rows[0]
+            self.memory[pages[at // size % len(pages)], at % size] = rows[0]
             return
         done = 0
         while done < rows.shape[0]:
             page, offset = divmod(at + done, size)
             count = min(size - offset, rows.shape[0] - done)
-            target = self.memory[pages[page], offset : offset + count]
+            target = self.memory[pages[page % len(pages)], offset : offset + count]
             target.copy_(rows[done : done + count])
             done += count
 
@@ -76,6 +76,13 @@ class PageRows:
         else:
             own = self.memory[list(pages[:n_pages])]
         return self._whole(own.reshape(-1, width)[: count * self.n_parts])
+
+    def between(self, pages: Sequence[int], first: int, end: int) -> Tensor:
+        """Rows `first` to `end` of a sequence whose pages are taken in turn, [n, bytes]."""
+        size, width = self.memory.shape[1:]
+        begin = first // size
+        own = [pages[i % len(pages)] for i in range(begin, -(-end // size))]
+        return self.memory[own].view(-1, width)[first - begin * size : end - begin * size]
 
     def at(self, pages: Sequence[int], places: Tensor) -> Tensor:
         """The rows at places of a sequence, int64 [K]: [K, bytes]."""

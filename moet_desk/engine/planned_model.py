@@ -20,6 +20,7 @@ from moet_desk.engine.model_shape import (
 )
 from moet_desk.engine.spec import (
     DenseFfn,
+    Gdn,
     Gqa,
     Indexer,
     Layer,
@@ -35,7 +36,7 @@ from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.row_sizes import ExpertLayout
 from moet_desk.plan import ModelShape, Wishes
-from moet_desk.store.headers import read_header
+from moet_desk.store.headers import HeaderEntry, read_header
 from moet_desk.store.pack_format import DENSE_FILE
 from moet_desk.store.pack_meta import read_meta
 
@@ -50,8 +51,8 @@ class PlannedModel:
         dense_bytes: weights that are no routed experts, as stored.
         dense_saving: what rounding them to 8 bits would save.
         not_yet: why it does not run here today; empty if it does.
-        stands_in: whether its attention is not written, so that what reading a prompt takes is
-            estimated with MLA of as many heads.
+        stands_in: whether a card has no kernels for its attention, so that what reading a prompt
+            takes there is estimated with MLA of as many heads.
         kv_stated: KV bytes of a token by format, where the spec cannot say them.
         state_bytes: of a request, whatever its length, where the spec cannot say it.
         pack_bytes: on the drive.
@@ -112,7 +113,8 @@ def from_pack(pack: Path) -> PlannedModel:
     path = pack / "config.json"
     try:
         config = json.loads(path.read_bytes())
-        has_mtp = packed_head(config, meta.moe_layers, path=str(path))
+        names = [entry.name.removesuffix(".weight") for entry in _dense_entries(pack)]
+        has_mtp = packed_head(config, meta.moe_layers, names, path=str(path))
         dense_bytes = (pack / DENSE_FILE).stat().st_size
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise fail("MD-PACK-07", path=str(path), reason=str(error), model=pack.name) from error
@@ -131,16 +133,19 @@ def dense_saving(pack: Path) -> int:
     Raises:
         MoetError: MD-PACK-07 there is no such file, or it is damaged.
     """
-    path = pack / DENSE_FILE
-    try:
-        entries = read_header(path)
-    except (OSError, MoetError) as error:
-        raise fail("MD-PACK-07", path=str(path), reason=str(error), model=pack.name) from error
     return saving(
         (entry.name.removesuffix(".weight"), entry.shape, entry.end - entry.begin)
-        for entry in entries
+        for entry in _dense_entries(pack)
         if entry.dtype in PLAIN
     )
+
+
+def _dense_entries(pack: Path) -> list[HeaderEntry]:
+    path = pack / DENSE_FILE
+    try:
+        return read_header(path)
+    except (OSError, MoetError) as error:
+        raise fail("MD-PACK-07", path=str(path), reason=str(error), model=pack.name) from error
 
 
 def _stated_saving(entry: CatalogueEntry, spec: Spec) -> int:
@@ -182,6 +187,8 @@ def spec_of(entry: CatalogueEntry) -> Spec:
     has_bias = entry.gqa is not None and entry.gqa.expert_bias
     shared = facts.shared_inter if facts else entry.inter
     moe = MoeFfn(router, entry.inter, shared, expert_bias=has_bias)
+    if entry.gqa is not None and entry.gqa.shared_gate:
+        moe = replace(moe, shared_gate=True, shared_name="shared_expert.")
     dense = DenseFfn(facts.dense_inter if facts else entry.inter)
     around = dense if entry.mla is not None and entry.mla.per_layer > 1 else None
     n_dense = entry.layers - entry.moe_layers
@@ -197,7 +204,16 @@ def spec_of(entry: CatalogueEntry) -> Spec:
 
 def _mixers_of(entry: CatalogueEntry) -> list[Mixer]:
     """Of each layer; of those with sparse attention, the first ones have the indexers."""
-    mixer, mla = _mixer_of(entry), entry.mla
+    mixer, mla, gqa, gdn = _mixer_of(entry), entry.mla, entry.gqa, entry.gdn
+    if gdn is not None:
+        linear = Gdn(
+            gdn.keys, gdn.values, gdn.key_dim, gdn.value_dim, gdn.kernel, norm_eps=1e-6,
+            fused=gdn.fused,
+        )  # fmt: skip
+        return [linear if (i + 1) % gdn.full_every else mixer for i in range(entry.layers)]
+    if gqa is not None and gqa.window and isinstance(mixer, Gqa):
+        near = replace(mixer, window=gqa.window)
+        return [mixer if i % gqa.window_every else near for i in range(entry.layers)]
     if mla is None or not mla.index_layers or not isinstance(mixer, Mla):
         return [mixer] * entry.layers
     indexer = Indexer(mla.index_heads, mla.index_dim, mla.index_top_k, interleaved=True)
@@ -213,6 +229,7 @@ def _mixer_of(entry: CatalogueEntry) -> Mixer:
             entry.heads, gqa.keys, entry.head_dim, gqa.has_bias, QkNorm(gqa.qk_norm),
             norm_eps=1e-6, softmax_scale=1.0,
             rope=Rope(dim=entry.head_dim, base=10000.0, interleaved=False),
+            out_gate=gqa.out_gate,
         )  # fmt: skip
     rope = Rope(dim=_ROPE_DIM, base=10000.0, interleaved=True)
     if mla is not None:

@@ -59,13 +59,7 @@ def _load(
         return load(pack, options, show)
     from moet_desk.engine.cuda.loader import load as load_cuda  # brings in triton
 
-    try:
-        return load_cuda(pack, options, show, device=torch.device("cuda"))
-    except MoetError as error:
-        if options.device != "auto" or error.code != "MD-GPU-10":
-            raise
-        log.warning("%s", error.cause)
-    return load(pack, options, show)
+    return load_cuda(pack, options, show, device=torch.device("cuda"))
 
 
 def _device(wanted: str, pack: Path) -> str:
@@ -398,7 +392,8 @@ class Serving:
             str(part)
             for part in (
                 core.reader.meta.identity, core.device, core.kv.form.value, core.kv.n_layers,
-                core.prefiller.chunk, core.prefiller.prompts.name, options.activations,
+                core.dense_format.value, core.prefiller.chunk, core.prefiller.prompts.name,
+                options.activations,
                 options.codebook.name, torch.get_num_threads(), torch.__version__, __version__,
             )
         )  # fmt: skip

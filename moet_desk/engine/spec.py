@@ -113,7 +113,7 @@ class Gqa:
     out_gate: bool = False
 
     def entry_bytes(self, form: KvFormat) -> int:
-        """KV bytes of a token in one layer. Entries behind a window are kept too."""
+        """KV bytes of a token in one layer."""
         return gqa_entry_bytes(form, self.n_keys, self.head_dim, self.head_dim)
 
 
@@ -154,6 +154,25 @@ class Gdn:
     @property
     def _matrix(self) -> int:
         return self.n_values * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Rings:
+    """Layers with a window, whose pages a sequence takes in turn: entry p lies in page
+    `p // page_tokens` modulo their number.
+
+    Attributes:
+        layers: their places among the layers that store.
+        window: tokens that a token sees, itself included.
+        pages: of a sequence; they hold the window, and the most tokens that are stored before all
+            of them have looked.
+        sequences: most of them.
+    """
+
+    layers: tuple[int, ...]
+    window: int
+    pages: int
+    sequences: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +405,15 @@ class Spec:
         token.
         """
         return sum(layer.n_mixers for layer in self.layers if not isinstance(layer.mixer, Stateful))
+
+    @property
+    def window(self) -> int:
+        """Of the layers with one, which must be equal; 0: no layer has one."""
+        mixers = (layer.mixer for layer in self.layers)
+        windows = {mixer.window or 0 for mixer in mixers if isinstance(mixer, Gqa)} - {0}
+        if len(windows) > 1:
+            raise ValueError(f"windows of {sorted(windows)} tokens in one model")
+        return next(iter(windows), 0)
 
     @property
     def moe_ffn(self) -> MoeFfn:

@@ -186,7 +186,11 @@ class Arena:
             if row not in region.place_of_row:
                 self._read(region, plane, row, scan=True)
                 progress(region.stride)
-        self._read_s.clear()  # nobody waits for one of these; loading shows its own times
+        self.forget_times()  # nobody waits for one of these; loading shows its own times
+
+    def forget_times(self) -> None:
+        """Let `read_times` begin anew."""
+        self._read_s.clear()
 
     def bring(
         self, plane: Plane, rows: Sequence[int], *, keep: Collection[int], run: Executor

@@ -159,6 +159,8 @@ def store_errors(path: Path) -> Iterator[None]:
         yield
     except sqlite3.DatabaseError as problem:
         raise _error_of(problem, path) from problem
+    except UnicodeDecodeError as problem:  # SQLite may quote damaged bytes in what it says
+        raise fail("MD-CHAT-02", path=str(path), reason="it is damaged") from problem
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise fail("MD-DISK-03", path=str(path), reason=reason) from problem

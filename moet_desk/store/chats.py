@@ -403,19 +403,51 @@ def _like(word: str) -> str:
     return f"%{escaped}%"
 
 
-def _time_of(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
+# Values that this program does not write come from damage. They are read as nothing said, so that
+# the rest of a chat can still be opened.
+
+
+def _time_of(seconds: Any) -> datetime:
+    try:
+        return datetime.fromtimestamp(float(seconds), UTC)
+    except (TypeError, ValueError, OverflowError, OSError):
+        return datetime.fromtimestamp(0, UTC)
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value or "")
+
+
+def _value(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _object(text: Any) -> Mapping[str, Any]:
+    value = _value(text)
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(text: Any) -> tuple[Mapping[str, Any], ...]:
+    value = _value(text)
+    return tuple(one for one in value if isinstance(one, dict)) if isinstance(value, list) else ()
+
+
+def _status(value: Any) -> MessageStatus:
+    return MessageStatus(value) if value in list(MessageStatus) else MessageStatus.STOPPED
 
 
 def _chat_of(row: sqlite3.Row, messages: tuple[Message, ...] = ()) -> Chat:
     return Chat(
         id=row["id"],
-        title=row["title"],
-        model=row["model"],
-        system=row["system"],
-        draft=row["draft"],
-        draft_files=tuple(json.loads(row["draft_files"])),
-        settings=json.loads(row["settings"]),
+        title=_text(row["title"]),
+        model=_text(row["model"]),
+        system=_text(row["system"]),
+        draft=_text(row["draft"]),
+        draft_files=_objects(row["draft_files"]),
+        settings=_object(row["settings"]),
         tip=row["tip"],
         created=_time_of(row["created"]),
         updated=_time_of(row["updated"]),
@@ -428,11 +460,11 @@ def _message_of(row: sqlite3.Row) -> Message:
         id=row["id"],
         parent=row["parent"],
         position=row["position"],
-        role=row["role"],
-        content=row["content"],
-        reasoning=row["reasoning"],
-        status=MessageStatus(row["status"]),
-        meta=json.loads(row["meta"]),
-        files=tuple(json.loads(row["files"])),
+        role=_text(row["role"]),
+        content=_text(row["content"]),
+        reasoning=_text(row["reasoning"]),
+        status=_status(row["status"]),
+        meta=_object(row["meta"]),
+        files=_objects(row["files"]),
         created=_time_of(row["created"]),
     )

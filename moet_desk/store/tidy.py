@@ -27,7 +27,9 @@ STALE_S = 3600.0
 """What a process has not touched for so long was left behind by it."""
 
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
-_OWN_FILES = ("chats.sqlite3*", "app.json", "wizard.json", "rates.json", "doctor-*.json")
+_OWN_FILES = (
+    "chats.sqlite3*", "app.json", "wizard.json", "rates.json", "doctor-*.json", "server-keys.json",
+)  # fmt: skip
 _TEMPORARY = (".moet-desk-rate-*", ".moet-desk-direct-*", ".repair-*")
 
 

@@ -38,7 +38,9 @@ class Attachment:
     @classmethod
     def from_stored(cls, record: Mapping[str, Any]) -> Attachment:
         """As the store keeps it."""
-        return cls(str(record["name"]), str(record["text"]), record.get("n_tokens"))
+        tokens = record.get("n_tokens")
+        known = tokens if isinstance(tokens, int) else None
+        return cls(str(record.get("name", "?")), str(record.get("text", "")), known)
 
     def to_stored(self) -> dict[str, Any]:
         """What the store keeps."""

@@ -16,6 +16,7 @@ class Tree:
 
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns: dict[int, Turn] = {}
+        self._parents: dict[int, int | None] = {}  # none is younger than its child: no circles
         self._children: dict[int | None, list[int]] = {}
         self._chosen: dict[int | None, int] = {}  # the child that was shown last
         for turn in turns:
@@ -23,11 +24,13 @@ class Tree:
 
     def add(self, turn: Turn) -> None:
         """Put a message behind its parent, or, without one that is here, at the beginning."""
+        parent = turn.parent if turn.parent in self._turns else None
+        self._parents[turn.id] = parent
         self._turns[turn.id] = turn
-        self._children.setdefault(self._parent_of(turn), []).append(turn.id)
+        self._children.setdefault(parent, []).append(turn.id)
 
     def _parent_of(self, turn: Turn) -> int | None:
-        return turn.parent if turn.parent in self._turns else None
+        return self._parents[turn.id]
 
     @property
     def turns(self) -> Sequence[Turn]:

@@ -23,7 +23,8 @@ def welcome_content(model: str) -> Content:
         Content(""),
         *(Content(example) for example in _EXAMPLES),
         Content(""),
-        Content.styled("/ for commands, Ctrl+L for earlier chats, F1 for help", "$dim"),
+        Content.styled("/ for commands, Ctrl+O attaches a file, Ctrl+L earlier chats", "$dim"),
+        Content.styled("Alt+Up picks a message to copy, edit or answer again, F1 helps", "$dim"),
     ]
     return Content("\n").join(lines)
 

@@ -5,8 +5,9 @@ Plain data and the protocol of the store; `Conversation` decides with them. UI t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 from typing import Any, Protocol
@@ -132,11 +133,30 @@ def turn_of(message: StoredMessage) -> Turn:
         message.content,
         Status.STOPPED if status is Status.WRITING else status,
         message.created,
-        dict(message.meta),
+        {name: value for name, value in message.meta.items() if _is_sound(name, value)},
         parent=message.parent,
         thought=message.reasoning,
         files=tuple(Attachment.from_stored(file) for file in message.files),
     )
+
+
+_WHOLE = ("top_k", "seed", "max_tokens")
+_FIGURES = frozenset((
+    "tokens", "prompt_tokens", "first_token_s", "decode_s", "wait_s", "rerun_tokens", "rerun_s",
+    "context_used", "thought_s", "thought_tokens",
+))  # fmt: skip
+
+
+def _is_sound(name: str, value: Any) -> bool:
+    """Whether something stored beside a message can be drawn; it may come from a damaged file."""
+    if name in _FIGURES:
+        return _is_number(value)
+    return isinstance(value, Mapping) if name == "error" else True
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value can be counted with."""
+    return isinstance(value, int | float) and math.isfinite(value) and abs(value) < 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +206,17 @@ class Wishes:
         """The wishes of a stored chat; one of an older version says nothing and keeps these."""
         if not values:
             return replace(self, system=system)
-        names = {each.name for each in fields(self)}
-        known = {name: value for name, value in values.items() if name in names}
-        known["quality"] = Quality(known.get("quality", self.quality.value))
-        return Wishes(**{**known, "system": system})
+        names = ("gate", "temperature", "top_p", "min_p", *_WHOLE)
+        known: dict[str, Any] = {}
+        for name in names:
+            value: Any = values.get(name)
+            if _is_number(value):
+                known[name] = int(value) if name in _WHOLE else value
+        effort = values.get("effort")
+        known["effort"] = effort if isinstance(effort, str) else ""
+        named = values.get("quality")
+        quality = Quality(named) if named in [q.value for q in Quality] else self.quality
+        return Wishes(**{**known, "quality": quality, "system": system})
 
 
 class Sent(Enum):

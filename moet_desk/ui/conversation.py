@@ -11,11 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from moet_desk.engine.handle import GenerateRequest
-from moet_desk.engine.reasoning import effort_switches
 from moet_desk.errors import MoetError
 from moet_desk.marked_text import MarkedText
-from moet_desk.telemetry import FinishReason, Usage
-from moet_desk.ui.attachments import Attachment, message_text
+from moet_desk.telemetry import FinishReason
+from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.branches import Tree
 from moet_desk.ui.bridge import Bridge, Phase
 from moet_desk.ui.chat_records import (
@@ -29,6 +28,7 @@ from moet_desk.ui.chat_records import (
     Wishes,
     turn_of,
 )
+from moet_desk.ui.chat_request import figures_of, request_of
 from moet_desk.ui.live_answer import LiveAnswer
 from moet_desk.ui.text import clean_line
 
@@ -285,32 +285,7 @@ class Conversation:
 
     def request(self) -> GenerateRequest:
         """The request for an answer to the turns so far."""
-        wishes = self.wishes
-        messages = [{"role": "system", "content": wishes.system}] if wishes.system else []
-        messages += [
-            {"role": turn.role, "content": message_text(turn.text, turn.files)}
-            for turn in self.turns[self.forgotten :]
-            if turn.role == "user" or turn.text
-        ]
-        return GenerateRequest(
-            messages=messages,
-            sampling=wishes.sampling,
-            template=self._switches(),
-            max_tokens=wishes.max_tokens,
-            quality=wishes.quality,
-            gate=wishes.gate,
-            client="chat",
-        )
-
-    def _switches(self) -> dict[str, Any]:
-        """Variables of the model's template for the wished effort; none if it knows none."""
-        model, effort = self._bridge.model(), self.wishes.effort
-        if model is None or not effort:
-            return {}
-        try:
-            return effort_switches(effort, model)
-        except ValueError:  # of another model that the chat was had with
-            return {}
+        return request_of(self.turns[self.forgotten :], self.wishes, self._bridge.model())
 
     def retry(self, turn: Turn | None = None) -> bool:
         """Answer a message again, by default the last one; the old answer stays as a sibling.
@@ -390,7 +365,7 @@ class Conversation:
             meta["quality"] = live.finished.quality
         if live.usage is not None:
             self.context_used = live.usage.prompt_tokens + live.usage.completion_tokens
-            meta |= _figures(live.usage) | {"context_used": self.context_used}
+            meta |= figures_of(live.usage) | {"context_used": self.context_used}
         if server := self._bridge.snapshot().remote:
             meta["server"] = server
         self.turns[-1].marks, self.turns[-1].thought = live.text.marks, live.thought
@@ -435,17 +410,3 @@ class Conversation:
         """The window closes: keep what was written and close the store."""
         self.keep()
         self._guard(self._chats.close)
-
-
-def _figures(usage: Usage) -> dict[str, Any]:
-    """The figures of the closing line, as they are stored with a message."""
-    return {
-        "tokens": usage.completion_tokens,
-        "prompt_tokens": usage.prompt_tokens,
-        "first_token_s": usage.first_token_s,
-        "decode_s": usage.decode_s,
-        "wait_s": usage.wait_s,
-        "rerun_tokens": usage.rerun_tokens,
-        "rerun_s": usage.rerun_s,
-        "opportunistic": usage.opportunistic,
-    }

@@ -154,6 +154,14 @@ def split_segments(text: str) -> list[str]:
     return [*parts, text]
 
 
+def find_all(text: str, wanted: str) -> list[tuple[int, int]]:
+    """Where a text stands in another, whatever the case; nothing where folding changes lengths."""
+    folded, wanted = text.casefold(), wanted.strip().casefold()
+    if not wanted or len(folded) != len(text):
+        return []
+    return [match.span() for match in re.finditer(re.escape(wanted), folded)]
+
+
 def code_blocks(text: str) -> list[str]:
     """The blocks of code in a Markdown text, without their fences."""
     tokens = markdown_parser().parse(text)

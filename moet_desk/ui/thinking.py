@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from moet_desk.engine.handle import RequestStream
 from moet_desk.engine.parsers.answers import CallFormat, PromptEnd
 from moet_desk.engine.parsers.events import Parsed, Reasoning
 from moet_desk.engine.parsers.formats import make_parser
 from moet_desk.marked_text import MarkedText, join
+
+_HARMONY = re.compile(r"(?:<\|(?!message)[a-z]+\|>[^<]*)*<\|message\|>|<\|[a-z]+\|>")
+"""What stands between two messages of that format."""
 
 
 class Splitter:
@@ -21,8 +26,8 @@ class Splitter:
         self._has_tags = answers.think is not None or answers.calls is CallFormat.HARMONY
         in_reasoning = stream.prompt_end is PromptEnd.REASONING
         self._parser = make_parser(answers, (), in_reasoning=in_reasoning)
-        think = answers.think
-        self._tags = () if think is None else (think.open, think.close)
+        tags = () if answers.think is None else (answers.think.open, answers.think.close)
+        self._left_out = re.compile("|".join(map(re.escape, tags))) if tags else _HARMONY
         self._raw = MarkedText()  # fed, and not told yet
 
     def feed(self, piece: MarkedText) -> tuple[str, MarkedText]:
@@ -53,11 +58,11 @@ class Splitter:
         raw, at = self._raw.text, 0
         while not raw.startswith(text, at):
             blank = len(raw) - len(raw[at:].lstrip())
-            tag = next((tag for tag in self._tags if raw.startswith(tag, blank)), None)
+            tag = self._left_out.match(raw, blank)
             if tag is None:
                 at = raw.find(text, at)
                 break
-            at = blank + len(tag)
+            at = tag.end()
         if at < 0:
             return MarkedText(text)
         end = at + len(text)

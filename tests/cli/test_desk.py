@@ -38,6 +38,7 @@ from moet_desk.ui.desk import Fit, JobState, JobStep, Mark, Offer, PackCondition
 from moet_desk.ui.setup_steps import Setup, Step, to_kept
 from moet_desk.units import GIB
 from tests.cli.conftest import Command, environment
+from tests.store.kimi import write_kimi
 
 MACHINES = Path(__file__).resolve().parents[1] / "data" / "machines"
 OPTIONS = EngineOptions(device="auto", prefix_bytes=None)
@@ -268,6 +269,10 @@ def test_look_up__folder_link_and_nothing(desk: AppDesk, tmp_path: Path) -> None
     assert offer.download_bytes == 0
     assert "9 MoE layers x 32 experts" in offer.about[0]
     assert desk.name_of(offer) == "demo"
+    assert len(offer.about) == 1
+    write_kimi(tmp_path / "kimi")
+    kimi = desk.look_up(str(tmp_path / "kimi"))
+    assert kimi.about[1] == "Left out, tensors that begin with: vision_tower (2), mm_projector (1)."
     with pytest.raises(MoetError, match="MD-SRC-01"):
         desk.look_up("no such thing at all")
     with pytest.raises(MoetError, match="MD-SRC-01"):

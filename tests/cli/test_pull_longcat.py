@@ -32,13 +32,18 @@ def test_pull__released_layout__packed_and_answers(
     names = set(reader.dense.names())
     reader.close()
     assert "model.layers.1.self_attn.1.kv_b_proj" in names
+    head = {"enorm", "hnorm", "eh_proj", "mlp.down_proj", "shared_head.norm"}
+    assert {f"model.layers.2.{part}" for part in head} <= names  # packed as the layer behind
     assert not any(name.startswith("model.mtp.") for name in names)
     assert moet("verify", "longcat").code == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     first = moet("run", "longcat", "Hello there", "--max-tokens", "8", "--temperature", "0")
     assert first.code == 0, first.err
     assert first.out
-    again = moet("run", "longcat", "Hello there", "--max-tokens", "8", "--temperature", "0")
+    again = moet(
+        "run", "longcat", "Hello there", "--max-tokens", "8", "--temperature", "0",
+        "--drafts", "mtp",
+    )  # fmt: skip
     assert again.out == first.out
     shown = moet("plan", "longcat", "--json")
     assert shown.code == 0, shown.err

@@ -8,13 +8,18 @@ registered family.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from moet_desk.engine.spec import Gdn, Gqa, MoeFfn, QkNorm, Spec
+from moet_desk.engine.blocks import attention as latent
+from moet_desk.engine.blocks import ffn
+from moet_desk.engine.blocks.gqa import GqaBlock
+from moet_desk.engine.spec import Gdn, Gqa, Mla, MoeFfn, QkNorm, Spec
 from moet_desk.kernels.kinds import Score
+from moet_desk.kernels.reference import experts as mlp
+from moet_desk.kernels.reference import gated, route, weights_of
 
 Mutation = Callable[[Spec], Spec]
 
@@ -196,3 +201,77 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
 }  # fmt: skip
+
+
+# -- the code ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """A mistake in a block that no field of a spec can make.
+
+    Attributes:
+        concerns: which models have what it is about.
+        patches: places and what stands there instead.
+    """
+
+    concerns: Callable[[Spec], bool]
+    patches: tuple[tuple[object, str, Any], ...]
+
+
+def _bias_weighs(
+    logits: Tensor, *, selection_bias: Tensor | None = None, **how: Any
+) -> tuple[Tensor, Tensor]:
+    ids, weights = route(logits, selection_bias=selection_bias, **how)
+    if selection_bias is None:
+        return ids, weights
+    biased = weights_of(logits, ids, score=how["score"], renormalize=False, scale=1.0)
+    biased = biased + selection_bias[ids]
+    total = biased.sum(-1, keepdim=True) if how["renormalize"] else 1.0
+    return ids, biased / total * how["scale"]
+
+
+def _norm_behind_the_rope(self: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads come without their norm, with its weight beside them (`_with_weight`)."""
+    plain, weight = heads
+    return _NORMED(self, _TURNED(self, plain, cos, sin).flatten(1), weight)
+
+
+def _with_weight(self: Any, x: Tensor, weight: Tensor | None) -> Any:
+    return _NORMED(self, x, None), weight
+
+
+_NORMED, _TURNED = GqaBlock._normed, GqaBlock._turned
+
+
+def _is_mla(spec: Spec) -> bool:
+    return isinstance(spec.attention, Mla)
+
+
+def _has_norms(spec: Spec) -> bool:
+    return isinstance(spec.attention, Gqa) and spec.attention.qk_norm is not QkNorm.NONE
+
+
+CODE = {
+    "the selection bias weighs": Wrong(
+        lambda spec: spec.moe_ffn.router.selection_bias, ((ffn, "route", _bias_weighs),)
+    ),
+    "latents without their norms": Wrong(
+        _is_mla, ((latent, "rms_norm", lambda x, weight, eps: x * weight),)
+    ),
+    "norm of queries and keys behind the rope": Wrong(
+        _has_norms,
+        (
+            (GqaBlock, "_normed", _with_weight),
+            (GqaBlock, "_turned", _norm_behind_the_rope),
+        ),
+    ),
+    "gate and up of experts exchanged": Wrong(
+        lambda spec: True, ((mlp, "gated", lambda gate, up, glu: gated(up, gate, glu)),)
+    ),
+    "gate and up of the shared expert exchanged": Wrong(
+        lambda spec: spec.moe_ffn.shared_inter > 0,
+        ((ffn, "gated", lambda gate, up, glu: gated(up, gate, glu)),),
+    ),
+}
+"""Tried for every family that they concern."""

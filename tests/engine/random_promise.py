@@ -17,6 +17,9 @@ from moet_desk.engine.handle import Quality, Sampling
 from moet_desk.telemetry import EngineSnapshot
 from tests.conftest import pack_source
 from tests.engine.test_balanced import balanced
+from tests.engine.test_kept_prompts import BEGINNING, CHUNK, TAILS
+from tests.engine.test_kept_prompts import answer as answer_with_cached
+from tests.engine.test_kept_prompts import ask as ask_long
 from tests.engine.test_mtp_parity import save_head, with_head
 from tests.engine.test_promise import STORY, SUM, Answer, answer, ask, engine
 from tests.engine.tiny_models import random_model, save_source
@@ -27,6 +30,13 @@ REQUESTS = [
     ask(SUM, Quality.EXACT, DRAWN),
     balanced(STORY, GREEDY, gate=0.5),
 ]
+
+LONG_REQUESTS = [
+    ask_long(BEGINNING + TAILS[0]),
+    ask_long(BEGINNING + TAILS[1]),
+    ask_long(BEGINNING + TAILS[0], Quality.BALANCED, gate=0.95),
+]
+"""Prompts that begin alike, of several chunks."""
 
 AddHead = Callable[[Any, Path], None]
 """Adds an MTP head to a saved source: (transformers' model, folder)."""
@@ -76,3 +86,20 @@ def check(pack: Path, wanted: list[Answer], **options: Any) -> EngineSnapshot:
         assert [answer(handle, [request])[0] for request in REQUESTS] == wanted
         assert answer(handle, REQUESTS) == wanted
         return handle.snapshot()
+
+
+def check_kept(pack: Path, folder: Path, **options: Any) -> None:
+    """Prompts that were read before, in this engine or in the one before, change no answer."""
+    options = {**options, "prefill_chunk": CHUNK}
+    with engine(pack, **options) as handle:
+        wanted = [answer_with_cached(handle, request)[0] for request in LONG_REQUESTS]
+    on_disk: dict[str, Any] = {"saved_prefixes": folder, "saved_bytes": 10**9}
+    for first_time in (True, False):  # the second engine finds them on disk
+        with engine(pack, prefix_bytes=10**8, **on_disk, **options) as handle:
+            whole = [(handle.count_tokens(r) - 1) // CHUNK * CHUNK for r in LONG_REQUESTS]
+            found = [answer_with_cached(handle, request) for request in LONG_REQUESTS]
+        assert [tokens for tokens, _ in found] == wanted
+        cached = [n for _, n in found]
+        assert cached[1] >= 3 * CHUNK
+        assert cached == whole or first_time
+        assert cached[0] == (0 if first_time else whole[0])

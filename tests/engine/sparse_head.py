@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.engine.tiny_models import randomize
+
 
 class SparseHead(nn.Module):
     """One layer of the model's class, with an indexer, behind what joins token and state.
@@ -49,12 +51,5 @@ class SparseHead(nn.Module):
 def random_head(model: Any) -> SparseHead:
     """A head whose weights are all random."""
     head = SparseHead(model).eval().float()
-    spread = torch.Generator().manual_seed(5)
-    init = model.config.initializer_range
-    with torch.no_grad():
-        for name, value in head.layers[0].state_dict().items():
-            if "norm" in name or "bias" in name:
-                value.copy_(1 + 0.1 * torch.randn(value.shape, generator=spread))
-            else:
-                value.copy_(init * torch.randn(value.shape, generator=spread))
+    randomize(head.layers[0], model.config.initializer_range)
     return head

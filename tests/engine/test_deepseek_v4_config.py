@@ -127,6 +127,7 @@ def test_plan__flash__released_names_and_rows() -> None:
     assert "model.layers.3.ffn.gate.tid2eid" not in plan.dense
     assert plan.dense["model.layers.2.attn.compressor.ape"] == (4, 1024)
     assert plan.dense["model.layers.43.hc_head_fn"] == (4, 4 * 4096)
+    assert not any(name.startswith(plan.ignored) for name in plan.dense)
     n_weights = sum(
         math.prod(shape) for shape in plan_for(FLASH, path="c", names=[]).dense.values()
     )

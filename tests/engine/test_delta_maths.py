@@ -13,18 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moet_desk.engine.blocks import gdn as block
-from moet_desk.engine.blocks.expert_math import ExpertMath, load_form
-from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.draft import CpuHead, MtpDrafter
-from moet_desk.engine.kv_cache import KvCache
-from moet_desk.engine.loader import Core
-from moet_desk.engine.model import Model
-from moet_desk.engine.prefill import PrefillExperts
-from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.reference import delta_decay
 from moet_desk.store.pack_format import DENSE_FILE, ROW_FILES, Plane
 from tests.conftest import pack_source
-from tests.engine.oracle import allowed, loaded, logits_of
+from tests.engine.oracle import allowed, loaded, logits_of, logits_with
 from tests.engine.tiny_models import (
     DELTA_CONFIGS,
     LENGTH,
@@ -48,26 +41,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with torch.no_grad():
         use_packed_experts(model, pack)
         return pack, model(IDS[None]).logits[0]
-
-
-def logits_of_weights(core: Core, change: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """Logits with some weights changed as they are read."""
-    spec = core.spec
-
-    def load(name: str) -> Tensor:
-        return change(name, core.reader.dense_tensor(name))
-
-    model = Model(spec, Weights(load), context=64)
-    kv = KvCache(
-        spec.attention, n_layers=spec.n_kv_layers, n_pages=1, page_tokens=64, form=KvFormat.F32,
-        recurrent=spec.recurrent,
-    )  # fmt: skip
-    sequence = kv.reserve(LENGTH)
-    assert sequence is not None
-    with torch.inference_mode():
-        math = ExpertMath(core.reader.layout, None, load_form(spec, load))
-        chunk = PrefillExperts(core.residency, math, Plane.FINE)
-        return model.logits(model.forward(IDS, kv, sequence, chunk))
 
 
 def only(part: str, change: Callable[[Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
@@ -96,7 +69,7 @@ def test_mutated_weights__any_part__parity_is_lost(case: Case) -> None:
     noticed = {}
     with loaded(pack, activations="float", kv_format="f32") as core:
         for what, change in WEIGHTS.items():
-            off = (logits_of_weights(core, change) - want).abs().max()
+            off = (logits_with(core, core.spec, IDS.tolist(), change=change) - want).abs().max()
             noticed[what] = bool(off > 10 * allowed(core, want))
         flat = not core.spec.recurrent[0].fused
     expected = {what: what != "as it is" for what in WEIGHTS}

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from moet_desk.engine.evaluate import _reruns, _reruns_with_states
-from moet_desk.engine.handle import Quality
+from moet_desk.engine.evaluate import _reruns, _reruns_on_the_way
 from moet_desk.store.pack_format import Plane
 from tests.engine.oracle import loaded, logits_of
-from tests.engine.random_promise import add_qwen_head, alone, check, packed_with_text
-from tests.engine.test_kept_prompts import BEGINNING, TAILS
-from tests.engine.test_kept_prompts import answer as answer_with_cached
-from tests.engine.test_kept_prompts import ask as ask_long
-from tests.engine.test_promise import Answer, engine
+from tests.engine.random_promise import add_qwen_head, alone, check, check_kept, packed_with_text
+from tests.engine.test_promise import Answer
 from tests.engine.tiny_models import TINY_NEXT
-
-CHUNK = 32
-LONG_REQUESTS = [
-    ask_long(BEGINNING + TAILS[0]),
-    ask_long(BEGINNING + TAILS[1]),
-    ask_long(BEGINNING + TAILS[0], Quality.BALANCED, gate=0.95),
-]
 
 
 @pytest.fixture(scope="module")
@@ -48,23 +36,6 @@ def test_tokens__least_pools_and_rows_from_disk__same_bits(
 
 def test_tokens__guesses_of_the_head__same_bits(pack: Path, wanted: list[Answer]) -> None:
     assert check(pack, wanted, drafts="mtp", draft_depth=2).drafts.guessed[0] > 0
-
-
-def check_kept(pack: Path, folder: Path, **options: Any) -> None:
-    """Prompts that were read before, in this engine or in the one before, change no answer."""
-    options = {**options, "prefill_chunk": CHUNK}
-    with engine(pack, **options) as handle:
-        wanted = [answer_with_cached(handle, request)[0] for request in LONG_REQUESTS]
-    on_disk: dict[str, Any] = {"saved_prefixes": folder, "saved_bytes": 10**9}
-    for first_time in (True, False):  # the second engine finds them on disk
-        with engine(pack, prefix_bytes=10**8, **on_disk, **options) as handle:
-            whole = [(handle.count_tokens(r) - 1) // CHUNK * CHUNK for r in LONG_REQUESTS]
-            found = [answer_with_cached(handle, request) for request in LONG_REQUESTS]
-        assert [tokens for tokens, _ in found] == wanted
-        cached = [n for _, n in found]
-        assert cached[1] >= 3 * CHUNK
-        assert cached == whole or first_time
-        assert cached[0] == (0 if first_time else whole[0])
 
 
 def test_answers__prompts_kept_with_their_states__same_bits_without_reading(
@@ -117,11 +88,11 @@ def test_reruns__on_the_way_and_from_behind__same_tokens(demo_pack: Path, pack: 
         assert sequences[1] is not None
         core.prefiller.hidden(ids, sequences[0], Plane.BASE)
         behind = _reruns(core, ids, sequences[0], 25)
-        assert _reruns_with_states(core, ids, sequences[1], 25) == behind
+        assert _reruns_on_the_way(core, ids, sequences[1], 25) == behind
     with loaded(pack) as core, torch.inference_mode():
         sequence = core.kv.reserve(64)
         assert sequence is not None
-        found = _reruns_with_states(core, ids, sequence, 25)
+        found = _reruns_on_the_way(core, ids, sequence, 25)
         assert len(found) == 14
         fresh = core.kv.reserve(64)
         assert fresh is not None

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moet_desk.engine.cuda.dense_weights import DenseLoader
+from moet_desk.engine.cuda.dense_weights import DenseLoader, reordered
 from moet_desk.kernels.triton.dense import DenseWeight, WeightKind
 from moet_desk.store.quant_formats import decode
 from moet_desk.store.sources import TensorIndex
+from tests.kernels.triton.makers import dense_weight, real_values
 
 
 class Reader:
@@ -89,3 +90,29 @@ def test_matrix__fp8_of_two_kinds__decoded(tmp_path: Path) -> None:
     weight = DenseLoader(reader, torch.device("cpu")).matrix("a", "b")
     assert weight.kind is WeightKind.F32
     assert weight.values[:, 0].tolist() == [2.0] * 128 + [3.0] * 128
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_row", "whole_blocks"),
+    [
+        (WeightKind.F32, False, False),
+        (WeightKind.BF16, False, False),
+        (WeightKind.FP8, True, False),
+        (WeightKind.FP8, False, True),
+        (WeightKind.FP8, False, False),
+    ],
+)
+def test_reordered__any_format__the_same_rows(
+    kind: WeightKind, by_row: bool, whole_blocks: bool
+) -> None:
+    torch.manual_seed(0)
+    weight = dense_weight(3 * 128 + 20, 160, kind, by_row=by_row)
+    order = torch.randperm(weight.n)
+    if whole_blocks:  # the last block is a short one
+        order = torch.cat([torch.arange(128) + 128 * i for i in (2, 0, 1)])
+        order = torch.cat([order, torch.arange(384, weight.n)])
+    found = reordered(weight, order)
+    torn = kind is WeightKind.FP8 and not by_row and not whole_blocks
+    want = real_values(weight)[order]
+    assert torch.equal(real_values(found), want.float().double() if torn else want)
+    assert found.kind is (WeightKind.F32 if torn else kind)

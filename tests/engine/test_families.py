@@ -336,8 +336,8 @@ def test_spec__qwen3_next_and_3_6__as_published() -> None:
     inner = spec_for(QWEN3_6["text_config"], path="config.json", has_mtp=False)
     assert inner == newer
     for config in (QWEN3_6, QWEN3_6["text_config"]):
-        assert packed_head(config, (0, 40), path="c")
-        assert not packed_head(config, (0, 39), path="c")
+        assert packed_head(config, (0, 40), (), path="c")
+        assert not packed_head(config, (0, 39), (), path="c")
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from moet_desk.engine.blocks.expert_math import ExpertMath, load_form
-from moet_desk.engine.blocks.weights import Weights
-from moet_desk.engine.kv_cache import KvCache
-from moet_desk.engine.loader import Core
-from moet_desk.engine.model import Model
-from moet_desk.engine.model_shape import index_layers
-from moet_desk.engine.prefill import PrefillExperts
 from moet_desk.engine.spec import Gqa, Mla, QkNorm, Spec
-from moet_desk.kernels.kinds import Activations, KvFormat
+from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.reference import (
     ExpertBias,
     combine,
@@ -28,8 +22,8 @@ from moet_desk.kernels.reference import (
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from tests.engine.conftest import TinyPack
-from tests.engine.family_mutations import MUTATIONS, attention, fitted
-from tests.engine.oracle import allowed, loaded, logits_of
+from tests.engine.family_mutations import CODE, MUTATIONS, attention, fitted
+from tests.engine.oracle import allowed, loaded, logits_of, logits_with, plus_one
 from tests.engine.tiny_models import IDS, MODELS
 
 
@@ -45,26 +39,6 @@ def case(
 # -- mutations -----------------------------------------------------------------------------------
 
 
-def logits_with(core: Core, spec: Spec, ids: list[int], *, added_to_norms: float = 0.0) -> Tensor:
-    """Logits of the core's weights and experts under another spec."""
-
-    def load(name: str) -> Tensor:
-        value = fitted(spec, name, core.reader.dense_tensor(name))
-        return value + ("norm" in name) * added_to_norms
-
-    model = Model(spec, Weights(load), context=64)
-    kv = KvCache(
-        spec.attention, n_layers=spec.n_kv_layers, n_pages=1, page_tokens=64, form=KvFormat.F32,
-        recurrent=spec.recurrent, index_layers=index_layers(spec, with_head=False),
-    )  # fmt: skip
-    sequence = kv.reserve(len(ids))
-    assert sequence is not None
-    with torch.inference_mode():
-        math = ExpertMath(core.reader.layout, None, load_form(spec, load))
-        chunk = PrefillExperts(core.residency, math, Plane.FINE)
-        return model.logits(model.forward(torch.tensor(ids), kv, sequence, chunk))
-
-
 def test_mutated_spec__any_part__parity_is_lost(
     case: tuple[str, Path, list[int], Tensor],
 ) -> None:
@@ -76,10 +50,28 @@ def test_mutated_spec__any_part__parity_is_lost(
         for what, mutate in MUTATIONS[name].items():
             mutant = mutate(core.spec)
             assert mutant != core.spec
-            if not (logits_with(core, mutant, ids) - want).abs().max() > 10 * near:
+            off = logits_with(core, mutant, ids, change=partial(fitted, mutant)) - want
+            if not off.abs().max() > 10 * near:
                 unnoticed.append(what)
-        if not (logits_with(core, core.spec, ids, added_to_norms=1.0) - want).abs().max() > near:
+        if not (logits_with(core, core.spec, ids, change=plus_one) - want).abs().max() > near:
             unnoticed.append("norms with 1 + w")
+    assert unnoticed == []
+
+
+def test_mutated_block__any_part__parity_is_lost(
+    case: tuple[str, Path, list[int], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, pack, ids, want = case
+    unnoticed = []
+    with loaded(pack, activations="float", kv_format="f32") as core:
+        concerned = {what: wrong for what, wrong in CODE.items() if wrong.concerns(core.spec)}
+        for what, wrong in concerned.items():
+            with monkeypatch.context() as patch:
+                for owner, name, instead in wrong.patches:
+                    patch.setattr(owner, name, instead)
+                off = (logits_with(core, core.spec, ids) - want).abs().max()
+            if not off > 10 * allowed(core, want):
+                unnoticed.append(what)
     assert unnoticed == []
 
 

@@ -101,9 +101,11 @@ QWEN35 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("tiny", [NEXT, QWEN35], ids=["next", "3.5"])
+@pytest.mark.parametrize(
+    ("tiny", "cut"), [(NEXT, True), (NEXT, False), (QWEN35, True)], ids=["next", "older", "3.5"]
+)
 def test_pack__gated_deltanet_as_gguf__what_the_converter_did_is_undone(
-    tiny: dict[str, Any], tmp_path: Path
+    tiny: dict[str, Any], cut: bool, tmp_path: Path
 ) -> None:
     save_source(random_model(tiny, 0.25), tmp_path / "folder")
     config = json.loads((tmp_path / "folder" / "config.json").read_text())
@@ -112,7 +114,7 @@ def test_pack__gated_deltanet_as_gguf__what_the_converter_did_is_undone(
         for name, values in load_file(tmp_path / "folder" / "model.safetensors").items()
     }
     arch = ARCH[config["model_type"]]
-    stored = delta_converted(arch, config, tensors)
+    stored = delta_converted(arch, config, tensors, cut=cut)
     write_fields(tmp_path / "m.gguf", arch, fields_of(config), stored)
     index = ModelSource.open(tmp_path / "m.gguf").index
     assert set(index.names()) == set(tensors)

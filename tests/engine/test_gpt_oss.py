@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moet_desk.engine import model_shape
 from moet_desk.engine.families.gpt_oss import plan
-from moet_desk.engine.handle import Quality, Sampling
 from moet_desk.engine.parsers.answers import AnswerFormat, CallFormat
 from moet_desk.engine.template import ChatTemplate
 from moet_desk.engine.text import Text
@@ -23,11 +23,10 @@ from moet_desk.store.pack_format import BASE_FILE, FINE_FILE, Plane
 from moet_desk.store.pack_reader import PackReader
 from tests.conftest import DEMO, pack_source
 from tests.engine.oracle import loaded, logits_of
-from tests.engine.test_balanced import balanced
+from tests.engine.random_promise import alone, check, check_kept, packed_with_text
 from tests.engine.test_gguf import mxfp4_blocks
 from tests.engine.test_gguf_families import fields_of
-from tests.engine.test_promise import STORY, SUM, answer, ask, engine
-from tests.engine.tiny_models import GQA_CONFIGS, LENGTH, random_model
+from tests.engine.tiny_models import GQA_CONFIGS, LENGTH, TINY_OSS, random_model, save_source
 from tests.store.gguf_files import write_fields
 from tests.store.tiny import E2M1
 
@@ -188,22 +187,12 @@ def test_pack__as_gguf__the_rows_and_logits_of_the_published_files(
 
 @pytest.mark.slow
 def test_tokens__however_it_runs__same_bits(demo_source: Path, tmp_path: Path) -> None:
-    """Promise 1, with prompts that are longer than a window."""
-    model = random_model({**GQA_CONFIGS["gpt_oss"], "vocab_size": 8192}, 0.25)
-    model.save_pretrained(tmp_path / "source")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(demo_source / name, tmp_path / "source")
-    pack = pack_source(tmp_path / "source", tmp_path / "pack")
-    requests = [
-        ask(STORY, Quality.FAST, Sampling(temperature=0)),
-        ask(SUM, Quality.EXACT, Sampling(temperature=0.8, seed=11)),
-        balanced(STORY, Sampling(temperature=0), gate=0.5),
-    ]
-    with engine(pack) as handle:
-        wanted = [answer(handle, [request])[0] for request in requests]
+    """Promise 1, with prompts that are longer than a window and than what its layers keep."""
+    pack = packed_with_text(GQA_CONFIGS["gpt_oss"], demo_source, tmp_path)
+    wanted = alone(pack)
     assert len({tuple(tokens) for tokens in wanted}) == len(wanted)
-    with engine(pack, pool_slots=4, fine_slots=4, arena_rows=2) as handle:
-        assert answer(handle, requests) == wanted
+    check(pack, wanted, pool_slots=4, fine_slots=4, arena_rows=2)
+    check_kept(pack, tmp_path / "prefixes")
 
 
 @pytest.mark.slow
@@ -286,3 +275,22 @@ def test_encode_chat__effort__written_into_the_prompt() -> None:
     usual = text.encode_chat(ask)
     assert text.encode_chat(ask, switches={"reasoning_effort": "medium"}) == usual
     assert text.encode_chat(ask, switches={"reasoning_effort": "high"}) != usual
+
+
+def test_rings__far_more_tokens_than_they_hold__same_bits_as_keeping_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_source(random_model(TINY_OSS, 0.25), tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    ids = torch.randint(3, 256, (280,), generator=torch.Generator().manual_seed(4)).tolist()
+    sizes = [32] * 8 + [1] * 24
+    options: dict[str, Any] = {"context": 320, "prefill_chunk": 32, "kv_format": "bf16"}
+    found = []
+    for rings in (True, False):
+        if not rings:
+            monkeypatch.setattr(model_shape, "ring_layers", lambda spec: ())
+        with loaded(pack, **options) as core:
+            assert core.plan.ring_pages == (2 if rings else 0)  # 128 tokens
+            found.append(logits_of(core, ids, plane=Plane.BASE, sizes=sizes))
+            assert core.kv.n_layers == (1 if rings else 2)
+    assert torch.equal(*found)

@@ -109,8 +109,9 @@ def test_answers__after_a_restart__same_bits_from_disk(
         found = [answer(handle, request) for request in REQUESTS[:2]]
     assert [tokens for tokens, _ in found] == wanted[:2]
     assert sum(cached for _, cached in found) < sum(whole)
-    with keeping(demo_pack, **{**on_disk, "kv_format": "bf16"}) as handle:
-        assert answer(handle, REQUESTS[0])[1] == 0  # entries of another format are not taken
+    for other in ({"kv_format": "bf16"}, {"dense_format": "int8"}):
+        with keeping(demo_pack, **{**on_disk, **other}) as handle:
+            assert answer(handle, REQUESTS[0])[1] == 0  # entries of another format are not taken
 
 
 def test_answers__least_ram__nothing_kept(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moet_desk.engine.kv_cache import KvCache
-from moet_desk.engine.spec import Gqa, Indexer, Mixer, Mla, QkNorm, Rope
+from moet_desk.engine.spec import Gqa, Indexer, Mixer, Mla, QkNorm, Rings, Rope
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.reference import (
     gqa_read,
@@ -225,3 +225,83 @@ def test_index__taken_out_and_put_in__keys_go_along(form: KvFormat) -> None:
         assert torch.equal(
             kv.read_index(layer, second, 12)[5:], kv.read_index(layer, first, 11)[3:10]
         )
+
+
+# -- layers with a window -------------------------------------------------------------------------
+
+WINDOW = 5
+
+
+def ringed_cache(form: KvFormat, sequences: int = 2) -> KvCache:
+    """The first of two layers keeps the window, and a chunk of up to 6 tokens beside it."""
+    rings = Rings((0,), window=WINDOW, pages=4, sequences=sequences)
+    return KvCache(GROUPED, n_layers=2, n_pages=24, page_tokens=4, form=form, rings=rings)
+
+
+def keys_values(count: int, seed: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(count, 2, 48, generator=source) for _ in range(2))
+    return k, v
+
+
+@pytest.mark.parametrize("form", list(KvFormat))
+def test_ring__many_times_around__the_window_and_the_chunk_are_there(form: KvFormat) -> None:
+    kv = ringed_cache(form)
+    other, sequence = kv.reserve(40), kv.reserve(44)
+    assert sequence is not None
+    assert other is not None
+    assert (len(sequence.pages), len(sequence.ring)) == (11, 4)
+    assert not set(sequence.ring) & set(other.ring)
+    k, v = keys_values(44)
+    want = gqa_read(gqa_write(k, v, form), form, 2, 48, 48)
+    for size in (6, 1, 5, 6, 6, 1, 1, 6, 6, 6):
+        here = slice(sequence.length, sequence.length + size)
+        first = max(0, here.start + 1 - WINDOW)
+        for layer in range(2):
+            kv.write(layer, sequence, k[here], v[here])
+            found = kv.read(layer, sequence, here.stop, first=first)
+            for got, wanted in zip(found, want, strict=True):
+                assert torch.equal(got, wanted[first : here.stop])
+        sequence.length += size
+    assert not kv.pages(0)[other.ring].any()
+    other.length = 8
+    with pytest.raises(ValueError, match="13 tokens at once"):
+        kv.write(0, other, k[:13], v[:13])
+    assert kv.forgets
+    assert not cache().forgets
+
+
+def test_ring__short_sequences__fewer_pages_and_all_come_back() -> None:
+    kv = ringed_cache(KvFormat.F32)
+    short = [kv.reserve(4) for _ in range(4)]
+    assert [len(one.ring) for one in short if one is not None] == [1] * 4
+    long = kv.reserve(40)
+    assert long is not None
+    assert kv.reserve(4) is None  # no page for its window
+    kv.pages(0)[long.ring] = 255
+    kv.release(long)
+    again = kv.reserve(40)
+    assert again is not None
+    assert not kv.pages(0)[again.ring].any()
+
+
+@pytest.mark.parametrize("chunk", [3, 6, 8])
+def test_ring__taken_out_and_put_in_chunk_by_chunk__what_follows_sees_the_same(chunk: int) -> None:
+    kv = ringed_cache(KvFormat.BF16)
+    first, second = kv.reserve(28), kv.reserve(28)
+    assert first is not None
+    assert second is not None
+    k, v = keys_values(24)
+    for at in range(0, 24, chunk):
+        for layer in range(2):
+            kv.write(layer, first, k[at : at + chunk], v[at : at + chunk])
+        first.length += chunk
+        kv.put_in(second, at, kv.take_out(first, at, chunk))
+        oldest = max(0, at + chunk + 1 - WINDOW)
+        for layer, begin in ((0, oldest), (1, 0)):
+            for got, wanted in zip(
+                kv.read(layer, second, at + chunk, first=begin),
+                kv.read(layer, first, at + chunk, first=begin),
+                strict=True,
+            ):
+                assert torch.equal(got, wanted)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moet_desk.engine.blocks.ffn import MoeBlock
@@ -129,6 +130,80 @@ def test_long_context__4000_tokens__equal_transformers(tmp_path: Path) -> None:
     with loaded(pack, **FLOAT) as core:
         got = logits_of(core, ids, plane=Plane.FINE, sizes=[1777, 2000, 203] + [1] * 20)
     assert (got - want).abs().max() < 1e-4 * want.std()
+
+
+# -- the MTP head ----------------------------------------------------------------------------------
+
+
+def save_longcat_head(source: Path) -> dict[str, Tensor]:
+    """Add a head to a saved model, under released names: the first half of its first layer, behind
+    random norms and a random product. Returns what is random.
+    """
+    state = load_file(source / "model.safetensors")
+    hidden = state["model.norm.weight"].shape[0]
+    spread = torch.Generator().manual_seed(5)
+    own, first = "model.mtp.layers.0.", "model.layers.0."
+    made = {
+        name: 1 + 0.1 * torch.randn(hidden, generator=spread)
+        for name in ("model.mtp.norm.weight", own + "enorm.m.weight", own + "hnorm.m.weight")
+    }
+    made[own + "eh_proj.weight"] = 0.2 * torch.randn(hidden, 2 * hidden, generator=spread)
+    halves = {
+        f"{first}self_attn.0.": f"{own}self_attn.",
+        f"{first}mlps.0.": f"{own}transformer_layer.mlp.",
+        f"{first}input_layernorm.0.": f"{own}input_layernorm.",
+        f"{first}post_attention_layernorm.0.": f"{own}post_attention_layernorm.",
+    }
+    for name, value in list(state.items()):
+        for old, new in halves.items():
+            if name.startswith(old):
+                state[new + name.removeprefix(old)] = value.clone()
+    state["model.mtp.embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file({**state, **made}, source / "model.safetensors")
+    return made
+
+
+def test_head__chunks_and_single_tokens__as_its_parts_in_transformers(tmp_path: Path) -> None:
+    model = random_model(CONFIGS["longcat"], 0.25)
+    save_source(model, tmp_path / "source")
+    made = save_longcat_head(tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    ids, n = torch.randint(3, 256, (12,), generator=torch.Generator().manual_seed(2)), 11
+    with loaded(pack, **FLOAT, drafts="mtp") as core, torch.inference_mode():
+        drafter = core.decoder.drafting.mtp
+        assert drafter is not None
+        head: Any = drafter.head
+        sequence, own = core.kv.reserve(12), core.kv.reserve(12)
+        assert sequence is not None
+        assert own is not None
+        assert core.residency.sizes().rows == 2 * 8  # the head has none
+        many = core.prefiller._experts[Plane.FINE]
+        states = core.model.forward(ids, core.kv, sequence, many)[:-1]
+        found, at = [], 0
+        for size in (7, 1, 3):
+            here = slice(at, at + size)
+            out = head.head.forward(ids[1:][here], states[here], core.kv, own, many)
+            found.append(core.model.logits(out))
+            at += size
+        layer, norm = model.model.layers[0], _norm
+        token = norm(model.model.embed_tokens(ids[1:]), made["model.mtp.layers.0.enorm.m.weight"])
+        before = norm(states, made["model.mtp.layers.0.hnorm.m.weight"])
+        joined = torch.cat([token, before], -1)
+        x = (joined @ made["model.mtp.layers.0.eh_proj.weight"].T)[None]
+        places = torch.arange(n)[None]
+        attended, _ = layer.self_attn[0](
+            layer.input_layernorm[0](x),
+            position_embeddings=model.model.rotary_emb(x, position_ids=places),
+            attention_mask=torch.full((n, n), -torch.inf).triu(1)[None, None],
+        )
+        x = x + attended
+        x = x + layer.mlps[0](layer.post_attention_layernorm[0](x))
+        want = model.lm_head(norm(x[0], made["model.mtp.norm.weight"]))
+    assert (torch.cat(found) - want).abs().max() < 1e-4 * want.std()
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
 
 
 # -- configs ---------------------------------------------------------------------------------------

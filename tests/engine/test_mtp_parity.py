@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moet_desk.engine.draft import CpuHead, MtpDrafter
 from moet_desk.kernels.reference import expand_fine
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from tests.conftest import pack_source
-from tests.engine.oracle import loaded
+from tests.engine.oracle import HEAD_OPTIONS, head_logits, loaded
 from tests.engine.tiny_models import (
     CONFIGS,
     GQA_CONFIGS,
     random_model,
+    randomize,
     save_source,
     use_packed_experts,
 )
@@ -33,14 +33,7 @@ def with_head(model: Any) -> Any:
     from transformers.modeling_layers import MtpModel
 
     head = MtpModel(model, 1).eval().float()
-    spread = torch.Generator().manual_seed(5)
-    init = model.config.initializer_range
-    with torch.no_grad():
-        for name, value in head.layers[0].state_dict().items():
-            if "norm" in name or "bias" in name:
-                value.copy_(1 + 0.1 * torch.randn(value.shape, generator=spread))
-            else:
-                value.copy_(init * torch.randn(value.shape, generator=spread))
+    randomize(head.layers[0], model.config.initializer_range)
     return head
 
 
@@ -143,25 +136,7 @@ def test_head__chunks_and_single_tokens__equal_transformers(
     case: tuple[Path, Tensor, Tensor], sizes: list[int]
 ) -> None:
     pack, ids, want = case
-    options = {"activations": "float", "kv_format": "f32", "drafts": "mtp"}
-    with loaded(pack, **options) as core, torch.inference_mode():
-        drafter = core.decoder.drafting.mtp
-        assert isinstance(drafter, MtpDrafter)
-        assert isinstance(drafter.head, CpuHead)
-        sequence, own = core.kv.reserve(LENGTH), core.kv.reserve(LENGTH)
-        assert sequence is not None
-        assert own is not None
-        many = core.prefiller._experts[Plane.FINE]
-        hidden = core.model.forward(ids, core.kv, sequence, many)
-        found, at = [], 0
-        for size in sizes:
-            experts = drafter.head._one[Plane.FINE] if size == 1 else many
-            here = slice(at, at + size)
-            states = drafter.head.head.forward(
-                ids[1:][here], hidden[:-1][here], core.kv, own, experts
-            )
-            found.append(core.model.logits(states))
-            at += size
-    got = torch.cat(found)
+    with loaded(pack, **HEAD_OPTIONS) as core:
+        got = head_logits(core, ids, sizes)
     assert got.shape == want.shape
     assert (got - want).abs().max() < 1e-4 * want.std()

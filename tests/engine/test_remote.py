@@ -194,7 +194,9 @@ def test_choose__the_only_base_model__else_it_must_be_named() -> None:
     base, adapter = ServedModel("base"), ServedModel("lora", is_base=False)
     assert choose(server, [adapter, base], None) is base
     assert choose(server, [base, adapter], "lora") is adapter
-    for offered in ([base, ServedModel("second")], []):
+    ours = ServedModel("ours", is_ours=True)
+    assert choose(server, [ours, replace(ours, id="its alias")], None) is ours
+    for offered in ([base, ServedModel("second")], [ours, base], []):
         with pytest.raises(MoetError, match="MD-CONN-06"):
             choose(server, offered, None)
 
@@ -291,6 +293,7 @@ def test_stream__without_counts__pieces_count() -> None:
         (says("200 OK", "<html>", "text/html"), "MD-CONN-03", "text/html"),
         (streams('data: {"error": {"message": "out of memory"}}'), "MD-CONN-04", "out of memory"),
         (says("429 No", '{"error": "slow down"}'), "MD-CONN-04", "slow down"),
+        (says("403 No", "{}"), "MD-CONN-02", "403"),
         (says("502 No", "<html>proxy</html>", "text/html"), "MD-CONN-04", "no reason"),
         (says("302 Away", ""), "MD-CONN-04", "302"),
         (
@@ -423,6 +426,13 @@ def test_reasoning__long__in_quotes_that_can_be_drawn_apart() -> None:
     assert [line[2:] for line in text.split("---")[0].split("\n") if line[2:]][1:] == paragraphs
     assert without_reasoning(text) == "> a quote\n\nThe end"
     assert without_reasoning(text.partition("\n\n---")[0]) == ""  # stopped before the answer
+
+
+def test_reasoning__short__is_one_quote__and_a_second_one_begins_anew() -> None:
+    shown = Shown()
+    text = shown.reasoning("one\n\ntwo\n\n") + shown.content("A") + shown.reasoning("three")
+    head = "> **Reasoning**\n>\n> "
+    assert text == f"{head}one\n>\n> two\n\n---\n\nA\n\n{head}three"
 
 
 def test_call__with_backticks__stays_in_its_block() -> None:

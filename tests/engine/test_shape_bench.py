@@ -6,6 +6,7 @@ import importlib
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,7 @@ from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.cache import MOST_PAIRS
 from moet_desk.kernels.triton.dense import WeightKind
-from moet_desk.store.arena import plain_memory
+from moet_desk.store.arena import Arena, plain_memory
 from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB, MIB
 from tests.kernels.triton.makers import real_values
@@ -479,16 +480,34 @@ def test_drive__rows__read_checked_and_gone_at_the_end(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_measure__less_ram_than_rows__steps_wait_for_the_drive(tmp_path: Path) -> None:
-    setup = replace(tiny(0), prefill=0, warm=0, steps=3, attempts=1, ram_bytes=4 * 4096)
+def test_bench__less_ram_than_rows__the_most_popular_are_there_and_a_mailbox_asks_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring.ShapeBench, "_capture", lambda self, rows: None)
+    setup = replace(tiny(0), prefill=0, ram_bytes=4 * 4096, folder=tmp_path)
     fixed = dense_bytes(setup.shape) + setup.kv_pages * 64 * setup.kv_token_bytes + RESERVE_BYTES
-    setup = replace(setup, folder=tmp_path, vram_bytes=fixed + 2 * 4096)
+    setup = replace(setup, vram_bytes=fixed + 2 * 4096)
     assert (setup.n_slots(), setup.in_ram()) == (2, {Plane.BASE: 4})
     with ExitStack() as undo:
         bench = measuring.ShapeBench(setup, plain_memory, lambda _: None, undo=undo)
-        found = bench.run(0.5)
-    assert found.drive is not None
-    assert 0 < found.steps.drive_rows <= found.steps.misses
-    assert found.steps.drive_bytes == found.steps.drive_rows * 4096
+        host, popular = bench._host, bench.loader.rows_by_popularity()
+        assert isinstance(host, Arena)
+        assert {row for row, place in enumerate(host.table(Plane.BASE)) if place >= 0} == set(
+            popular[:4]
+        )
+        assert bench.pool.arena.place_of.tolist() == host.table(Plane.BASE).tolist()
+        assert sorted(bench.pool.tables.owner.tolist()) == sorted(popular[:2])
+        assert host.read_times() is None  # no step waited for these
+        server = bench.model._server
+        assert server is not None
+        before, readers = bench._read(), undo.enter_context(ThreadPoolExecutor(1))
+        ((place, lost),) = host.bring(Plane.BASE, popular[5:6], keep=popular[:1], run=readers)
+        assert (lost in popular[1:4], host.table(Plane.BASE)[popular[5]]) == (True, place)
+        assert tuple(now - then for now, then in zip(bench._read(), before, strict=True)) == (
+            1, 4096,
+        )  # fmt: skip
+        found = bench._drive_figures()
+        assert found is not None
+        assert found.read_ms is not None
+        assert found.bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,6 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexe
 from moet_desk.engine.blocks import indexer
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.chunk_sizes import chunk_bytes
-from moet_desk.engine.draft import CpuHead, MtpDrafter
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import Quality, Sampling
 from moet_desk.engine.model_shape import index_layers, kv_token_bytes
@@ -26,7 +25,7 @@ from moet_desk.kernels.reference import choose
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine import test_kept_prompts as kept_prompts
-from tests.engine.oracle import loaded, logits_of
+from tests.engine.oracle import HEAD_OPTIONS, head_logits, loaded, logits_of
 from tests.engine.sparse_head import random_head
 from tests.engine.test_balanced import balanced
 from tests.engine.test_mtp_parity import save_head, use_packed_experts_of_model, use_packed_head
@@ -76,27 +75,9 @@ def test_head__chunks_and_single_tokens__equal_transformers(
     case: tuple[Path, Tensor, Tensor], sizes: list[int]
 ) -> None:
     pack, ids, want = case
-    options = {"activations": "float", "kv_format": "f32", "drafts": "mtp"}
-    with loaded(pack, **options) as core, torch.inference_mode():
-        drafter = core.decoder.drafting.mtp
-        assert isinstance(drafter, MtpDrafter)
-        assert isinstance(drafter.head, CpuHead)
-        sequence, own = core.kv.reserve(LENGTH), core.kv.reserve(LENGTH)
-        assert sequence is not None
-        assert own is not None
-        many = core.prefiller._experts[Plane.FINE]
-        hidden = core.model.forward(ids, core.kv, sequence, many)
-        found, at = [], 0
-        for size in sizes:
-            experts = drafter.head._one[Plane.FINE] if size == 1 else many
-            here = slice(at, at + size)
-            states = drafter.head.head.forward(
-                ids[1:][here], hidden[:-1][here], core.kv, own, experts
-            )
-            assert own.choice is None  # nothing of a read stays behind
-            found.append(core.model.logits(states))
-            at += size
-    assert (torch.cat(found) - want).abs().max() < 1e-4 * want.std()
+    with loaded(pack, **HEAD_OPTIONS) as core:
+        got = head_logits(core, ids, sizes)
+    assert (got - want).abs().max() < 1e-4 * want.std()
 
 
 # -- promise 1 -----------------------------------------------------------------------------------

@@ -13,15 +13,11 @@ from torch import Tensor
 
 from moet_desk.engine import serving
 from moet_desk.engine.blocks import pooled as pooled_block
-from moet_desk.engine.blocks.expert_math import ExpertMath, load_form
-from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.handle import EngineOptions
-from moet_desk.engine.kv_cache import KvCache
-from moet_desk.engine.loader import Core, model_of
+from moet_desk.engine.loader import Core
 from moet_desk.engine.model_shape import state_bytes
 from moet_desk.engine.planned_model import from_pack
 from moet_desk.engine.planning import ModelPlan, Refusal, plan_model
-from moet_desk.engine.prefill import PrefillExperts
 from moet_desk.engine.residency import Residency
 from moet_desk.engine.spec import MoeFfn, Pool, PooledAttention, PoolIndexer, Spec
 from moet_desk.errors import MoetError
@@ -31,7 +27,7 @@ from moet_desk.machine import from_json
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from tests.conftest import pack_source
-from tests.engine.oracle import allowed, loaded, logits_of
+from tests.engine.oracle import allowed, loaded, logits_of, logits_with, plus_one
 from tests.engine.tiny_v4 import CONFIG, random_v4, save_v4, use_packed_v4
 
 LENGTH = 52  # more than a window, three heavy windows, thrice what the indexer may choose
@@ -133,25 +129,6 @@ def test_long_context__4000_tokens__equal_transformers(tmp_path: Path) -> None:
 # -- wrong parts are noticed ---------------------------------------------------------------------
 
 
-def logits_with(core: Core, spec: Spec, ids: list[int], *, added_to_norms: float = 0.0) -> Tensor:
-    """Logits of the core's weights and experts under another spec."""
-
-    def load(name: str) -> Tensor:
-        return core.reader.dense_tensor(name) + ("norm" in name) * added_to_norms
-
-    model = model_of(spec, Weights(load), context=64)
-    kv = KvCache(
-        spec.attention, n_layers=0, n_pages=1, page_tokens=64, form=KvFormat.F32,
-        recurrent=spec.recurrent,
-    )  # fmt: skip
-    sequence = kv.reserve(len(ids))
-    assert sequence is not None
-    with torch.inference_mode():
-        math = ExpertMath(core.reader.layout, None, load_form(spec, load))
-        chunk = PrefillExperts(core.residency, math, Plane.FINE)
-        return model.logits(model.forward(torch.tensor(ids), kv, sequence, chunk))
-
-
 Mutation = Callable[[Spec], Spec]
 
 
@@ -250,7 +227,7 @@ def test_mutated_spec__any_part__parity_is_lost(small: Case) -> None:
             assert mutant != core.spec
             if not (logits_with(core, mutant, ids) - want).abs().max() > 10 * near:
                 unnoticed.append(what)
-        if not (logits_with(core, core.spec, ids, added_to_norms=1.0) - want).abs().max() > near:
+        if not (logits_with(core, core.spec, ids, change=plus_one) - want).abs().max() > near:
             unnoticed.append("norms with 1 + w")
     assert unnoticed == []
 
@@ -394,18 +371,19 @@ def test_card__auto__the_cpu_computes_and_the_plan_says_why(
     plan = plan_model(desk, model, EngineOptions(device="auto"))
     assert isinstance(plan, ModelPlan)
     assert plan.device == "cpu"
-    assert "no kernels for residual streams" in plan.why
+    assert "for residual streams and pooled attention a card has no kernels" in plan.why
     assert plan.shape.state_bytes == state_bytes(model.spec, plan.kv_format)
     assert plan.kv_format is KvFormat.FP8
     refused = plan_model(desk, model, EngineOptions(device="cuda"))
     assert isinstance(refused, Refusal)
     assert refused.error.code == "MD-GPU-10"
     assert refused.changes == ("--device cpu",)
-    monkeypatch.setattr(serving, "_device", lambda wanted: "cuda")
+    caplog.set_level("INFO")
     core = serving._load(pack, EngineOptions(device="auto", save_heat=False), lambda steps: None)
     core.close()
     assert isinstance(core, Core)
-    assert "a CPU computes them" in caplog.text
+    assert "for which a card has no kernels yet" in caplog.text
+    monkeypatch.setattr(serving, "_device", lambda wanted, pack: "cuda")
     with pytest.raises(MoetError) as caught:
         serving._load(pack, EngineOptions(device="cuda", save_heat=False), lambda steps: None)
     assert caught.value.code == "MD-GPU-10"

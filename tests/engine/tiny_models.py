@@ -171,6 +171,17 @@ def random_model(kwargs: dict[str, Any], init: float) -> Any:
     return model
 
 
+def randomize(layer: Any, init: float) -> None:
+    """Give a layer of its own random weights of this spread; norms and biases lie around 1."""
+    spread = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, value in layer.state_dict().items():
+            if "norm" in name or "bias" in name:
+                value.copy_(1 + 0.1 * torch.randn(value.shape, generator=spread))
+            else:
+                value.copy_(init * torch.randn(value.shape, generator=spread))
+
+
 def save_source(model: Any, folder: Path) -> None:
     """The model under released names: one tensor per expert and projection."""
     model.save_pretrained(folder)

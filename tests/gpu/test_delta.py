@@ -20,8 +20,13 @@ from moet_desk.kernels.triton.delta import (
     delta_step,
 )
 from moet_desk.kernels.triton.delta_chunk import BLOCK, DeltaScratch, delta_chunk
-from tests.engine.random_promise import add_qwen_head, alone, check, packed_with_text
-from tests.engine.test_delta_promise import check_kept
+from tests.engine.random_promise import (
+    add_qwen_head,
+    alone,
+    check,
+    check_kept,
+    packed_with_text,
+)
 from tests.engine.tiny_models import DELTA_CONFIGS
 from tests.kernels.triton.makers import relative_error
 
@@ -137,7 +142,9 @@ def test_answers__however_it_runs_on_the_card__same_bits(
     on_card: dict[str, Any] = {"device": "cuda", "context": 512}
     wanted = alone(pack, drafts="off", **on_card)
     least = {"pool_slots": 16, "fine_slots": 16, "arena_rows": 2}
-    assert check(pack, wanted, **least, **on_card).counters.from_nvme > 0
+    from_disk = alone(pack, drafts="off", arena_rows=2, **on_card)  # fast prompts at 2 bits then
+    assert from_disk[1] == wanted[1]  # the exact one
+    assert check(pack, from_disk, **least, **on_card).counters.from_nvme > 0
     for drafts in ("mtp", "lookup"):
         drafted = check(pack, wanted, drafts=drafts, draft_depth=3, **on_card).drafts
         assert drafted.guessed[0] > 0 or drafts == "lookup"

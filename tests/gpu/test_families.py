@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from moet_desk.engine import model_shape
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
+from tests.engine.test_longcat import save_longcat_head
 from tests.engine.test_mtp_parity import packed_with_head
 from tests.engine.tiny_models import (
     CONFIGS,
@@ -48,7 +50,7 @@ class Case:
 
 
 def on_gpu(pack: Path, **given: object) -> CudaCore:
-    options = EngineOptions(save_heat=False, context=64, max_running=4, **given)  # type: ignore[arg-type]
+    options = EngineOptions(save_heat=False, max_running=4, **{"context": 64, **given})  # type: ignore[arg-type]
     return load_cuda(pack, options, device=torch.device("cuda"), widths=(1, 3))
 
 
@@ -88,7 +90,10 @@ def test_step__teacher_forced__near_the_cpu_engine(case: Case, rows: int) -> Non
 def test_step__any_number_of_rows__same_bits(case: Case) -> None:
     for plane in Plane:
         want = forced(case.core, IDS, plane, rows=1)
-        for rows in (2, 3, 8):
+        most = case.core.model.most_rows  # and a look-up's pairs must fit the slots
+        slots = min(case.core.plan.base_slots, case.core.plan.fine_slots)
+        most = min(most, slots // case.core.spec.moe_ffn.router.top_k)
+        for rows in {2, 3, min(8, most)}:
             assert torch.equal(forced(case.core, IDS, plane, rows=rows), want), (plane, rows)
 
 
@@ -108,6 +113,22 @@ def test_answers__glm_with_its_head__equal_those_without(
     core.close()
     core = on_gpu(pack, kv_format="bf16", drafts="mtp", draft_depth=2)
     assert {plane: answered(core, plane).out_ids for plane in Plane} == want
+    core.close()
+
+
+def test_answers__longcat_with_its_dense_head__equal_those_without(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("longcat_head")
+    save_source(random_model(TINY["longcat"], 0.25), folder / "source")
+    save_longcat_head(folder / "source")
+    pack = pack_source(folder / "source", folder / "pack")
+    core = on_gpu(pack, kv_format="bf16")
+    want = {plane: answered(core, plane).out_ids for plane in Plane}
+    core.close()
+    core = on_gpu(pack, kv_format="bf16", drafts="mtp", draft_depth=2)
+    assert {plane: answered(core, plane).out_ids for plane in Plane} == want
+    assert core.decoder.drafting.acceptance.counters().guessed[0] > 0
     core.close()
 
 
@@ -142,3 +163,22 @@ def test_dense_weights__rounded__near_the_cpu_engine(
     assert torch.equal(forced(core, IDS, Plane.FINE, rows=3), steps)
     assert off(read_anew(core, IDS, Plane.FINE), want[-1]) < 2 * NEAR
     core.close()
+
+
+def test_rings__gpt_oss_far_around_them__same_bits_as_keeping_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_source(random_model(GQA_CONFIGS["gpt_oss"], 0.25), tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    ids = torch.randint(3, 256, (300,), generator=torch.Generator().manual_seed(4)).tolist()
+    found = []
+    for rings in (True, False):
+        if not rings:
+            monkeypatch.setattr(model_shape, "ring_layers", lambda spec: ())
+        core = on_gpu(pack, kv_format="nvfp4", prefill_chunk=16, context=320)
+        assert core.plan.ring_pages == (2 if rings else 0)  # 128 tokens
+        assert core.kv.has_rings == rings
+        prompt = read_anew(core, ids, Plane.BASE)[None]
+        found.append(torch.cat([prompt, forced(core, ids, Plane.BASE, rows=3)]))
+        core.close()
+    assert torch.equal(*found)

@@ -140,9 +140,11 @@ def write_fields(
 
 
 def delta_converted(
-    arch: str, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+    arch: str, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, cut: bool = True
 ) -> dict[str, np.ndarray]:
-    """What converters make of a model with gated DeltaNet (arch qwen3next or qwen35moe)."""
+    """What converters make of a model with gated DeltaNet (arch qwen3next or qwen35moe); older ones
+    do not cut the product of qwen3next's input.
+    """
     n_k, n_v = config["linear_num_key_heads"], config["linear_num_value_heads"]
     d_k, d_v = config["linear_key_head_dim"], config["linear_value_head_dim"]
     tiled, behind, found = arch == "qwen35moe", 2 * n_k * d_k, dict[str, np.ndarray]()
@@ -170,7 +172,7 @@ def delta_converted(
             found[name] = deal(values, d_v if part == "in_proj_z" else 1)
         elif part == "out_proj":
             found[name] = deal(values, d_v, axis=1)
-        elif part == "in_proj_qkvz":
+        elif part == "in_proj_qkvz" and cut:
             each = n_v // n_k * d_v
             cuts = np.cumsum([d_k, d_k, each])
             blocks = values.reshape(n_k, 2 * d_k + 2 * each, -1)

@@ -71,8 +71,11 @@ def write_longcat(folder: Path, *, tokenizer: Path, shards: int = 3) -> None:
 
 
 def _head_shapes() -> dict[str, tuple[int, ...]]:
-    """Some of the dense head's tensors, as they are called in the files."""
+    """The dense head's tensors, as they are called in the files."""
     hidden, inter = CONFIG["hidden_size"], CONFIG["ffn_hidden_size"]
+    heads, latent = CONFIG["num_attention_heads"], CONFIG["kv_lora_rank"]
+    nope, rope = CONFIG["qk_nope_head_dim"], CONFIG["qk_rope_head_dim"]
+    rank, value = CONFIG["q_lora_rank"], CONFIG["v_head_dim"]
     return {
         "model.mtp.embed_tokens": (CONFIG["vocab_size"], hidden),
         "model.mtp.norm": (hidden,),
@@ -80,6 +83,15 @@ def _head_shapes() -> dict[str, tuple[int, ...]]:
         _HEAD + "hnorm.m": (hidden,),
         _HEAD + "eh_proj": (hidden, 2 * hidden),
         _HEAD + "input_layernorm": (hidden,),
-        _HEAD + "self_attn.o_proj": (hidden, 64),
+        _HEAD + "post_attention_layernorm": (hidden,),
+        _HEAD + "self_attn.q_a_proj": (rank, hidden),
+        _HEAD + "self_attn.q_a_layernorm": (rank,),
+        _HEAD + "self_attn.q_b_proj": (heads * (nope + rope), rank),
+        _HEAD + "self_attn.kv_a_proj_with_mqa": (latent + rope, hidden),
+        _HEAD + "self_attn.kv_a_layernorm": (latent,),
+        _HEAD + "self_attn.kv_b_proj": (heads * (nope + value), latent),
+        _HEAD + "self_attn.o_proj": (hidden, heads * value),
         _HEAD + "transformer_layer.mlp.gate_proj": (inter, hidden),
+        _HEAD + "transformer_layer.mlp.up_proj": (inter, hidden),
+        _HEAD + "transformer_layer.mlp.down_proj": (hidden, inter),
     }

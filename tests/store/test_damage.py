@@ -12,11 +12,18 @@ from moet_desk import config
 from moet_desk.cli.desk_jobs import AppJobs
 from moet_desk.engine.families import plan_for
 from moet_desk.errors import MoetError
+from moet_desk.store.chats import ChatStore
 from moet_desk.store.jobs import JobStore
 from moet_desk.store.responses import Kept, ResponseStore
+from moet_desk.ui.bridge import Bridge
+from moet_desk.ui.chat_lines import closing_line
+from moet_desk.ui.chat_records import Wishes
+from moet_desk.ui.conversation import Conversation
+from moet_desk.ui.theme import UNICODE
 from tests.engine.tiny_models import TINY
 
-CASES = {"safetensors": 30, "gguf": 20, "pack": 20, "journal": 3, "responses": 10, "config": 30}
+CASES = {"safetensors": 30, "gguf": 20, "pack": 20, "journal": 3, "chats": 12,
+         "responses": 10, "config": 30}  # fmt: skip
 OTHERS = dict.fromkeys(("prefixes", "ndjson", "records", "model config", "eval texts"), 60)
 
 
@@ -29,8 +36,7 @@ def test_damaged__catalogue_errors_and_nothing_else(name: str, cases: int) -> No
 
 
 def test_targets__all_have_quick_cases() -> None:
-    elsewhere = {"http", "chats"}  # tests/api/test_fuzz.py and tests/store/test_chats.py
-    assert {*CASES, *OTHERS, *elsewhere} == set(TARGETS)
+    assert {*CASES, *OTHERS, "http"} == set(TARGETS)  # http: tests/api/test_fuzz.py
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "n_routed_experts"])
@@ -85,4 +91,27 @@ def test_response_of_another_type__counts_as_gone(tmp_path: Path) -> None:
     store.put("a", Kept([], {"id": "a"}))
     store._file.execute("UPDATE responses SET record = 'text'")
     assert store.get("a") is None
+    store.close()
+
+
+def test_values_that_nobody_wrote__the_chat_opens_all_the_same(tmp_path: Path) -> None:
+    store = ChatStore.open(tmp_path / "chats.sqlite3")
+    chat = store.create_chat("A title", model="demo")
+    first = store.add_message(chat, "user", "What was said.", status="done")
+    second = store.add_message(chat, "assistant", "The answer.", status="done", parent=first)
+    junk = (
+        f"UPDATE messages SET parent = {second} WHERE id = {first}",  # a circle
+        "UPDATE messages SET status = 'x', meta = '[1', files = '[{}, 3]', created = 'never'",
+        "UPDATE chats SET settings = '{\"seed\": [], \"top_k\": 2.0}', draft_files = '5'",
+        "UPDATE chats SET created = 1e300, updated = NULL WHERE 0",
+    )
+    for change in junk:
+        store._connection.execute(change)
+    conversation = Conversation(Bridge(None), store, wishes=Wishes())
+    conversation.open(chat)
+    assert [turn.text for turn in conversation.turns] == ["What was said.", "The answer."]
+    assert conversation.turns[0].files[0].name == "?"
+    assert conversation.wishes.top_k == 2
+    assert conversation.wishes.seed is None
+    assert closing_line(conversation.turns[1], UNICODE).plain == "stopped"
     store.close()

@@ -51,6 +51,7 @@ def test_tidy__readable_by_others__made_private(places: Locations) -> None:
         write(places.config_file, mode=0o644),
         write(places.data_dir / "chats.sqlite3-wal", mode=0o640),
         write(places.data_dir / "doctor-1.json", mode=0o604),
+        write(places.server_keys_file, mode=0o644),
     ]
     kept = write(places.data_dir / "mine.txt", mode=0o644)
     rows = write(places.models_dir / "m" / "experts.base", mode=0o644)
@@ -58,7 +59,7 @@ def test_tidy__readable_by_others__made_private(places: Locations) -> None:
     target = write(places.data_dir.parent / "elsewhere", mode=0o644)
     (places.data_dir / "app.json").symlink_to(target)
     done = tidy(places).done
-    assert len(done) == 4
+    assert len(done) == 5
     assert all(mode_of(path) == 0o600 for path in opened)
     assert mode_of(places.logs_dir) == 0o700
     assert {mode_of(path) for path in (kept, rows, target)} == {0o644}

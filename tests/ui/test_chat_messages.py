@@ -12,6 +12,7 @@ from textual.widgets import Input, TextArea
 from moet_desk.engine.handle import Quality
 from moet_desk.engine.parsers.answers import THINK, AnswerFormat
 from moet_desk.engine.scripted import Script
+from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.chat_records import Status
 from moet_desk.ui.screens.chat_options import ChatOptions
 from moet_desk.ui.widgets import transcript as transcript_of_the_screen
@@ -199,11 +200,18 @@ async def test_file__attached_counted_sent_and_shown(tmp_path: Path) -> None:
         await stage.ask(pilot, f"/file {tmp_path}/photo")
         await stage.settle(pilot)
         assert "MD-CHAT-04" in dump(stage.app)
-        await press(stage, pilot, "ctrl+o", *f"{tmp_path}/no", "enter")
+        await press(stage, pilot, "ctrl+o")
+        stage.app.screen.query_one(Input).value = f"{tmp_path}/no"
+        await press(stage, pilot, "enter")
         await counted(stage, pilot)
         assert "▤ notes.md, 360 B, 92 tokens" in dump(stage.app)
         await press(stage, pilot, "backspace")
         assert "notes.md" not in dump(stage.app)
+        stage.app.chat.chips.put([Attachment("counted for another model", "word " * 4, 999)])
+        stage.app.chat.chips.poll(4096)
+        await counted(stage, pilot)
+        assert [file.n_tokens for file in stage.app.chat.chips.files] == [7]
+        stage.app.chat.chips.put(())
         await stage.ask(pilot, f"/file {tmp_path}/notes.md")
         await counted(stage, pilot)
         await asked(stage, pilot, "What of it?")
@@ -350,3 +358,56 @@ async def test_writing__reader_far_away__text_there_when_he_is_back() -> None:
         block = stage.app.chat._answer
         assert block is not None
         assert "".join(segment.text for segment in block.segments) == answer
+
+
+async def test_find__words_reversed__in_text_code_and_messages_and_not_afterwards() -> None:
+    stage = Stage(
+        Script(answers=("A *fox* and `fox`.\n\n```py\nfox = 1\n```\n\n|a|\n|---|\n|fox|\n",))
+    )
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await asked(stage, pilot, "which FOX?")
+        await press(stage, pilot, "ctrl+f", *"fox")
+        assert reversed_words(stage) == ["fox"] * 4
+        await press(stage, pilot, "up")
+        assert reversed_words(stage) == ["FOX"]
+        await press(stage, pilot, "escape")
+        assert reversed_words(stage) == []
+
+
+def reversed_words(stage: Stage) -> list[str]:
+    """What is drawn reversed in the transcript, row by row."""
+    region = stage.app.chat.query_one(Transcript).region
+    lines = stage.app.screen._compositor.render_strips()[region.y : region.bottom]
+    return [
+        segment.text
+        for line in lines
+        for segment in line
+        if segment.style is not None and segment.style.reverse and segment.text.isalpha()
+    ]
+
+
+async def test_click__on_a_head_only__cursor_there_and_the_keys_of_a_message() -> None:
+    stage = Stage(Script(answers=("An answer.",)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await asked(stage, pilot, "q")
+        await pilot.click(offset=(5, 6))  # on the answer's text
+        assert stage.app.focused is stage.app.chat.query_one(Prompt)
+        await pilot.click(offset=(5, 5))
+        assert "▸moet-demo" in await press(stage, pilot, "y")
+        assert stage.app.clipboard == "An answer."
+
+
+async def test_queued__app_is_closed__message_is_the_chats_draft() -> None:
+    stage = Stage(Script(answers=("word " * 99,)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "one")
+        await stage.ask(pilot, "two")
+        await press(stage, pilot, *"more")
+        stage.app.chat.save_draft()
+        chat = next(iter(stage.chats.chats.values()))
+        assert chat.draft == "two\nmore"
+        await stage.play(pilot, 9.0)
+        assert chat.draft == "more"

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 import pytest
 
 from moet_desk import __version__
+from moet_desk.engine.parsers.answers import THINK, AnswerFormat
 from moet_desk.engine.scripted import DEFAULT_ANSWER, Script, ScriptedFailure
 from moet_desk.telemetry import LoadStep
 from moet_desk.ui.app import Look, MoetDeskApp
+from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.desk import JobState
 from moet_desk.ui.setup_steps import Setup
 from tests.ui.desk import PULLING
@@ -123,6 +125,47 @@ async def take_pictures(stage: Stage, pilot: Any, album: Album) -> None:
     await pilot.press("f1")
     await come_to_rest(stage, pilot)
     await album.show("help", stage, pilot)
+
+
+TALK = Script(
+    answers=(
+        "<think>\nThe reader wants it short.\n</think>\n\n" + DEFAULT_ANSWER,
+        "Another version:\n\nKeep a *table* of the names.\n",
+    ),
+    format=AnswerFormat(think=THINK),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("look", "columns", "rows"), [("dark", 80, 24), ("dark", 200, 60), ("ascii", 80, 24)]
+)
+async def test_goldens__messages_of_a_chat__as_stored(look: str, columns: int, rows: int) -> None:
+    stage = Stage(TALK, look=LOOKS[look])
+    album = Album(f"{columns}x{rows}-{look}")
+    async with stage.open(columns, rows) as pilot:
+
+        async def show(name: str, *keys: str) -> None:
+            await pilot.press(*keys)
+            await come_to_rest(stage, pilot)
+            stage.app.chat.pace.reset()  # a busy computer is no part of the picture
+            stage.time.seconds += 1.0
+            await stage.app.pull_text()
+            stage.app.pull_gauges()
+            await album.show(name, stage, pilot)
+
+        await stage.ready(pilot)
+        stage.app.chat.chips.add(Attachment("notes.md", "word " * 80, 104))
+        await stage.ask(pilot, "\n".join(f"Line {i} of a long message" for i in range(20)))
+        await stage.play(pilot, 4.0)
+        await show("chat-thought", "ctrl+t", "alt+up")
+        await pilot.press("r")
+        await stage.play(pilot, 3.0)
+        await show("chat-version", "k", "e")
+        await show("chat-find", "escape", "ctrl+f", "t", "a", "b")
+        await show("chat-options", "escape", "ctrl+s")
+    assert not album.wrong, "\n" + "\n".join(album.wrong)
 
 
 def test_goldens__ascii__nothing_but_ascii_in_the_frame() -> None:

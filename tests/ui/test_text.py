@@ -11,6 +11,7 @@ from moet_desk.ui.text import (
     Cleaner,
     clean,
     clean_line,
+    find_all,
     find_split,
     markdown_parser,
     shown_length,
@@ -122,3 +123,10 @@ def test_clean_line__long_text__one_line_with_an_ellipsis() -> None:
 )
 def test_shown_length__last_line_may_become_a_block__waits(text: str, shown: str) -> None:
     assert text[: shown_length(text)] == shown
+
+
+def test_find_all__any_case__places() -> None:
+    assert find_all("Fox, fox and FOXES", " fox ") == [(0, 3), (5, 8), (13, 16)]
+    assert find_all("a.b", ".") == [(1, 2)]
+    assert find_all("anything", " ") == []
+    assert find_all("Straße", "s") == []  # as long as "strasse" when folded

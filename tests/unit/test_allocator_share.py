@@ -6,7 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+import torch
 
+from moet_desk.engine.cuda import synthetic
+from moet_desk.engine.cuda.chunk_sizes import chunk_bytes, stage_bytes
+from moet_desk.engine.cuda.measure import Setup
 from moet_desk.engine.cuda.shapes import KNOWN, SHAPES
 from moet_desk.engine.cuda.synthetic import stored_bytes
 from moet_desk.engine.families.tensors import dense_shapes
@@ -34,7 +38,7 @@ def matrices_of(name: str) -> list[int]:
         head, _, last = tensor.rpartition(".")
         place = f"{head}.joined" if last in JOINED else tensor
         if len(size) > 1:
-            n_bytes = stored_bytes(tensor, size, is_fp8=shape.is_fp8)
+            n_bytes = stored_bytes(tensor, size, is_fp8=shape.is_fp8, is_rounded=shape.is_rounded)
             found[place] = found.get(place, 0) + n_bytes
     return list(found.values())
 
@@ -71,6 +75,22 @@ def test_dense_weights__as_the_allocator_places_them__within_the_share(name: str
 def test_dense_weights__of_the_worst_model__work_bytes_alone_would_not_do() -> None:
     sizes = [size for size in matrices_of("glm-4.7") if size > MIB]
     assert reserved(sizes) - sum(sizes) > WORK_BYTES
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_bench__each_shape_in_32_gib__everything_fits_as_the_allocator_places_it(name: str) -> None:
+    setup = Setup(
+        SHAPES[name](8192), torch.device("cpu"), 32 * GIB, context=8192, prefill=8192
+    )  # fmt: skip
+    spec, context = setup.shape.spec, setup.kv_pages * 64
+    buffers = [
+        context * setup.kv_token_bytes, setup.n_slots() * setup.layout.base_stride,
+        4 * synthetic._PIECE_FLOATS, chunk_bytes(spec, setup.chunk, context=context),
+        stage_bytes(setup.layout, spec.moe_ffn.router.n_experts),
+    ]  # fmt: skip
+    taken = reserved([*buffers, *matrices_of(name)])
+    graphs = 256 * MIB
+    assert taken + graphs <= 32 * GIB
 
 
 def test_plan__larger_dense_weights__more_is_left_to_the_allocator() -> None:

@@ -98,7 +98,7 @@ def test_runnable__only_families_that_are_written() -> None:
         "deepseek-v3.1", "deepseek-r1", "glm-4.5-air", "glm-4.7", "qwen3-30b-a3b",
         "qwen3-235b-a22b", "qwen3-coder-480b", "olmoe-1b-7b", "mixtral-8x7b", "glm-4.7-flash",
         "minimax-m2.7", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3.2", "glm-5.2", "glm-5.2-fp8",
-        "longcat-flash",
+        "longcat-flash", "qwen3-next-80b", "qwen3.6-35b-a3b", "qwen3.5-122b-a10b",
         "kimi-k2-0905", "kimi-k2.5",
     }  # fmt: skip
     for entry in ENTRIES:

@@ -71,7 +71,8 @@ def check_sums(model: PlannedModel, plan: ModelPlan) -> None:
     """Add up what was handed out without the planner's own sums."""
     tiers, shape, sizes = plan.tiers, plan.shape, plan.bytes
     kv = tiers.kv_pages * KV_PAGE_TOKENS * model.kv_token_bytes(plan.kv_format)
-    assert sizes.kv == kv + plan.requests * shape.state_bytes
+    in_ring = tiers.ring_pages * KV_PAGE_TOKENS * shape.windows.token_bytes
+    assert sizes.kv == kv + plan.requests * (shape.state_bytes + in_ring)
     rows = tiers.arena_base_rows * shape.base_stride + tiers.arena_fine_rows * shape.fine_stride
     assert sizes.arena == rows
     assert sizes.total == tiers.bytes_total
@@ -281,6 +282,23 @@ def test_plan__layers_without_kernels__left_to_the_cpu_unless_the_card_is_insist
     assert isinstance(refused, Refusal)
     assert refused.error.code == "MD-GPU-10"
     assert refused.changes == ("--device cpu",)
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+@pytest.mark.parametrize("chunk", [256, 4096])
+def test_plan__gpt_oss__half_of_its_layers_keep_the_window_and_a_chunk(
+    device: str, chunk: int
+) -> None:
+    entry = find_entry("gpt-oss-20b")
+    assert entry is not None
+    options = EngineOptions(device=device, context=65536, kv_format="bf16", prefill_chunk=chunk)
+    plan = planned(DESK, entry.name, options)
+    each = entry.layers // 2 * 2048  # 8 heads of keys and values, 64 numbers of two bytes each
+    rows = chunk if device == "cpu" else min(chunk, 2048)  # a card reads a chunk block by block
+    ring = 64 * (-(-(128 + rows) // 64) + 1)
+    assert plan.bytes.kv == plan.requests * (65536 + ring) * each
+    short = planned(DESK, entry.name, replace(options, context=1024))
+    assert short.tiers.ring_pages == min(ring // 64, 16)
 
 
 def test_plan__no_card__cpu_and_says_why() -> None:

@@ -56,9 +56,10 @@ class GqaBlock:
         q = self._turned(self._normed(q, self._q_norm), cos, sin)
         k = self._turned(self._normed(k, self._k_norm), cos, sin)
         kv.write(self._layer, sequence, k, v.reshape(n_tokens, mixer.n_keys, -1))
-        keys, values = kv.read(self._layer, sequence, start + n_tokens)
+        first = 0 if mixer.window is None else max(0, start + 1 - mixer.window)
+        keys, values = kv.read(self._layer, sequence, start + n_tokens, first=first)
         mixed = gqa(
-            q, keys, values, scale=mixer.softmax_scale, start=start,
+            q, keys, values, scale=mixer.softmax_scale, start=start - first,
             window=mixer.window, sink=self._sinks,
         )  # fmt: skip
         if gate is not None:

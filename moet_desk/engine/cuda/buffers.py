@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,31 +44,40 @@ _WISH_BYTES, _DRAW_BYTES = 4 * 8, 2 * 8  # of a row: four float64, two int64
 class StepInputs:
     """What the host says before a step, a line per row in each of three tables."""
 
-    def __init__(self, max_pages: int, device: torch.device) -> None:
-        width = PAGES_AT + max_pages
+    def __init__(self, max_pages: int, device: torch.device, *, has_rings: bool = False) -> None:
+        width = PAGES_AT + (2 if has_rings else 1) * max_pages
+        self._max_pages = max_pages
+        self._ring_at = width - max_pages  # without rings both tables are the same
         n_bytes = MAX_ROWS * (_WISH_BYTES + _DRAW_BYTES + 4 * width)
         pinned = device.type == "cuda"
         self._host = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
-        # int32 [MAX_ROWS, PAGES_AT + max_pages]: token id, position, visible length, the run's
-        # numbers as `kernels.triton.delta` has them, page table
+        # int32 [MAX_ROWS, width]: token id, position, visible length, the run's
+        # numbers as `kernels.triton.delta` has them, page table, with rings that of their layers
         wishes, draws, lines = (table.numpy() for table in _tables(self._host))
         self._wishes, self._draws, self._lines = wishes, draws, lines  # a store takes a tenth so
         self._pages: list[list[int] | None] = [None] * MAX_ROWS  # as they lie in the lines
+        self._rings = list(self._pages)
         self._device_wishes, self._device_draws, self._device_lines = _tables(self._device)
         self._ids = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
         self._positions = torch.zeros_like(self._ids)
         self._lengths = torch.zeros_like(self._ids)
 
-    def set_row(self, row: int, token: int, position: int, pages: list[int]) -> None:
-        """A row reads a token at a position of a sequence. A list of pages never changes: a
-        sequence that has other pages has another list.
+    def set_row(
+        self, row: int, token: int, position: int, pages: list[int], ring: list[int]
+    ) -> None:
+        """A row reads a token at a position of a sequence with these pages, and those of layers
+        with a window, which it takes in turn. A list of pages never changes: a sequence that has
+        other pages has another list.
         """
         line = self._lines[row]
         line[:3] = token, position, position + 1
         if self._pages[row] is not pages:
             line[PAGES_AT : PAGES_AT + len(pages)] = pages
             self._pages[row] = pages
+        if ring and self._rings[row] is not ring:
+            line[self._ring_at : self._ring_at + len(pages)] = np.resize(ring, len(pages))
+            self._rings[row] = ring
 
     def set_runs(self, runs: Sequence[Sequence[int]]) -> None:
         """Each row's numbers of its run, for mixers that have states."""
@@ -92,7 +102,11 @@ class StepInputs:
         ids.copy_(lines[:, 0])
         positions.copy_(lines[:, 1])
         lengths.copy_(lines[:, 2])
-        return ids, positions, lengths, lines[:, PAGES_AT:]
+        return ids, positions, lengths, lines[:, PAGES_AT : PAGES_AT + self._max_pages]
+
+    def ring_table(self, rows: int) -> Tensor:
+        """Page table [T, max_pages] int32 of layers with a window (a view)."""
+        return self._device_lines[:rows, self._ring_at :]
 
     def runs(self, rows: int) -> Tensor:
         """The table of runs [T, RUN_COLUMNS] int32 (a view)."""

@@ -47,7 +47,7 @@ class ChunkRows:
         start: position of its first row.
         activations: of the routed experts.
         positions: int32 [M].
-        table: int32 [1, pages], of the sequence.
+        table: int32 [1, pages], of the sequence; ring_table: of layers with a window, likewise.
         slot: of the sequence's states, if it has some.
         runs: int32 [2, RUN_COLUMNS], as `ChunkStates` has it.
     """
@@ -56,6 +56,7 @@ class ChunkRows:
     activations: Activations
     positions: Tensor
     table: Tensor
+    ring_table: Tensor
     slot: int
     runs: Tensor
 
@@ -122,7 +123,7 @@ class ChunkLayer:
     ) -> KvPages | ChunkStates:
         """The memory as rows `here` see it."""
         if isinstance(memory, KvPages):
-            return replace(memory, table=chunk.table.expand(here.stop - here.start, -1))
+            return replace(memory, table=memory.table.expand(here.stop - here.start, -1))
         begins, ends = here.start == 0, here.stop == chunk.n
         return ChunkStates(memory, chunk.slot, chunk.runs, begins=begins, ends=ends)
 

@@ -49,6 +49,7 @@ from moet_desk.engine.model_shape import (
     index_layers,
     kv_token_bytes,
     loads_head,
+    rings_of,
     running_layers,
     wishes_of,
 )
@@ -94,6 +95,7 @@ class CudaCore:
     server: MailboxServer | None
     readers: ThreadPoolExecutor
     prefix_bytes: int  # of RAM
+    dense_format: DenseFormat
 
     def close(self) -> None:
         """Release files, threads and memory."""
@@ -159,6 +161,7 @@ def _load(
         spec.attention, n_layers=spec.n_kv_layers + opened.with_head, n_pages=plan.kv_pages,
         page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
         index_layers=index_layers(spec, with_head=opened.with_head), slots=states,
+        rings=rings_of(spec, plan, options.max_running),
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32, device=device)
     mailbox, server = _mailbox(arena, opened, allocate, error)
@@ -195,7 +198,7 @@ def _load(
     residency.restore_heat(heat.read(pack))
     return CudaCore(
         reader, spec, plan, _name(device), kv, arena, residency, decoder, prefiller,
-        model, pinned, server, readers, opened.prefix_bytes,
+        model, pinned, server, readers, opened.prefix_bytes, opened.dense_format,
     )  # fmt: skip
 
 
@@ -231,7 +234,7 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     """Read the index and plan the tiers; says how prompts and rows on disk will be read."""
     reader = PackReader.open(pack)
     config, path = reader.config(), str(pack / "config.json")
-    has_mtp = packed_head(config, reader.meta.moe_layers, path=path)
+    has_mtp = packed_head(config, reader.meta.moe_layers, reader.dense.names(), path=path)
     spec = spec_for(config, path=path, has_mtp=has_mtp)
     try:
         check_kernels(spec)

@@ -57,6 +57,8 @@ from moet_desk.store.arena import Allocate, Arena, plain_memory
 from moet_desk.store.pack_format import Plane
 from moet_desk.units import show_memory
 
+_READ_ROWS = 64  # given to the readers together
+
 PROMPTS = 4
 """Prompts that are read, the first one to compile."""
 
@@ -180,9 +182,13 @@ class ShapeBench:
     def _fill_ram(self, popular: Sequence[int]) -> None:
         if not isinstance(self._host, Arena):
             return
-        for plane, count in self._setup.in_ram().items():
-            self._progress(f"Reading {count:,} of {len(popular):,} {plane.value} rows to RAM")
-            self._host.preload(plane, popular[:count], progress=lambda _: None)
+        with ThreadPoolExecutor(READERS) as readers:
+            for plane, count in self._setup.in_ram().items():
+                self._progress(f"Reading {count:,} of {len(popular):,} {plane.value} rows to RAM")
+                for at in range(0, count, _READ_ROWS):
+                    rows = popular[at : min(at + _READ_ROWS, count)]
+                    self._host.bring(plane, rows, keep=(), run=readers)
+                self._host.forget_times()  # of reads that no step waited for
 
     def _drive_figures(self) -> DriveFigures | None:
         if self._drive is None or not isinstance(self._host, Arena):

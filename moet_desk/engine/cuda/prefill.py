@@ -102,15 +102,19 @@ class ChunkModel:
         if slot is not None:
             flat = [slot, pending_of(sequence.base, start), 0, 0, slot, 0, 0, 1]
             sequence.base = start + n - 1
-        host = torch.tensor([*flat, *tokens, *sequence.pages], dtype=torch.int32)
+        pages, ring = sequence.pages, sequence.ring_pages()
+        host = torch.tensor([*flat, *tokens, *pages, *ring], dtype=torch.int32)
         if device.type == "cuda":
             host = host.pin_memory()
         lines = host.to(device, non_blocking=True)
         positions = torch.arange(start, start + n, dtype=torch.int32, device=device)
-        ends = len(flat), len(flat) + n
-        table, of_runs = lines[ends[1] :].view(1, -1), lines[: ends[0]].view(2, -1)
-        rows = ChunkRows(start, reading.activations, positions, table, slot or 0, of_runs)
-        return rows, lines[ends[0] : ends[1]]
+        sizes = [len(flat), n, len(pages), len(ring)]
+        runs, ids, table, ring_table = torch.split(lines, sizes)
+        rows = ChunkRows(
+            start, reading.activations, positions, table.view(1, -1), ring_table.view(1, -1),
+            slot or 0, runs.view(2, -1),
+        )  # fmt: skip
+        return rows, ids
 
     def read_head(self, tokens: Sequence[int], sequence: KvSequence, reading: Reading) -> None:
         """Let the MTP head read the tokens behind the first rows of the chunk that was just read.
@@ -156,7 +160,7 @@ class ChunkModel:
         elif i == len(self._model.layers):
             layer.launch(rows, self._model.memory_of_head(rows.table), experts)
         else:
-            layer.launch(rows, self._model.memory(i, rows.table), experts)
+            layer.launch(rows, self._model.memory(i, rows.table, rows.ring_table), experts)
 
     def logits(self, chunk: Chunk) -> Tensor:
         """Scores behind the chunk's last row, float32 [V] on the host; waits for the device."""

@@ -117,7 +117,8 @@ class StepModel:
         if with_head and spec.mtp is not None:
             self.head = HeadLaunches(spec, spec.mtp, load, branch=branch)
         self.buffers = StepBuffers.make(spec, device, context=context)
-        self._inputs = StepInputs(-(-context // kv.page_tokens), device)
+        max_pages = -(-context // kv.page_tokens)
+        self._inputs = StepInputs(max_pages, device, has_rings=kv.has_rings)
         self.error, self._server = error, server
         pinned = device.type == "cuda"
         self._host_logits = torch.zeros((MAX_ROWS, spec.vocab), pin_memory=pinned)
@@ -281,7 +282,7 @@ class StepModel:
                 )  # fmt: skip
                 continue
             kv: KvPages | DeltaRows
-            memory = self.memory(i, table)
+            memory = self.memory(i, table, self._inputs.ring_table(rows))
             if isinstance(memory, DeltaMemory):
                 kv = DeltaRows(memory, self._inputs.runs(rows), positions)
             else:
@@ -306,12 +307,13 @@ class StepModel:
         )  # fmt: skip
         self._logits(b.x[t], rows, norm=head.final_norm)
 
-    def memory(self, i: int, table: Tensor) -> KvPages | DeltaMemory:
-        """Pages of a layer with a table, or its states."""
+    def memory(self, i: int, table: Tensor, ring_table: Tensor) -> KvPages | DeltaMemory:
+        """Pages of a layer with its table, of the two that there are, or its states."""
         if isinstance(self.spec.layers[i].mixer, Gdn):
             assert self._states is not None, "a model with states gets some"  # noqa: S101
             return self._states.layer(self._places[i])
-        return self._pages(self._places[i], table)
+        place = self._places[i]
+        return self._pages(place, ring_table if self._kv.is_ring(place) else table)
 
     def both(self, i: int, table: Tensor) -> tuple[KvPages, KvPages]:
         """Pages of the attentions of a layer that has two."""
@@ -360,7 +362,7 @@ class StepModel:
     def _fill(self, rows: Sequence[StepRow], draws: Sequence[Draw]) -> None:
         for i, row in enumerate(rows):
             position = row.sequence.length + row.ahead
-            self._inputs.set_row(i, row.token, position, row.sequence.pages)
+            self._inputs.set_row(i, row.token, position, row.sequence.pages, row.sequence.ring)
         if self._states is not None:
             self._inputs.set_runs(_runs(rows))
         for i, draw in enumerate(draws):

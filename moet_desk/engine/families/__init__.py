@@ -47,7 +47,8 @@ def runs(model_type: str) -> bool:
 def _n_layers(config: Mapping[str, Any]) -> int:
     """Layers of the language model, whose keys may lie one level down."""
     inner = config.get("text_config")
-    return int((inner if isinstance(inner, Mapping) else config)["num_hidden_layers"])
+    keys = inner if isinstance(inner, Mapping) else config
+    return int(keys["num_layers" if "num_layers" in keys else "num_hidden_layers"])
 
 
 class Family(Protocol):
@@ -108,14 +109,17 @@ def plan_for(config: Mapping[str, Any], *, path: str, names: Collection[str]) ->
     return family.plan(_with_experts(family.spec(config, path=path, has_mtp=has_mtp), path))
 
 
-def packed_head(config: Mapping[str, Any], moe_layers: Sequence[int], *, path: str) -> bool:
-    """Whether a pack holds an MTP head: its experts are then the last MoE layer, behind the model's
-    last layer. Raises as `spec_for`.
+def packed_head(
+    config: Mapping[str, Any], moe_layers: Sequence[int], dense: Collection[str], *, path: str
+) -> bool:
+    """Whether a pack holds an MTP head, as the layer behind the model's last one: its experts are
+    the last MoE layer then, or it has dense tensors alone. Raises as `spec_for`.
     """
     if _family(config, path).mtp_prefix(config) is None:
         return False
     try:
-        return moe_layers[-1] >= _n_layers(config)
+        n_layers = _n_layers(config)
+        return moe_layers[-1] >= n_layers or f"model.layers.{n_layers}.enorm" in dense
     except (ValueError, KeyError, TypeError) as error:
         raise fail("MD-SRC-07", path=path, reason=str(error)) from error
 

@@ -89,7 +89,6 @@ def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
 
 def plan(spec: Spec) -> PackPlan:
     """See `families.plan_for`."""
-    last = len(spec.layers)
     renames = [
         ("embed", "model.embed_tokens"),
         ("head", "lm_head"),
@@ -97,9 +96,11 @@ def plan(spec: Spec) -> PackPlan:
         ("hc_head_", "model.hc_head_"),
         ("layers.", "model.layers."),
     ]
+    ignored: tuple[str, ...] = (_DRAFTS,)
     if spec.mtp is not None:
-        renames.insert(0, (_HEAD, f"model.layers.{last}."))
-    ignored = () if spec.mtp is not None else (_DRAFTS,)
+        head = f"model.layers.{len(spec.layers)}."
+        renames.insert(0, (_HEAD, head))
+        ignored = (head + "embed", head + "head")  # copies of the model's, should there be any
     return replace(plan_of(spec, ignored=ignored), renames=tuple(renames))
 
 

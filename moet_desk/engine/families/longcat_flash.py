@@ -2,7 +2,7 @@
 
 Two latent attentions per layer with scaled latents, a dense part behind each, and routed experts on
 a shortcut around the second half; a softmax router with a selection bias, which may choose identity
-experts too. The files' MTP head is left out.
+experts too. The MTP head has a single attention and a dense part (kind L).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from moet_desk.engine.families.config_keys import Keys
-from moet_desk.engine.families.parts import COMMON_KEYS, mla, no_head, softmax_router, spec_of
+from moet_desk.engine.families.parts import COMMON_KEYS, mla, softmax_router, spec_of
 from moet_desk.engine.families.tensors import plan_of
 from moet_desk.engine.spec import DenseFfn, Layer, Mla, MoeFfn, Spec
 from moet_desk.store.pack_format import PackPlan
@@ -27,13 +27,18 @@ MATHS_KEYS = (COMMON_KEYS - {"num_hidden_layers"}) | frozenset(
 """Keys this file reads or checks. Others that change the maths are refused by name."""
 
 UNUSED_KEYS = frozenset("num_nextn_predict_layers mtp_num_layers router_dtype".split())
-"""Of the head, which is left out, and of the router's storage."""
+"""Of the head, whose tensors say whether there is one, and of the router's storage."""
 
-mtp_prefix = no_head
+_HEAD, _LAYER = "model.mtp.", "model.mtp.layers.0."
+
+
+def mtp_prefix(config: Mapping[str, Any]) -> str | None:
+    """A tensor that an MTP head has; a head with other names is left out."""
+    return f"{_LAYER}transformer_layer.mlp.down_proj"
 
 
 def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
-    """See `families.spec_for`. `has_mtp` changes nothing: the head is left out."""
+    """See `families.spec_for`."""
     keys = Keys(config, path=path)
     keys.refuse_unknown(MATHS_KEYS | UNUSED_KEYS)
     for key, wanted in {
@@ -48,7 +53,8 @@ def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
     mixer, moe = _mixer(keys), _moe(keys)
     around = DenseFfn(keys.count("ffn_hidden_size"))
     layers = [Layer(i, mixer, moe, around) for i in range(n_layers)]
-    return spec_of(keys, layers, model_type="longcat_flash", norm_eps=1e-5)
+    mtp = Layer(n_layers, mixer, around) if has_mtp else None
+    return spec_of(keys, layers, model_type="longcat_flash", mtp=mtp, norm_eps=1e-5)
 
 
 def _mixer(keys: Keys) -> Mla:
@@ -93,4 +99,24 @@ def plan(spec: Spec) -> PackPlan:
         for layer in spec.main_moe_layers
         for expert in range(router.n_experts, router.n_choices)
     ]
-    return plan_of(spec, ignored=("model.mtp.", *empty))
+    made = plan_of(spec, ignored=(_HEAD, *empty))
+    return made if spec.mtp is None else replace(made, renames=_head_names(spec.mtp, made))
+
+
+def _head_names(mtp: Layer, plan: PackPlan) -> tuple[tuple[str, str], ...]:
+    """Names of the MTP head, which here is the layer behind the last, as in other families. What
+    else files have of it is left out: its embedding is a copy of the main one.
+    """
+    last = f"model.layers.{mtp.index}."
+    special = {
+        "enorm": f"{_LAYER}enorm.m",
+        "hnorm": f"{_LAYER}hnorm.m",
+        "shared_head.norm": f"{_HEAD}norm",
+    }
+    names = []
+    for name in plan.dense:
+        if name.startswith(last):
+            part = name.removeprefix(last)
+            inner = f"transformer_layer.{part}" if part.startswith("mlp.") else part
+            names.append((special.get(part, _LAYER + inner), name))
+    return tuple(names)

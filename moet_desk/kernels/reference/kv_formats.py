@@ -149,7 +149,7 @@ def _encode_nvfp4(x: Tensor) -> Tensor:
 
 
 def _decode_nvfp4(buf: Tensor, d: int) -> Tensor:
-    values = _e2m1_pairs()[buf[..., : d // 2].int()].flatten(-2)  # [..., d]
+    values = e2m1_pairs()[buf[..., : d // 2].int()].flatten(-2)  # [..., d]
     scales = buf[..., d // 2 :].contiguous().view(torch.float8_e4m3fn).float() * NVFP4_GLOBAL
     return (_blocks(values, NVFP4_BLOCK) * scales[..., None]).flatten(-2)
 
@@ -172,7 +172,7 @@ def e2m1_nibbles(x: Tensor) -> Tensor:
 
 
 @cache
-def _e2m1_pairs() -> Tensor:
+def e2m1_pairs() -> Tensor:
     """[256, 2] float32: the two values in a byte."""
     magnitudes = torch.tensor(_E2M1_VALUES)
     values = torch.cat([magnitudes, -magnitudes])

@@ -20,6 +20,7 @@ from moet_desk.kernels.kv_sizes import POOLED_KEY_BLOCK, SHARED_BLOCK, shared_sc
 from moet_desk.kernels.reference.kv_formats import (
     E4M3_MAX,
     e2m1_nibbles,
+    e2m1_pairs,
     index_read,
     index_write,
     mla_read,
@@ -90,10 +91,9 @@ def pooled_key_read(buf: Tensor, fmt: KvFormat, d: int) -> Tensor:
     """
     if fmt in (KvFormat.F32, KvFormat.BF16):
         return index_read(buf, fmt, d)
-    pairs = buf[:, : d // 2]
-    nibbles = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)
+    values = e2m1_pairs()[buf[:, : d // 2].int()].flatten(1)
     scales = _powers(buf[:, d // 2 :]).repeat_interleave(POOLED_KEY_BLOCK, -1)[:, :d]
-    return torch.from_numpy(nibble_values()[nibbles.numpy()]) * scales
+    return values * scales
 
 
 def index_rounded(x: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from moet_desk.kernels.triton.portable import INTERPRETED
 SPLITS = 64
 """Most parts of a row's entries."""
 
-_SHORTEST_PART = 64
+SHORTEST_PART = 64
 """Entries of a part while 64 of them are enough: 256 programs for 64 heads at 4k entries."""
 
 _TILE, _HOPPER_TILE = 32, 64
@@ -84,7 +84,7 @@ class DecodeScratch:
 
 
 @triton.jit
-def _part_length(span, SPLITS: tl.constexpr, SHORTEST: tl.constexpr):
+def part_length(span, SPLITS: tl.constexpr, SHORTEST: tl.constexpr):
     """Entries of each part of `span` entries: SHORTEST * 2**k."""
     length = span * 0 + SHORTEST
     for _ in tl.static_range(24):
@@ -123,7 +123,7 @@ def mix_values(p, values, acc, FORM: tl.constexpr, MMA: tl.constexpr):
 
 
 @triton.jit
-def _weights(scores, largest, total):
+def running_weights(scores, largest, total):
     """One step of a running softmax: weights of a tile, the old sums' factor, and the new state."""
     new = tl.maximum(largest, tl.max(scores, 1))
     p = tl.exp(scores - new[:, None])
@@ -160,7 +160,7 @@ def _mla_decode_kernel(
     split = tl.program_id(0)
     t = tl.program_id(2)
     length = tl.load(lengths + t)
-    part = _part_length(length, SPLITS, SHORTEST)
+    part = part_length(length, SPLITS, SHORTEST)
     first = split * part
     if first < length:
         last = tl.minimum(first + part, length)
@@ -198,7 +198,7 @@ def _mla_decode_kernel(
                 scores += more
                 latent = latent + (values,)
             scores = tl.where(live[None, :], scores * scale, float("-inf"))
-            p, factor, largest, total = _weights(scores, largest, total)
+            p, factor, largest, total = running_weights(scores, largest, total)
             moved = ()
             for c in tl.static_range(R // CHUNK):
                 weights = p
@@ -253,7 +253,7 @@ def _gqa_decode_kernel(
     t = tl.program_id(2)
     length = tl.load(lengths + t)
     oldest = tl.maximum(length - window, 0)
-    part = _part_length(length - oldest, SPLITS, SHORTEST)
+    part = part_length(length - oldest, SPLITS, SHORTEST)
     first = oldest + split * part
     if first < length:
         last = tl.minimum(first + part, length)
@@ -286,7 +286,7 @@ def _gqa_decode_kernel(
                     more *= load_scale(base, entry, live, ENTRY, 0, D, c * CD)[None, :]
                 scores += more
             scores = tl.where(live[None, :], scores * scale, float("-inf"))
-            p, factor, largest, total = _weights(scores, largest, total)
+            p, factor, largest, total = running_weights(scores, largest, total)
             base = pages + KEYS * KEY_BYTES + key * VALUE_BYTES
             moved = ()
             for c in tl.static_range((DV + CV - 1) // CV):
@@ -325,7 +325,7 @@ def _join_kernel(
     t = tl.program_id(2)
     column = tl.program_id(0) * BW + tl.arange(0, BW)
     span = tl.minimum(tl.load(lengths + t), window)
-    part = _part_length(span, SPLITS, SHORTEST)
+    part = part_length(span, SPLITS, SHORTEST)
     parts = (span + part - 1) // part
     split = tl.arange(0, SPLITS)
     row = (t * SPLITS + split) * n + head
@@ -381,15 +381,15 @@ def mla_decode(
     check_entries(kv, mla_entry_bytes(kv.form, r, dr))
     scratch.check(rows, n, r)
     heads = 16
-    _mla_decode_kernel[(_parts(kv), triton.cdiv(n, heads), rows)](
+    _mla_decode_kernel[(most_parts(kv), triton.cdiv(n, heads), rows)](
         q_latent, q_rope, kv.pages, kv.table, kv.table.stride(0), lengths,
         scratch.sums, scratch.stats, scale,
         N=n, R=r, DR=dr, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=SPLITS,
-        SHORTEST=_SHORTEST_PART, TILE=_tile(kv), BH=heads, CHUNK=chunk,
+        SHORTEST=SHORTEST_PART, TILE=_tile(kv), BH=heads, CHUNK=chunk,
         BR=max(16, triton.next_power_of_2(dr)), FORM=kv.form.value, MMA=not INTERPRETED,
         HARDWARE=has_e4m3(q_latent.device), num_warps=8, num_stages=1,
     )  # fmt: skip
-    _join(scratch, lengths, out, width=r)
+    join_parts(scratch, lengths, out, width=r)
 
 
 def gqa_decode(
@@ -419,21 +419,21 @@ def gqa_decode(
     share = n // n_keys
     heads = min(64, max(16, triton.next_power_of_2(share)))
     seen = _NO_WINDOW if window is None else window
-    _gqa_decode_kernel[(_parts(kv), n_keys * triton.cdiv(share, heads), rows)](
+    _gqa_decode_kernel[(most_parts(kv), n_keys * triton.cdiv(share, heads), rows)](
         q, kv.pages, kv.table, kv.table.stride(0), lengths,
         scratch.sums, scratch.stats, scale, seen,
         N=n, KEYS=n_keys, D=d, DV=dv, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=SPLITS,
-        SHORTEST=_SHORTEST_PART, TILE=_TILE, BH=heads, CD=_chunk(d), CV=_chunk(dv),
+        SHORTEST=SHORTEST_PART, TILE=_TILE, BH=heads, CD=_chunk(d), CV=_chunk(dv),
         FORM=kv.form.value, MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device),
         num_warps=4, num_stages=1,
     )  # fmt: skip
-    _join(scratch, lengths, out, width=dv, window=seen, sink=sink)
+    join_parts(scratch, lengths, out, width=dv, window=seen, sink=sink)
 
 
 _NO_WINDOW = 1 << 30
 
 
-def _join(
+def join_parts(
     scratch: DecodeScratch,
     lengths: Tensor,
     out: Tensor,
@@ -446,7 +446,7 @@ def _join(
     block = min(_JOIN_FLOATS, triton.next_power_of_2(width))
     _join_kernel[(triton.cdiv(width, block), n, rows)](
         scratch.sums, scratch.stats, lengths, window, sink, out,
-        WIDTH=width, SPLITS=SPLITS, SHORTEST=_SHORTEST_PART, BW=block, AHEAD=_JOIN_AHEAD,
+        WIDTH=width, SPLITS=SPLITS, SHORTEST=SHORTEST_PART, BW=block, AHEAD=_JOIN_AHEAD,
         COMPILED=not INTERPRETED, num_warps=_JOIN_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -459,10 +459,10 @@ def _tile(kv: KvPages) -> int:
     return _HOPPER_TILE if large else _TILE
 
 
-def _parts(kv: KvPages) -> int:
+def most_parts(kv: KvPages) -> int:
     """Parts that the longest row with these page tables can have."""
     most = kv.table.shape[1] * kv.page_tokens
-    return min(SPLITS, -(-most // _SHORTEST_PART))
+    return min(SPLITS, -(-most // SHORTEST_PART))
 
 
 def _chunk(d: int) -> int:

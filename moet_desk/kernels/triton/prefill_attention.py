@@ -36,6 +36,8 @@ from moet_desk.kernels.triton.numbers import bf16_part, has_e4m3, loop_bound
 from moet_desk.kernels.triton.portable import INTERPRETED
 
 _NO_WINDOW = 1 << 30
+_LEAST_DOT = 32
+"""Numbers of a head that a product takes at least: with 16 the compiled kernel reads outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,8 +329,9 @@ def mla_prefill(
         _mla_prefill_kernel[(triton.cdiv(rows, tile_m), heads)](
             q_nope, q_nope.stride(0), q_nope.stride(1), q_rope, expanded, ropes, out,
             scale, start, rows, heads, first, N=n, DN=up.dn, DR=dr, DV=up.dv,
-            BM=tile_m, TILE=tile_s, CD=chunk_of(up.dn), BR=max(16, triton.next_power_of_2(dr)),
-            BV=max(16, triton.next_power_of_2(up.dv)), MMA=not INTERPRETED,
+            BM=tile_m, TILE=tile_s, CD=max(_LEAST_DOT, chunk_of(up.dn)),
+            BR=max(_LEAST_DOT, triton.next_power_of_2(dr)),
+            BV=max(_LEAST_DOT, triton.next_power_of_2(up.dv)), MMA=not INTERPRETED,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
 

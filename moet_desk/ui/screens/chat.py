@@ -295,6 +295,8 @@ class ChatScreen(ChatView):
             return
         if again:
             await self._draw_turns()
+            if turn is not None:
+                self.transcript.set_cursor(self._conversation.turns[-1])
         else:
             self.notify("There is nothing to answer again right now.")
 
@@ -405,9 +407,11 @@ class ChatScreen(ChatView):
         if not on_path:
             await self._draw_turns()
         await self.transcript.show_at(turn)
+        await self.transcript.seek(turn, line.query_one(Input).value)
 
-    def on_find_line_closed(self) -> None:
+    async def on_find_line_closed(self) -> None:
         self.prompt.focus()
+        await self.transcript.seek(None)
 
     # -- the view ------------------------------------------------------------------------------
 

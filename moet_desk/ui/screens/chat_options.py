@@ -16,8 +16,6 @@ from moet_desk.ui.chat_records import Wishes
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.wish_fields import FIELDS, QUALITIES, WishField, effort_choices
 
-_LABEL = 16
-
 
 class Choice(Button):
     """A word of several; Enter, Space and the arrows go on to the next one."""
@@ -62,6 +60,7 @@ class ChatOptions(ModalScreen[dict[str, Any] | None]):
     }
     ChatOptions .row { height: 1; }
     ChatOptions .label { width: 16; }
+    ChatOptions .label.-choice { width: 15; }
     ChatOptions .help { width: 1fr; color: $dim; padding-left: 2; }
     ChatOptions Input { width: 14; border: none; height: 1; padding: 0 1; background: $panel; }
     ChatOptions Choice { width: 26; text-align: left; content-align: left middle; }
@@ -110,7 +109,8 @@ class ChatOptions(ModalScreen[dict[str, Any] | None]):
 
     def _row(self, label: str, entry: Choice | Input, words: str) -> ComposeResult:
         with Horizontal(classes="row"):
-            yield Static(f"{label:<{_LABEL}}", classes="label", markup=False)
+            kind = "label -choice" if isinstance(entry, Choice) else "label"
+            yield Static(label, classes=kind, markup=False)
             yield entry
             yield Static(words, classes="help", markup=False)
 

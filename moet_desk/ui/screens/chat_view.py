@@ -167,6 +167,7 @@ class ChatView(Screen[None]):
             self._draw_queued()
             return
         if sent is not None:
+            self.save_draft()
             await self._draw_turns()
 
     def toast(self, error: MoetError) -> None:
@@ -234,7 +235,9 @@ class ChatView(Screen[None]):
         """Keep the unsent prompt and its files with its chat now."""
         self._draft_due_s = None
         draft = self._put_by if self._edited is not None else self._written()
-        self._conversation.save_draft(draft.text, draft.files)
+        waiting = self._conversation.queued or Draft()
+        text = "\n".join(part for part in (waiting.text, draft.text) if part)
+        self._conversation.save_draft(text, (*waiting.files, *draft.files))
 
     def _written(self) -> Draft:
         return Draft(self.prompt.text, self.chips.files)

@@ -24,11 +24,11 @@ from moet_desk.marked_text import MarkedText
 from moet_desk.telemetry import PrefillProgress
 from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.chat_records import Turn
-from moet_desk.ui.text import SEGMENT_CHARS, clean, clean_line, shown_length
+from moet_desk.ui.text import SEGMENT_CHARS, clean, clean_line, find_all, shown_length
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.folds import Fold, ThoughtFold
 from moet_desk.ui.widgets.gauges import bar, spread
-from moet_desk.ui.widgets.marked_markdown import needs_other_rows
+from moet_desk.ui.widgets.marked_markdown import needs_other_rows, sought
 from moet_desk.ui.widgets.problem import ProblemPanel
 from moet_desk.ui.widgets.segments import Segment, cut_segments
 from moet_desk.units import show_duration
@@ -43,8 +43,8 @@ class Head(Widget):
 
     DEFAULT_CSS = "Head { height: 1; }"
 
-    class Moved(Message):
-        """A click on the arrows beside the version."""
+    class Clicked(Message):
+        """A click; on the arrows beside the version `by` is -1 or 1, else 0."""
 
         def __init__(self, by: int) -> None:
             super().__init__()
@@ -72,8 +72,10 @@ class Head(Widget):
 
     def on_click(self, event: events.Click) -> None:
         start = self.size.width - len(self._when) - 3 - len(self._branch)
+        by = 0
         if self._branch and start <= event.x < start + len(self._branch):
-            self.post_message(self.Moved(-1 if event.x < start + len(self._branch) // 2 else 1))
+            by = -1 if event.x < start + len(self._branch) // 2 else 1
+        self.post_message(self.Clicked(by))
 
 
 class Block(Vertical):
@@ -91,6 +93,13 @@ class Block(Vertical):
         def __init__(self, turn: Turn, by: int) -> None:
             super().__init__()
             self.turn, self.by = turn, by
+
+    class Chosen(Message):
+        """The reader wants the block cursor here."""
+
+        def __init__(self, turn: Turn) -> None:
+            super().__init__()
+            self.turn = turn
 
     def __init__(
         self,
@@ -110,13 +119,18 @@ class Block(Vertical):
         """Whether the block cursor is here."""
         self._head.mark(marked)
 
-    def on_head_moved(self, event: Head.Moved) -> None:
+    def on_head_clicked(self, event: Head.Clicked) -> None:
         event.stop()
-        if self.turn is not None:
+        if self.turn is not None and event.by:
             self.post_message(self.Moved(self.turn, event.by))
+        elif self.turn is not None:
+            self.post_message(self.Chosen(self.turn))
 
     async def toggle(self) -> None:
         """Fold what can be folded, or unfold it."""
+
+    async def seek(self, wanted: str) -> None:
+        """Mark a text that is looked for; "" takes the marks away."""
 
 
 class MessageBlock(Block):
@@ -137,6 +151,7 @@ class MessageBlock(Block):
         self.source = clean(text)
         self._files = files
         self._lines = self.source.split("\n")
+        self._wanted = ""
         is_long = len(self._lines) > _FOLD_LINES or len(self.source) > _FOLD_CHARS
         self._fold = Fold(glyphs) if is_long else None
         self._text = Static(self._content(), classes="body", markup=False)
@@ -161,7 +176,8 @@ class MessageBlock(Block):
         shown = self.source
         if self.folded:
             shown = "\n".join(self._lines[:_SHOWN_LINES])[:_SHOWN_CHARS]
-        return Content(shown.expandtabs(4))
+        content = Content(shown.expandtabs(4))
+        return sought(content, self._wanted) or content
 
     def _say_fold(self) -> None:
         if self._fold is not None:
@@ -174,6 +190,13 @@ class MessageBlock(Block):
             self._fold.is_open = not self._fold.is_open
             self._text.update(self._content())
             self._say_fold()
+
+    async def seek(self, wanted: str) -> None:
+        if wanted != self._wanted:
+            self._wanted = wanted
+            if self.folded and find_all(self.source, wanted):
+                await self.toggle()
+            self._text.update(self._content())
 
     async def on_fold_clicked(self, event: Fold.Clicked) -> None:
         event.stop()
@@ -241,6 +264,12 @@ class AnswerBlock(Block):
         self._body.display = rest.is_open
         rest.display = not rest.is_open
         rest.say(f"answer folded, {length:,} characters")
+
+    async def seek(self, wanted: str) -> None:
+        if wanted and not self._rest.is_open:
+            await self.toggle()
+        for segment in self.at_rest():
+            await segment.seek(wanted)
 
     async def on_fold_clicked(self, event: Fold.Clicked) -> None:
         event.stop()

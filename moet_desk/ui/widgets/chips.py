@@ -46,6 +46,7 @@ class Chips(Widget):
 
     def put(self, files: Iterable[Attachment]) -> None:
         """Replace them all."""
+        files = tuple(files)
         self._counting.clear()
         self._files = []
         for file in files:
@@ -74,7 +75,13 @@ class Chips(Widget):
         return True
 
     def poll(self, context: int) -> None:
-        """Draw what was counted since; `context` is how many tokens the model can hold."""
+        """Draw what was counted since; `context` is how many tokens the model can hold.
+
+        Another context is another model, which counts differently.
+        """
+        if context and context != self._room:
+            self._room = context
+            self.put(replace(file, n_tokens=None) for file in self._files)
         ended = [(file, call) for file, call in self._counting if call.ended]
         self._counting = [pair for pair in self._counting if pair not in ended]
         for file, call in ended:
@@ -82,8 +89,7 @@ class Chips(Widget):
                 at = self._files.index(file)
                 self._files[at] = replace(file, n_tokens=call.result)
                 self.post_message(self.Changed())
-        if ended or context != self._room:
-            self._room = context
+        if ended:
             self._draw()
 
     def _draw(self) -> None:

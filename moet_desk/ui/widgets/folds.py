@@ -81,7 +81,7 @@ class ThoughtFold(Vertical):
         self.display = True
         seconds, tokens = meta.get("thought_s"), meta.get("thought_tokens")
         words = "thought" if is_done else "thinking"
-        words += "" if seconds is None else f"{' for' if is_done else ''} {show_duration(seconds)}"
+        words += "" if not seconds else f"{' for' if is_done else ''} {show_duration(seconds)}"
         words += f", {tokens:,} tokens" if tokens else ""
         self._text = text
         if words != self._words:

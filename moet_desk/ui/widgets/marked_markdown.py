@@ -13,14 +13,15 @@ from markdown_it.token import Token
 from textual.app import ComposeResult
 from textual.content import Content
 from textual.widget import Widget
-from textual.widgets import Markdown
+from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
 from moet_desk.marked_text import Ranges, cut_ranges
 from moet_desk.ui.markdown_marks import DRAWN, MARKS, mark_tokens
-from moet_desk.ui.text import markdown_parser
+from moet_desk.ui.text import find_all, markdown_parser
 
 UNDERLINE = "underline"
+SOUGHT = "reverse"
 
 if TYPE_CHECKING:
     from textual.css.styles import RulesMap
@@ -37,6 +38,26 @@ def underlined(content: Content, token: Token) -> Content:
     for start, end in token.meta[MARKS]:
         content = content.stylize(UNDERLINE, start, end)
     return content
+
+
+def mark_sought(markdown: Markdown, wanted: str) -> None:
+    """Reverse a text that is looked for in all that a widget has drawn."""
+    for block in markdown.query(MarkdownBlock):
+        if isinstance(block, _MarkedCode | _MarkedText):
+            block.mark_sought(wanted)
+    for cell in markdown.query("MarkdownTableCellContents").results(Static):
+        drawn = cell.content
+        content = sought(drawn, wanted) if isinstance(drawn, Content) else None
+        if content is not None:
+            cell.update(content)
+
+
+def sought(content: Content, wanted: str) -> Content | None:
+    """The content with each place of a text reversed; None: it is not there."""
+    places = find_all(content.plain, wanted)
+    for start, end in places:
+        content = content.stylize(SOUGHT, start, end)
+    return content if places else None
 
 
 def needs_other_rows(widget: Widget, content: Content) -> bool:
@@ -56,6 +77,12 @@ class _MarkedText(_Block):
         if MARKS in token.meta:
             self.set_content(underlined(self._content, token))
 
+    def mark_sought(self, wanted: str) -> None:
+        """See the function."""
+        content = sought(self._content, wanted)
+        if content is not None:
+            self.set_content(content)
+
     def set_content(self, content: Content) -> None:
         """Draw another text; the screen is laid out anew only if it needs other rows."""
         self._content = content
@@ -71,6 +98,12 @@ class _MarkedCode(MarkdownFence):
 
     def set_content(self, content: Content) -> None:
         super().set_content(underlined(content, self._token))
+
+    def mark_sought(self, wanted: str) -> None:
+        """See the function."""
+        content = sought(self._highlighted_code, wanted)
+        if content is not None:
+            self.set_content(content)
 
 
 def _marked(block: type[MarkdownBlock]) -> type[MarkdownBlock]:

@@ -6,8 +6,8 @@ Text from models is never markup. UI thread.
 from __future__ import annotations
 
 from moet_desk.marked_text import MarkedText, Ranges
-from moet_desk.ui.text import split_segments
-from moet_desk.ui.widgets.marked_markdown import MarkedMarkdown
+from moet_desk.ui.text import find_all, split_segments
+from moet_desk.ui.widgets.marked_markdown import MarkedMarkdown, mark_sought
 
 
 class Segment(MarkedMarkdown):
@@ -21,6 +21,7 @@ class Segment(MarkedMarkdown):
         super().__init__(text, marks=marks, shows_marks=shows_marks)
         self._parked_text: str | None = None
         self._parked_width = 0
+        self._sought = ""
 
     @property
     def text(self) -> str:
@@ -46,11 +47,26 @@ class Segment(MarkedMarkdown):
         if text is not None:
             await self.update(text)
             self.styles.height = "auto"
+            self._show_sought()
 
     async def redraw(self) -> None:
         """Draw from the source; a parked segment is drawn when it comes near."""
         if not self.parked:
             await super().redraw()
+            self._show_sought()
+
+    async def seek(self, wanted: str) -> None:
+        """Mark a text that is looked for wherever it stands; "" takes the marks away."""
+        if wanted != self._sought:
+            was_marked, self._sought = bool(find_all(self.text, self._sought)), wanted
+            if was_marked:
+                await self.redraw()
+            else:
+                self._show_sought()
+
+    def _show_sought(self) -> None:
+        if not self.parked and self._sought:
+            mark_sought(self, self._sought)
 
     def refit(self, width: int) -> None:
         """The window has another width: guess the height until it is drawn again."""

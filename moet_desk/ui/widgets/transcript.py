@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
-from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.message import Message
-from textual.widget import Widget
 from textual.widgets import Static
 
 from moet_desk.ui.chat_records import Status, Turn
@@ -42,6 +39,7 @@ class Transcript(VerticalScroll, can_focus=True):
     With the focus it has a block cursor; the keys of a block are the screen's actions.
     """
 
+    FOCUS_ON_CLICK = False  # who selects text goes on typing in the prompt
     DEFAULT_CSS = """
     Transcript { height: 1fr; }
     Transcript > .edge { height: 2; padding: 0 1; color: $dim; }
@@ -53,14 +51,11 @@ class Transcript(VerticalScroll, can_focus=True):
         Binding("e", "screen.edit", "Edit", id="block.edit"),
         Binding("r", "screen.retry_here", "Again", id="block.again"),
         Binding("space,enter", "fold", "Fold", id="block.fold"),
-        Binding("left", "screen.version(-1)", "Version", id="block.left"),
-        Binding("right", "screen.version(1)", "Next version", id="block.right", show=False),
+        Binding("left", "screen.version(-1)", "Version before", id="block.left", show=False),
+        Binding("right", "screen.version(1)", "Version behind", id="block.right", show=False),
         Binding("k", "cursor(-1)", "Message before", id="block.up", show=False),
         Binding("j", "cursor(1)", "Message behind", id="block.down", show=False),
     ]
-
-    class Chosen(Message):
-        """The block cursor has moved."""
 
     def __init__(self, make: Callable[[Turn], Block]) -> None:
         """`make` makes the block of a message; it is drawn by `fill`."""
@@ -114,6 +109,11 @@ class Transcript(VerticalScroll, can_focus=True):
             for turn in turns[same:]:
                 await self._append(turn)
             await self._trim_top(MOST_TURNS)
+
+    async def seek(self, turn: Turn | None, wanted: str = "") -> None:
+        """Mark a text in a message, and in no other one."""
+        for block in self.blocks:
+            await block.seek(wanted if turn is not None and block.turn is turn else "")
 
     async def show_at(self, turn: Turn) -> None:
         """Bring a message into the window, put the cursor there and scroll to it."""
@@ -265,7 +265,6 @@ class Transcript(VerticalScroll, can_focus=True):
         self._cursor = turn
         for block in self.blocks:
             block.mark(turn is not None and block.turn is turn)
-        self.post_message(self.Chosen())
 
     async def action_cursor(self, by: int) -> None:
         """Go to the message before or behind."""
@@ -283,12 +282,10 @@ class Transcript(VerticalScroll, can_focus=True):
         if block is not None:
             await block.toggle()
 
-    def on_click(self, event: events.Click) -> None:
-        widget = event.widget
-        while widget is not None and not isinstance(widget, Block):
-            widget = widget.parent if isinstance(widget.parent, Widget) else None
-        if isinstance(widget, Block) and widget.turn is not None:
-            self.set_cursor(widget.turn)
+    def on_block_chosen(self, event: Block.Chosen) -> None:
+        event.stop()
+        self.focus(scroll_visible=False)
+        self.set_cursor(event.turn)
 
     async def first(self) -> None:
         """Go to the first message."""

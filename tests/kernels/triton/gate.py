@@ -25,6 +25,7 @@ MOST_SHARED_BYTES = {90: 227 * 1024, 120: 99 * 1024}
 
 MODULES = (
     "cases_moe", "cases_dense", "cases_attention", "cases_indexer", "cases_delta", "cases_sampling",
+    "cases_streams",
 )  # fmt: skip
 
 

@@ -1,0 +1,86 @@
+"""Kernels of DeepSeek-V4-Flash: residual streams, pooled entries, attention to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kv_sizes import pooled_key_bytes, shared_entry_bytes
+from moet_desk.kernels.triton import pooled_keys, pooling, shared_attention, streams
+from tests.kernels.triton.cases_attention import DECODE, DEVICE, ONE_STAGE, PARTS
+from tests.kernels.triton.gate import Case
+
+N, HIDDEN = 4, 4096
+K, N_PARTS = N * HIDDEN, 32
+F32 = "*fp32"
+EXACT = {"enable_fp_fusion": False}
+
+
+def _cases() -> Iterator[Case]:
+    for rows, r in ((2 * N + N * N, 32), (N, 8)):
+        types = {"streams": F32, "project": F32, "parts": F32}
+        values = {"K": K, "ROWS": rows, "R": r, "COLUMNS": 128, "TURNS": 4}
+        yield Case(f"streams_project rows={rows}", streams._project_kernel, types, values)
+        types = {
+            "parts": F32, "base": F32, "scale": F32, "out": F32, "eps": "fp32", "norm_eps": "fp32",
+        }  # fmt: skip
+        values = {"N_PARTS": N_PARTS, "P": N_PARTS, "K": K, "N": N, "STEPS": 20, "ROWS": rows}
+        yield Case(f"streams_connect rows={rows}", streams._connect_kernel, types, values)
+        types = {"streams": F32, "made": F32, "out": F32}
+        values = {"H": HIDDEN, "N": N, "ROWS": rows, "WIDE": 256}
+        yield Case(f"streams_read rows={rows}", streams._read_kernel, types, values)
+    types = {"streams": F32, "made": F32, "y": F32}
+    values = {"H": HIDDEN, "N": N, "ROWS": 2 * N + N * N, "WIDE": 256}
+    yield Case("streams_after", streams._after_kernel, types, values)
+
+    for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
+        values = {
+            **PARTS, **DEVICE, "N": 64, "D": 512, "W": 64, "PAGE": 1, "FORM": form.value,
+            "ENTRY": shared_entry_bytes(form, 512, 64),
+        }  # fmt: skip
+        kernel = shared_attention._shared_decode_kernel
+        types = {**DECODE, "q": F32}
+        name = f"shared_decode {form.value}"
+        yield Case(name, kernel, types, values, 8, ONE_STAGE, wants=("HMMA",))
+    for ratio, overlap, dim in ((4, True, 512), (4, True, 128), (128, False, 512)):
+        types = {
+            "joined": F32, "joined_stride": "i32", "places": F32, "positions": "*i32",
+            "states": F32, "sources": "*i32", "targets": "*i32", "means": F32, "n_rows": "i32",
+        }  # fmt: skip
+        values = {"D": dim, "RATIO": ratio, "OVERLAP": overlap, "B": 64, "COMPILED": True}
+        yield Case(f"pool {ratio} D={dim}", pooling._pool_kernel, types, values, 2, EXACT)
+    for form in KvFormat:
+        types = {
+            "vectors": F32, "weight": "*bf16", "eps": "fp32", "cos": F32, "sin": F32,
+            "positions": "*i32", "pages": "*u8", "table": "*i32", "table_stride": "i32",
+        }  # fmt: skip
+        values = {
+            "D": 512, "W": 64, "RATIO": 4, "PAGE": 16, "B": 8, "FORM": form.value,
+            "ENTRY": shared_entry_bytes(form, 512, 64),
+        }  # fmt: skip
+        yield Case(f"pool_finish {form.value}", pooling._finish_kernel, types, values, 4, EXACT)
+    yield from _keys()
+
+
+def _keys() -> Iterator[Case]:
+    """The indexer's."""
+    turns = {"cos": F32, "sin": F32, "positions": "*i32"}
+    pages = {"pages": "*u8", "table": "*i32", "table_stride": "i32"}
+    for form in (KvFormat.FP8, KvFormat.BF16, KvFormat.F32):
+        size = {"PAGE": 16, "ENTRY": pooled_key_bytes(form, 128), "FORM": form.value}
+        types = {**turns, **pages, "vectors": F32, "weight": "*bf16", "eps": "fp32"}
+        values = {**size, "D": 128, "DR": 64, "RATIO": 4, "FACTOR": 128**-0.5}
+        yield Case(f"pooled_key {form.value}", pooled_keys._key_kernel, types, values, 8, EXACT)
+        types = {**turns, "q": F32, "q_out": F32}
+        values = {"D": 128, "DR": 64, "FACTOR": 128**-0.5, "ROUNDS": form is KvFormat.FP8}
+        yield Case(f"pooled_query {form.value}", pooled_keys._query_kernel, types, values, 8, EXACT)
+        types = {
+            **pages, "q": F32, "weights": F32, "scale": "fp32", "lengths": "*i32", "scores": F32,
+            "scores_stride": "i32",
+        }  # fmt: skip
+        values = {**size, "N": 64, "D": 128, "TILE": 32, "BH": 16, "MMA": True}
+        name, kernel = f"pooled_score {form.value}", pooled_keys._score_kernel
+        yield Case(name, kernel, types, values, 4, ONE_STAGE, wants=("HMMA",))
+
+
+CASES = list(_cases())
