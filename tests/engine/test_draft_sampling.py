@@ -132,6 +132,8 @@ class OnCpu(Decoder):
 class Rows:
     """A device's step of the made-up model: tokens of all rows at once."""
 
+    most_rows = 8
+
     def choose(self, rows: Sequence[Any], plane: Plane, draws: Sequence[Draw]) -> list[int]:
         return [
             sample(

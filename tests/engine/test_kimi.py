@@ -27,7 +27,7 @@ def test_spec__config_around_the_text_model__the_text_models_own() -> None:
     inner = spec_for(plain, path="config.json", has_mtp=False)
     assert outer == replace(inner, model_type="kimi_k25")
     assert not outer.tied_head
-    assert packed_head(CONFIG, (1, 2), path="c") is False
+    assert packed_head(CONFIG, (1, 2), (), path="c") is False
     names = ["language_model.model.layers.2.eh_proj"]
     assert plan_for(CONFIG, path="config.json", names=names).moe_layers == (1,)
 
