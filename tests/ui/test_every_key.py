@@ -14,7 +14,7 @@ import pytest
 from textual.widgets import OptionList
 
 from moet_desk.engine.scripted import Script
-from moet_desk.ui.app import binding_ids
+from moet_desk.ui.app import Look, binding_ids
 from moet_desk.ui.screens.cache import Picture
 from moet_desk.ui.widgets.filter_line import FilterLine
 from moet_desk.ui.widgets.prompt import Prompt
@@ -28,14 +28,14 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "message": ("alt+up", "alt+up", "alt+up"),
     "find": ("ctrl+f", *"word", "enter"),
     "attach": ("ctrl+o", *"test"),
-    "options": ("ctrl+s", "down"),
+    "options": ("ctrl+s", "tab"),
     "chats": ("ctrl+l",),
     "grid": ("f3", "down", "right"),
     "list": ("f3", "v", "v", "v", "down"),
     "models": ("f4",),
     "plan": ("f4", "c", "down"),
     "sign in": ("f4", "s"),
-    "delete": ("f4", "d"),
+    "dialog": ("ctrl+l", "delete"),
     "filter": ("f4", "slash", *"de"),
     "endpoint": ("f5",),
     "settings": ("f6", "down", "down", "down"),
@@ -73,6 +73,8 @@ ELSEWHERE = {
     "setup.": "test_setup_screen.py, step by step",
     "cache.record": "test_recording.py, where something can record",
     "app.quit": "it ends the app: test_app.py",
+    "app.copy_or_stop": "test_app.py, with something selected and without",
+    "log.pause": "test_new_screens.py, where the log grows",
     "app.help_letter": "the same as app.help, outside of text",
     "chat.thinking": "test_chat_messages.py, with a model that reasons",
     "block.left": "test_chat_messages.py, with two versions",
@@ -119,9 +121,19 @@ class Walk:
         return fresh
 
     def keys_here(self) -> dict[str, str]:
-        """Ids that are offered now, with a key."""
-        active = self.stage.app.screen.active_bindings
-        return {a.binding.id: key for key, a in active.items() if a.binding.id and a.enabled}
+        """Ids of what acts here, with a key: of the widget that has the focus and all around it.
+        What is behind a dialog does not act.
+        """
+        app = self.stage.app
+        nodes = app.focused.ancestors_with_self if app.focused is not None else [app.screen]
+        around = [*nodes, *([] if app.screen.is_modal else [app])]
+        return {
+            binding.id: key
+            for node in around
+            for key, bindings in node._bindings.key_to_bindings.items()
+            for binding in bindings
+            if binding.id
+        }
 
     async def press(self, *keys: str) -> None:
         if keys:
@@ -183,14 +195,50 @@ async def test_every_key__is_offered_somewhere_and_does_something(
                 await app.action_go("chat")
                 prompt.load_text("")
                 prompt.focus()
-                await walk.press(*keys[:1])
-                for line in app.screen.query(FilterLine):
-                    line.action_close()
-                await walk.press(*keys[1:])
-                if walk.is_new(keys):
-                    await stage.threads(pilot)
+                first = walk.is_new(keys)
+                for part in (keys[:1], keys[1:]):
+                    await walk.press(*part)
+                    for line in app.screen.query(FilterLine) if part is keys[:1] else ():
+                        line.action_close()
+                    if first:
+                        await stage.threads(pilot)
 
             await walk.walk(place, enter)
     assert not walk.still, " ".join(walk.still)
     missing = {name for name in binding_ids() if name not in walk.offered}
     assert {name for name in missing if not is_elsewhere(name)} == set()
+
+
+LOOKS = {
+    "dark": Look(motion="none", glyphs="unicode"),
+    "light": Look(motion="none", glyphs="unicode", theme="moet-light"),
+    "no colour": Look(motion="none", glyphs="unicode", colour=False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("look", "size"),
+    [("dark", (80, 24)), ("light", (80, 24)), ("no colour", (80, 24)), ("light", (120, 40)),
+     ("no colour", (200, 60))],
+)  # fmt: skip
+async def test_every_screen__nothing_is_cut_off(look: str, size: tuple[int, int]) -> None:
+    stage = Stage(look=LOOKS[look])
+    async with stage.open(*size) as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "One word?")
+        await stage.play(pilot, 1.0)
+        for key in ("f2", "f3", "f4", "f5", "f6", "f7", "f8"):
+            await pilot.press(key)
+            stage.app.pull_gauges()
+            await stage.settle(pilot)
+            lines = dump(stage.app).rstrip("\n").splitlines()
+            assert "F8 Log" in lines[0]
+            assert "F1 Help" in lines[-1]
+            if look == "no colour":
+                assert f"[{key.upper()} " in lines[0]
+            screen = stage.app.screen
+            for widget in screen.query("TabLine, StatusLine, KeyLine, #top, #words, #title, #ask"):
+                if widget.display and widget.region:
+                    assert screen.region.contains_region(widget.region), (key, widget)
