@@ -106,7 +106,7 @@ def _refuse_foreign(connection: sqlite3.Connection, path: Path, version: int) ->
         reason = f"it was written by a newer moet-desk (format {version})"
         raise fail("MD-CHAT-02", path=str(path), reason=reason)
     has_tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
-    if version == 0 and has_tables:
+    if version < 0 or (version == 0 and has_tables):
         raise fail("MD-CHAT-02", path=str(path), reason="it belongs to another program")
     if path.stat().st_size <= _CHECKED_BYTES:
         found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]

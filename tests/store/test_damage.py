@@ -115,3 +115,12 @@ def test_values_that_nobody_wrote__the_chat_opens_all_the_same(tmp_path: Path) -
     assert conversation.wishes.seed is None
     assert closing_line(conversation.turns[1], UNICODE).plain == "stopped"
     store.close()
+
+
+def test_version_below_zero__not_our_file(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    store = ChatStore.open(path)
+    store._connection.execute("PRAGMA user_version = -1")
+    store.close()
+    with pytest.raises(MoetError, match="MD-CHAT-02"):
+        ChatStore.open(path)
