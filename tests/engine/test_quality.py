@@ -22,14 +22,14 @@ from tests.engine.oracle import loaded, logits_of
 HELDOUT = Path(__file__).parent.parent / "data" / "heldout"
 N_TEXTS = 60
 CUT = 1024
-N_TASKS = 60
+TASKS = slice(60, 120)  # the harder half of those that docs/quality.md counts
 
 WANTED_NLL = {
     Plane.FINE: {"chat": 1.7150, "prose": 3.0816, "tasks": 0.6980},
     Plane.BASE: {"chat": 1.8617, "prose": 3.4296, "tasks": 0.7529},
 }
-LEAST_RIGHT = {Quality.EXACT: 117, Quality.FAST: 108}
-CALIBRATED_GATE, LEAST_RIGHT_CALIBRATED = 0.9, 115  # 117 were measured; two answers are chance
+LEAST_RIGHT = {Quality.EXACT: 57, Quality.FAST: 50}  # 59 and 53 of 60 were measured
+CALIBRATED_GATE, LEAST_RIGHT_CALIBRATED = 0.9, 55  # 57 were measured; two answers are chance
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ def answer_tasks(pack: Path, quality: Quality, gate: float | None = None) -> tup
     right = tokens = rerun = 0
     try:
         assert handle.wait_ready(120)
-        for line in texts("tasks")[:N_TASKS]:
+        for line in texts("tasks")[TASKS]:
             task, wanted = line.removesuffix("<|end|>").rsplit("<|assistant|>", 1)
             request = GenerateRequest(
                 prompt=f"<|bos|>{task}<|assistant|>", quality=quality, max_tokens=80, gate=gate,
@@ -94,7 +94,7 @@ def answer_tasks(pack: Path, quality: Quality, gate: float | None = None) -> tup
             right += is_right(task, answer, wanted)
     finally:
         handle.close()
-    print(f"{quality.value}, gate {gate}: {right} of {N_TASKS} right, {rerun / tokens:.1%} again")
+    print(f"{quality.value}, gate {gate}: {right} right, {rerun / tokens:.1%} again")
     return right, rerun / tokens
 
 
