@@ -15,7 +15,9 @@ class Tmux:
         self, folder: Path, command: str, environment: dict[str, str], *, size: tuple[int, int]
     ) -> None:
         self._socket = folder / "tmux"
-        variables = {name: value for name, value in environment.items() if name != "TMUX"}
+        # pytest's workers set the size of a terminal, which would count more than the window's.
+        others = ("TMUX", "COLUMNS", "LINES")
+        variables = {name: value for name, value in environment.items() if name not in others}
         self._environment = variables | {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}
         columns, rows = map(str, size)
         self._tmux("new-session", "-d", "-x", columns, "-y", rows, command)

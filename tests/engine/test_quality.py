@@ -39,6 +39,7 @@ def texts(name: str) -> list[str]:
     return [json.loads(line)["text"] for line in lines]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plane", [Plane.FINE, Plane.BASE], ids=["exact", "fast"])
 def test_nll__heldout_texts__near_the_documented_table(demo_pack: Path, plane: Plane) -> None:
     text = Text.load(demo_pack)

@@ -396,6 +396,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_measure__tiny_model_interpreted__whole_figures(
     launched: set[str], monkeypatch: pytest.MonkeyPatch
@@ -431,6 +432,7 @@ def test_measure__tiny_model_interpreted__whole_figures(
     assert "_pass_kernel" not in launched
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_measure__guesses__steps_that_check_them_and_the_head() -> None:
     setup = replace(tiny(RESERVE_BYTES + 2**27), prefill=0, warm=0, steps=1, drafts=1)

@@ -96,6 +96,7 @@ def test_pull__a_few_fault_schedules_with_kills__same_pack(hub: HubServer, tmp_p
     assert sum(run["killed"] for run in ended) > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("first", "kind"), [(100, "bf16"), (200, "mxfp4")])

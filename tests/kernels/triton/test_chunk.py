@@ -140,6 +140,7 @@ class PromptOnly:
         self.error = error
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("pack", ["plain_rope"], indirect=True)
 def test_prefiller__turns_end_at_layers__other_steps_between_change_nothing(pack: Path) -> None:

@@ -114,6 +114,7 @@ def test_head__prompt_in_chunks_and_steps__near_the_cpu_engine(pack: Path) -> No
         assert state.sequence.length == len(IDS) - 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_answers__with_the_head__equal_those_without(pack: Path) -> None:
     with on_device(pack) as core:
