@@ -103,7 +103,9 @@ def test_calls__client_hangs_up__stopped(served: Endpoint) -> None:
     body = {"messages": HI, "stream": True}
     with httpx.stream("POST", f"{served.address}/v1/chat/completions", json=body) as stream:
         next(stream.iter_bytes())
-    wait_for(served, CallState.STOPPED)
+    stopped = wait_for(served, CallState.STOPPED)
+    assert stopped.route == "chat, stream"
+    assert (stopped.n_tokens or 0) < 400  # the whole answer
 
 
 def test_note__says_where_it_listens_while_it_does(served: Endpoint, tmp_path: Path) -> None:
