@@ -17,6 +17,7 @@ import torch
 
 from moet_desk import __version__, hardware
 from moet_desk.engine import heat
+from moet_desk.engine.breakdown import breakdown_of
 from moet_desk.engine.checks import check_gate, check_ids, check_stops
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.gate_file import gate_in_use
@@ -233,6 +234,7 @@ class Serving:
         return ended
 
     def fail_all(self, error: MoetError) -> None:
+        """End all requests with an error; their text so far was sent."""
         for request in (*self._scheduler.waiting, *self._scheduler.running):
             request.fail(error)
 
@@ -247,7 +249,13 @@ class Serving:
         """Cancel what runs, save heat, release memory."""
         for request in (*self._scheduler.waiting, *self._scheduler.running):
             request.cancel()
-        self._save_heat(time.monotonic())
+        try:
+            self._save_heat(time.monotonic())
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Release threads, files and memory."""
         if self._saved_prefixes is not None:
             self._saved_prefixes.close()
         self.core.close()
@@ -303,14 +311,22 @@ class Serving:
             self._hot_set.turn(time.monotonic(), idle=False)
 
     def _guarded(self, requests: list[ActiveRequest], work: Callable[[], None]) -> None:
-        """Run a piece of work; a bug in it ends these requests, not the engine."""
+        """Run a piece of work; a bug in it ends these requests, not the engine.
+
+        Raises:
+            MoetError: MD-GPU-07, the card is lost.
+        """
         try:
             work()
         except Exception as error:  # the request boundary: others must go on
             log.exception("a request failed")
+            found = breakdown_of(error, card=self.core.device)
+            if found is not None and found.ends_engine:
+                raise found.error from error
             reason = f"{type(error).__name__}: {error}"
+            bug = fail("MD-ENG-04", reason=reason, model=self.info.name)
             for request in requests:
-                request.fail(fail("MD-ENG-04", reason=reason, model=self.info.name))
+                request.fail(bug if found is None else found.error)
 
     # -- what others see ---------------------------------------------------------------------
 
