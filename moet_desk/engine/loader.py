@@ -42,6 +42,7 @@ from moet_desk.engine.model_shape import (
     wishes_of,
 )
 from moet_desk.engine.mtp import MtpHead
+from moet_desk.engine.planned_model import loaded_bytes
 from moet_desk.engine.prefill import Prefiller, PrefillExperts
 from moet_desk.engine.residency import Residency
 from moet_desk.engine.spec import Spec
@@ -110,7 +111,10 @@ def load(
     report.end()
 
     report.begin("Dense layers", total=_dense_bytes(reader))
-    weights = Weights(_counted(reader, report, cpu_dense_format(options.dense_format)))
+    weights = Weights(
+        _counted(reader, report, cpu_dense_format(options.dense_format)),
+        table=lambda name: reader.dense_rows(name).read,
+    )
     model = model_of(spec, weights, context=plan.context)
     experts = load_form(spec, weights)
     kv = KvCache(
@@ -178,7 +182,7 @@ def _has_mtp(reader: PackReader) -> bool:
 
 
 def _dense_bytes(reader: PackReader) -> int:
-    return (reader.path / "dense.safetensors").stat().st_size
+    return loaded_bytes(reader.path)
 
 
 def _plan(

@@ -121,6 +121,16 @@ MEMORY_AND_FILES: tuple[ErrorSpec, ...] = (
         http=500,
     ),
     ErrorSpec(
+        "MD-NVME-05",
+        "A read failed",
+        "Reading row {row} of {tensor} in {path} failed: {reason}.",
+        "Run: moet-desk verify {model} --repair --source SOURCE",
+        safe="The request was stopped; nothing was changed.",
+        reaction=_ENGINE,
+        exit=ExitCode.DAMAGED,
+        http=500,
+    ),
+    ErrorSpec(
         "MD-DISK-01",
         "Not enough disk space",
         "{what} needs {need} in {path} and {have} is free.",

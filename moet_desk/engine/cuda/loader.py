@@ -54,7 +54,7 @@ from moet_desk.engine.model_shape import (
     running_layers,
     wishes_of,
 )
-from moet_desk.engine.planned_model import dense_saving
+from moet_desk.engine.planned_model import dense_saving, loaded_bytes
 from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import Spec
 from moet_desk.errors import MoetError, fail
@@ -354,7 +354,7 @@ def _plan(
     budget = DeviceBudget(options.vram_bytes or vram_budget(free), ram)
     token_bytes = kv_token_bytes(spec, form, with_head=with_head)
     sizes = RowSizes(reader.layout, reader.meta.base_stride, reader.meta.fine_stride)
-    dense_bytes = (reader.path / "dense.safetensors").stat().st_size
+    dense_bytes = loaded_bytes(reader.path)
     fit = fit_device(
         options.dense_format,
         partial(device_shape, spec, sizes, form, dense_bytes=dense_bytes, with_head=with_head),
