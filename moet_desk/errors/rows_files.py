@@ -72,6 +72,15 @@ MEMORY_AND_FILES: tuple[ErrorSpec, ...] = (
         http=503,
     ),
     ErrorSpec(
+        "MD-GPU-11",
+        "The graphics card ran out of memory",
+        "There was no room for {what}. Experts gave some back, as far as they could.",
+        "Ask again. If it comes back, close other programs that use the card, or lower"
+        " memory.context or memory.vram_limit and load the model again.",
+        exit=ExitCode.NO_ROOM,
+        http=503,
+    ),
+    ErrorSpec(
         "MD-RAM-02",
         "Locking memory was refused",
         "The driver would not pin {want} for experts (error {status}); about {got} are pinned.",

@@ -87,6 +87,7 @@ class GrowableMemory:
         self._range = -(-most // self._piece) * self._piece
         self._address = driver.reserve(self._range)
         self._handles: list[int] = []
+        self._lost = False  # a piece of the range is in an unknown state
 
     @property
     def mapped(self) -> int:
@@ -108,7 +109,11 @@ class GrowableMemory:
         while len(self._handles) > wanted:
             handle = self._handles.pop()  # first: what half went away is used no more
             at = self._address + len(self._handles) * self._piece
-            self._driver.unmap(at, self._piece, handle)
+            try:
+                self._driver.unmap(at, self._piece, handle)
+            except DriverError:
+                self._lost = True
+                raise
         while len(self._handles) < wanted:
             at = self._address + len(self._handles) * self._piece
             try:
@@ -130,7 +135,8 @@ class GrowableMemory:
             DriverError: the driver is in a state in which it gives nothing back.
         """
         self.resize(0)
-        self._driver.unreserve(self._address, self._range)
+        if not self._lost:
+            self._driver.unreserve(self._address, self._range)
 
 
 class _Location(ctypes.Structure):
