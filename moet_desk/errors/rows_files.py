@@ -84,12 +84,13 @@ MEMORY_AND_FILES: tuple[ErrorSpec, ...] = (
     ),
     ErrorSpec(
         "MD-GPU-11",
-        "The memory of the graphics card ran out",
-        "{name}: {reason}.",
-        "Close other programs that use the card, or set memory.vram lower, and try again.",
+        "The graphics card ran out of memory",
+        "There was no room for {what}. Experts gave some back, as far as they could.",
+        "Ask again. If it comes back, close other programs that use the card, or lower"
+        " memory.context or memory.vram_limit and load the model again.",
         safe="The text so far is kept.",
         reaction=_ENGINE,
-        exit=ExitCode.ENGINE,
+        exit=ExitCode.NO_ROOM,
         http=503,
     ),
     ErrorSpec(

@@ -366,7 +366,7 @@ class MoetDeskApp(App[int]):
         await self.switch_mode(mode)
         self.pull_gauges()
 
-    async def on_settings_screen_saved(self, _event: SettingsScreen.Saved) -> None:
+    async def on_settings_screen_saved(self, event: SettingsScreen.Saved) -> None:
         """Put into effect what does not wait for a reload or a restart."""
         settings = config.load(self._config_file).settings
         look = look_of(settings, config.read_terminal())
@@ -377,6 +377,8 @@ class MoetDeskApp(App[int]):
         if look.marks_reruns != before.marks_reruns:
             await self.chat.show_reruns(look.marks_reruns)
         self.conversation.wish_for_new(wishes_of(settings))
+        if event.name == "memory.vram_limit":
+            self.bridge.limit_vram(settings.memory.vram_limit)
 
     def _set_motion(self) -> None:
         moves = self._look.motion == "full"

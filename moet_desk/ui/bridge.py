@@ -333,6 +333,13 @@ class Bridge:
             stream, self.clock.monotonic, quality=request.quality, log_dir=self._log_dir
         )
 
+    def limit_vram(self, n_bytes: int | None) -> None:
+        """Have the model take so much of a card's memory at most; one that is being opened too."""
+        opening = None if self._opening is None else self._opening.handle
+        handle = self._handle or opening
+        if handle is not None:
+            handle.limit_vram(n_bytes)
+
     def count_tokens(self, text: str) -> int | None:
         """Tokens of a text; None without a model. May take a second: call it in a thread."""
         handle = self._handle

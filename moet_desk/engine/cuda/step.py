@@ -127,6 +127,7 @@ class StepModel:
         self._graphs: dict[tuple[int, Plane, bool], torch.cuda.CUDAGraph] = {}  # bool: the head
         self._choice_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # rows, any drawn
         self._broken = False  # a step failed, and what it left is not cleared up yet
+        self._torn = False  # and not all of its launches were made
 
     def run(self, rows: Sequence[StepRow], plane: Plane) -> Tensor:
         """Compute a step and store its KV; the callers move the sequences' lengths on.
@@ -215,6 +216,9 @@ class StepModel:
             self._server.begin()
         try:
             self._replay(len(rows), plane, draws, head=head)
+        except BaseException:
+            self._broken = self._torn = True
+            raise
         finally:
             if self._server is not None:
                 self._server.end()
@@ -385,8 +389,8 @@ class StepModel:
             self._server.take_error()  # of a request that failed long ago
         self.error.zero_()
         for experts in self._experts.values():
-            experts.recover()
-        self._broken = False
+            experts.recover(torn=self._torn)
+        self._broken = self._torn = False
 
 
 def _runs(rows: Sequence[StepRow]) -> list[list[int]]:
