@@ -19,6 +19,9 @@ POOL_STATES, POOL_ROWS = 16, 128
 that are stored before all of them have looked at their window.
 """
 
+MOST_PENDING = 8
+"""Tokens that a sequence with states on a card can go back, from where they lie: a step's rows."""
+
 DELTA_RING = 16
 """Tokens in the rings beside a state on a card: the rows of a step and as many pending ones, or the
 convolution's inputs.

@@ -37,7 +37,9 @@ def grouped_output(mixed: Tensor, inner: Tensor, outer: Tensor, *, groups: int) 
     return low.flatten(1) @ outer.T
 
 
-def seen_entries(position: int, far: Sequence[int], *, first: int, window: int, ring: int) -> Tensor:
+def seen_entries(
+    position: int, far: Sequence[int], *, first: int, window: int, ring: int
+) -> Tensor:
     """Where the entries that a token sees lie: those of its window in a ring that begins at
     `first`, in order, then `far` ones.
 

@@ -57,7 +57,7 @@ def turn_heads(x: Tensor, out: Tensor, *, rotation: Rotation, eps: float) -> Non
     Shapes:
         x, out [T, N, D] float32, contiguous, D and the dims that rotate even; not the same memory
     """
-    rows, n, d = x.shape
+    n, d = x.shape[1:]
     _launch(x, out, rotation, eps, each=n, strides=(0, n * d), norm=True, back=False)
 
 

@@ -221,8 +221,10 @@ def finish(
 
     Args:
         vectors: the entries before that; rows may lie apart.
-        weight, eps: of the norm.
-        cos, sin: angles of positions.
+        weight: of the norm.
+        eps: likewise.
+        cos: of the angles of positions.
+        sin: likewise.
         positions: of the rows' tokens.
         pages: where entries go.
         table: each row's pages; with `ring`, the first entry of its ring among all of `pages`.

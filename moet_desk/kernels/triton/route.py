@@ -1,7 +1,8 @@
 """The router on the device: from logits to the chosen experts and their weights.
 
-Twins: `reference.route` and, where a table names the experts, `reference.weights_of`, with the same ids (ties to the lowest) and weights that differ in the last
-bits. One program per token, so a token's choice does not depend on the others.
+Twins: `reference.route` and, where a table names the experts, `reference.weights_of`, with the same
+ids (ties to the lowest) and weights that differ in the last bits. One program per token, so a
+token's choice does not depend on the others.
 """
 
 from __future__ import annotations

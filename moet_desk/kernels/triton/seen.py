@@ -151,9 +151,7 @@ def _list_kernel(
         tl.store(lengths + t, n_near + n_far)
 
 
-def find_places(
-    runs: Tensor, positions: Tensor, places: Places, *, ring: int, ratio: int
-) -> None:
+def find_places(runs: Tensor, positions: Tensor, places: Places, *, ring: int, ratio: int) -> None:
     """Where the rows of a launch find and leave things.
 
     Args:
