@@ -38,6 +38,8 @@ from moet_desk.engine.cuda.load_pools import (
 )
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
 from moet_desk.engine.cuda.pinned import PinnedMemory
+from moet_desk.engine.cuda.pool_states import PooledStates
+from moet_desk.engine.cuda.pooled_sizes import pooled_mixers
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
 from moet_desk.engine.cuda.prefill import ChunkModel, CudaPrefiller
 from moet_desk.engine.cuda.residency import CudaResidency
@@ -59,6 +61,7 @@ from moet_desk.engine.model_shape import (
     index_layers,
     kv_token_bytes,
     loads_head,
+    n_kv_layers,
     rings_of,
     running_layers,
     wishes_of,
@@ -193,13 +196,14 @@ def _load(
     sizes = _pool_sizes(opened, options)
     pools = make_pools(sizes, arena, device)
     undo.callback(release_pools, pools)
-    states: DeviceStates | None = None
-    if spec.delta:
-        states = DeviceStates(spec.delta, options.max_running, device)
+    states = states_of(
+        spec, opened.form, options.max_running, plan.kv_pages, device, with_head=opened.with_head
+    )
     kv = KvCache(
-        spec.attention, n_layers=spec.n_kv_layers + opened.with_head, n_pages=plan.kv_pages,
-        page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
+        spec.attention, n_layers=n_kv_layers(spec, with_head=opened.with_head),
+        n_pages=plan.kv_pages, page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
         index_layers=index_layers(spec, with_head=opened.with_head), slots=states,
+        recurrent=spec.recurrent,
         rings=rings_of(spec, plan, options.max_running),
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32, device=device)
@@ -241,6 +245,25 @@ def _load(
         reader, spec, plan, _name(device), kv, arena, pools, vram, residency, decoder, prefiller,
         model, pinned, server, readers, opened.prefix_bytes, opened.dense_format,
     )  # fmt: skip
+
+
+def states_of(
+    spec: Spec,
+    form: KvFormat,
+    n_slots: int,
+    n_pages: int,
+    device: torch.device,
+    *,
+    with_head: bool,
+) -> DeviceStates | PooledStates | None:
+    """States of the layers that have one, for so many sequences; None if there are no such."""
+    if spec.delta:
+        return DeviceStates(spec.delta, n_slots, device)
+    mixers = pooled_mixers(spec, with_head=with_head)
+    if not mixers:
+        return None
+    pages = {"n_pages": n_pages, "page_tokens": KV_PAGE_TOKENS}
+    return PooledStates(mixers, n_slots, form, **pages, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +308,7 @@ def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
     except MoetError:
         reader.close()
         raise
-    form = device_kv_format(options.kv_format)
+    form = device_kv_format(options.kv_format, spec)
     with_head = loads_head(spec, options, on_card=True)
     dense_format, plan, prefix_bytes, keep = _plan(
         reader, spec, form, options, device, with_head=with_head
@@ -395,7 +418,7 @@ def _plan(
     )
     ram, prefix_bytes = split_ram(ram, options.prefix_bytes)
     budget = DeviceBudget(vram_budget(free, options.vram_bytes), ram)
-    token_bytes = kv_token_bytes(spec, form, with_head=with_head)
+    token_bytes = kv_token_bytes(spec, form, with_head=with_head, on_card=True)
     sizes = RowSizes(reader.layout, reader.meta.base_stride, reader.meta.fine_stride)
     dense_bytes = loaded_bytes(reader.path)
     fit = fit_device(

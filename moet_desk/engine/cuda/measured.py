@@ -166,7 +166,9 @@ class Setup:
         fixed = (
             dense_bytes(self.shape) + RESERVE_BYTES + self.n_fine_slots() * self.layout.fine_stride
         )
-        fixed += self.kv_pages * PAGE_TOKENS * self.kv_token_bytes + slot_bytes(spec)
+        fixed += self.kv_pages * PAGE_TOKENS * self.kv_token_bytes + slot_bytes(
+            spec, KV_FORM, with_head=spec.mtp is not None
+        )
         fixed += self.ring_pages * PAGE_TOKENS * windows_of(spec, KV_FORM).token_bytes
         if self.prefill:
             fixed += stage_bytes(self.layout, spec.moe_ffn.router.n_experts)
