@@ -56,8 +56,6 @@ def without_kernels(spec: Spec) -> str:
     """The part of a model that only a CPU computes so far; empty if there is none."""
     if spec.streams is not None:
         return "residual streams and pooled attention"
-    if spec.ngrams is not None:
-        return "tables of n-grams before them"
     return ""
 
 

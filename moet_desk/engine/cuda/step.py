@@ -26,6 +26,7 @@ from moet_desk.engine.cuda.delta import DeviceStates, pending_of
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.head import HeadLaunches
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
+from moet_desk.engine.cuda.ngrams import DeviceNgrams
 from moet_desk.engine.cuda.shortcut import ShortcutLaunches
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import RopeTable
@@ -103,6 +104,9 @@ class StepModel:
             self._head = DenseWeight(self.embedding)
         else:
             self._head = load.matrix("lm_head")
+        self.ngrams: DeviceNgrams | None = None
+        if spec.ngrams is not None:
+            self.ngrams = DeviceNgrams(spec.ngrams, spec.vocab, load, device)
         self.final_norm = load.norm("model.norm")
         rope = RopeTable(spec.attention.rope, context)
         self.cos, self.sin = rope.cos.to(device), rope.sin.to(device)
@@ -135,7 +139,8 @@ class StepModel:
             float32 [T, V] logits on the host, valid until the next run.
 
         Raises:
-            MoetError: MD-NVME-04 a row could not be read in time or at all; no token may be taken.
+            MoetError: MD-NVME-04, 05 a row could not be read in time or at all; no token may be
+                taken.
         """
         self._compute(rows, plane, ())
         return self._host_logits[: len(rows)]
@@ -228,6 +233,8 @@ class StepModel:
     def _replay(self, count: int, plane: Plane, draws: Sequence[Draw], *, head: bool) -> None:
         """Inputs to the device, the launches, results to the host; returns when all is done."""
         self._inputs.send()
+        if self.ngrams is not None:
+            self.ngrams.send()
         graph = self._graphs.get((count, plane, head))
         if graph is not None:
             graph.replay()
@@ -274,6 +281,8 @@ class StepModel:
         ids, positions, lengths, table = self._inputs.unpack(rows)
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
+        if self.ngrams is not None:
+            self.ngrams.launch(b.x[t])
         for i, layer in enumerate(self.layers):
             if isinstance(layer, ShortcutLaunches):
                 layer.launch(
@@ -363,6 +372,8 @@ class StepModel:
         for i, row in enumerate(rows):
             position = row.sequence.length + row.ahead
             self._inputs.set_row(i, row.token, position, row.sequence.pages, row.sequence.ring)
+            if self.ngrams is not None:
+                self.ngrams.set_row(i, row.sequence, position, row.token)
         if self._states is not None:
             self._inputs.set_runs(_runs(rows))
         for i, draw in enumerate(draws):
