@@ -67,6 +67,12 @@ class KvSequence:
         times = -(-len(self.pages) // max(1, len(self.ring)))
         return (self.ring * times)[: len(self.pages)]
 
+    def remember(self, at: int, ids: Sequence[int]) -> None:
+        """Tokens from place `at` on, in place of what was there."""
+        missing = at - len(self.tokens)
+        self.tokens += [0] * missing  # a measurement begins behind tokens that never were
+        self.tokens[at:] = ids
+
     def fork(self) -> KvSequence:
         """The same tokens on the same pages, to read ahead of them: neither sees the other's
         states.

@@ -118,7 +118,7 @@ def load(
     report.begin("Dense layers", total=_dense_bytes(reader))
     weights = Weights(
         _counted(reader, report, cpu_dense_format(options.dense_format)),
-        table=lambda name: reader.dense_rows(name).read,
+        table=reader.dense_rows,
     )
     model = model_of(spec, weights, context=plan.context)
     experts = load_form(spec, weights)

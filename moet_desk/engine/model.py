@@ -94,7 +94,7 @@ class Model:
         x = self.embed(ids)
         if self._ngrams is None:
             return x
-        sequence.tokens[sequence.length :] = ids.tolist()
+        sequence.remember(sequence.length, ids.tolist())
         return self._ngrams(x, sequence.tokens)
 
     def embed(self, ids: Tensor) -> Tensor:

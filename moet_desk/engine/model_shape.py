@@ -66,8 +66,6 @@ def without_kernels(spec: Spec) -> str:
     mixer = spec.attention
     if isinstance(mixer, PooledAttention) and not _has_kernels(mixer):
         return f"pooled attention with heads of {mixer.head_dim}, {mixer.rope.dim} of which rotate"
-    if spec.ngrams is not None:
-        return "tables of n-grams before them"
     return ""
 
 

@@ -22,7 +22,7 @@ NGRAMS: dict[str, Any] = {
 }  # fmt: skip
 LITE: dict[str, Any] = {
     **CONFIGS["longcat"], "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 5e6, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "rope_type": "yarn", "rope_theta": 5e6, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "mscale": 1, "mscale_all_dim": 1, "original_max_position_embeddings": 16,
     },
 }  # fmt: skip

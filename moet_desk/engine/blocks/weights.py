@@ -7,8 +7,21 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-RowsOf = Callable[[Sequence[int]], Tensor]
-"""Rows of a matrix by number, float32."""
+from moet_desk.engine.ngram_rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRows:
+    """Rows of a matrix [N, K] that is in memory."""
+
+    matrix: Tensor
+
+    def expect(self, rows: Sequence[int]) -> None:
+        """See `Rows`."""
+
+    def read(self, rows: Sequence[int]) -> Tensor:
+        """See `Rows`."""
+        return self.matrix[list(rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +36,15 @@ class Weights:
     load: Callable[[str], Tensor]
     prefix: str = ""
     norm_offset: float = 0.0
-    table: Callable[[str], RowsOf] | None = None
+    table: Callable[[str], Rows] | None = None
 
     def __call__(self, name: str) -> Tensor:
         """The tensor `prefix + name`, float32, contiguous."""
         return self.load(self.prefix + name).contiguous()
 
-    def rows(self, name: str) -> RowsOf:
+    def rows(self, name: str) -> Rows:
         """What reads rows of the matrix `prefix + name`."""
-        if self.table is not None:
-            return self.table(self.prefix + name)
-        whole = self(name)
-        return lambda rows: whole[list(rows)]
+        return LoadedRows(self(name)) if self.table is None else self.table(self.prefix + name)
 
     def norm(self, name: str) -> Tensor:
         """The factor of a norm, float32: its weight, and the offset if the model has one."""

@@ -97,9 +97,16 @@ class ChunkModel:
         return self._b.rows
 
     def begin(self, tokens: Sequence[int], sequence: KvSequence, reading: Reading) -> Chunk:
-        """Embed the tokens that follow what the sequence holds."""
+        """Embed the tokens that follow what the sequence holds. Raises as `NgramRows.of`."""
         rows, ids = self._rows(tokens, sequence, reading)
-        embed(ids, self._model.embedding, self._b.x[: rows.n])
+        x, ngrams = self._b.x[: rows.n], self._model.ngrams
+        embed(ids, self._model.embedding, x)
+        if ngrams is not None:
+
+            def product(seen: Tensor, out: Tensor) -> None:
+                gemm(self._split(seen), ngrams.products, out, residual=out)
+
+            ngrams.read_chunk(tokens, sequence, x, self._b.normed, product)
         if self._b.streams is not None:
             spread(self._b.x[: rows.n], self._b.streams.x[: rows.n])
         return Chunk(rows, reading)
