@@ -34,6 +34,7 @@ _NUMBERS: dict[str, dict[str, int]] = {
 }  # fmt: skip
 
 READS = ("read", "readv", "pread64", "preadv", "preadv2")
+ROW_READS = ("pread64", "preadv", "preadv2")
 WRITES = ("write", "writev", "pwrite64", "pwritev", "pwritev2")
 SYNCS = ("fsync", "fdatasync")
 RENAMES = ("rename", "renameat", "renameat2")
@@ -84,7 +85,7 @@ def refused(refusal: Refusal, work: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            _take_filter(refusal)
+            refuse_here(refusal)
             results.append(work())
         except BaseException as error:
             errors.append(error)
@@ -103,7 +104,8 @@ def n_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
-def _take_filter(refusal: Refusal) -> None:
+def refuse_here(refusal: Refusal) -> None:
+    """From now on the kernel refuses these calls of the calling thread, for as long as it lives."""
     numbers = _NUMBERS[platform.machine()]
     refuse = (_RETURN, 0, 0, _ERRNO | refusal.number)
     program = [(_LOAD, 0, 0, _NR)]

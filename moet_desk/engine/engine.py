@@ -16,6 +16,7 @@ import logging
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,7 +185,9 @@ class Engine:
             self._give_up(error)
         except Exception as error:  # the last stop of this thread: a crash must be shown
             log.exception("the engine thread failed")
-            self._give_up(self._named(error))
+            named = self._named(error)
+            named.__cause__ = error
+            self._give_up(named)
         finally:
             self._loaded.set()
 
@@ -243,6 +246,8 @@ class Engine:
 
     def _give_up(self, error: MoetError) -> None:
         """Show a fault and end every open request with it; the handle stays usable for reading."""
+        _forget_frames(error)
+        gc.collect()
         self._error = error
         self._snapshot = EngineSnapshot(
             state=EngineState.FAULT, model=self._pack.name, error=error.to_dict()
@@ -270,3 +275,12 @@ class Engine:
                 command = self._commands.get_nowait()
                 if isinstance(command, Submit):
                     command.request.fail(error)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold: a model that was half loaded is gigabytes, and
+    people keep errors.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

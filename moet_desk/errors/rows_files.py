@@ -115,7 +115,8 @@ MEMORY_AND_FILES: tuple[ErrorSpec, ...] = (
         "MD-NVME-04",
         "A read failed",
         "Reading row (layer {layer}, expert {expert}) of {path} failed: {reason}.",
-        "Run: moet-desk verify {model} --repair --source SOURCE",
+        "If the drive was unplugged, plug it in and try again. If not, mend the file: moet-desk"
+        " verify {model} --repair --source SOURCE",
         safe="The request was stopped; nothing was changed.",
         reaction=_ENGINE,
         exit=ExitCode.DAMAGED,
@@ -153,6 +154,16 @@ MEMORY_AND_FILES: tuple[ErrorSpec, ...] = (
         "{path} cannot be written: {reason}.",
         "Change its permissions, or choose another folder with --data-dir.",
         exit=ExitCode.USAGE,
+    ),
+    ErrorSpec(
+        "MD-DISK-04",
+        "The system refused a file",
+        "{path}: {reason}.",
+        "Check the drive and the permissions; too many open files: ulimit -n 4096. Then try again.",
+        safe="The text so far is kept. Nothing on disk was changed.",
+        reaction=_ENGINE,
+        exit=ExitCode.ENGINE,
+        http=503,
     ),
     # source files ----------------------------------------------------------------------------
     ErrorSpec(

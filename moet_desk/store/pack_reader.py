@@ -148,6 +148,28 @@ class PackReader:
             os.posix_fadvise(self._fds[plane], row * stride, stride, os.POSIX_FADV_WILLNEED)
 
     def _fill(self, plane: Plane, view: memoryview, offset: int) -> None:
+        try:
+            self._read(plane, view, offset)
+        except OSError:
+            self._open_again(plane)
+            self._read(plane, view, offset)
+
+    def _open_again(self, plane: Plane) -> None:
+        """Let the descriptors of a plane lead to its file anew. A drive that was unplugged, or went
+        away while the computer slept, comes back as another device; what was open stays dead.
+        """
+        path = self.path / ROW_FILES[plane]
+        for fds, flags in ((self._fds, 0), (self._direct_fds, os.O_DIRECT)):
+            if plane not in fds:
+                continue
+            new = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+            try:
+                # in one step: other threads may be reading
+                os.dup2(new, fds[plane], inheritable=False)
+            finally:
+                os.close(new)
+
+    def _read(self, plane: Plane, view: memoryview, offset: int) -> None:
         fd = self._fds[plane]
         if plane in self._direct_fds and _address(view) % ROW_ALIGN_BYTES == 0:
             fd = self._direct_fds[plane]

@@ -344,6 +344,7 @@ class MoetDeskApp(App[int]):
             tabs.say(line)
 
     def _report_store(self) -> None:
+        self.conversation.save_when_due()
         problem = self.conversation.store_problem
         if problem is not None and not self._store_reported:
             self.chat.toast(problem)

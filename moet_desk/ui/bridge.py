@@ -279,7 +279,12 @@ class Bridge:
 
     @property
     def can_restart(self) -> bool:
-        """Whether `restart` could help: only the engine failed."""
+        """Whether `restart` could help: only the engine failed, and its card can be reached from
+        this process.
+        """
+        record = self.error.to_dict() if isinstance(self.error, MoetError) else self.error or {}
+        if record.get("code") == "MD-GPU-07":
+            return False
         return self._pack_job is None or self._pack_job.error is None
 
     # -- what it shows -------------------------------------------------------------------------

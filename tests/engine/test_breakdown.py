@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +15,24 @@ from typing import Any
 import pytest
 import torch
 
-from moet_desk.engine import breakdown, engine, request, serving
+from moet_desk import hardware
+from moet_desk.engine import breakdown, engine, loader, request, serving
 from moet_desk.engine.breakdown import breakdown_of
 from moet_desk.engine.engine import Engine
 from moet_desk.engine.handle import EngineOptions, RequestStream, start_engine
 from moet_desk.errors import MoetError, fail
-from moet_desk.telemetry import EngineState, Event, Failed, Finished, TextDelta
+from moet_desk.store.arena import Arena
+from moet_desk.telemetry import EngineState, Event, Failed, Finished
 from tests.engine.test_faults import events_of, hello, text_of
+from tests.faults import (
+    MAPS,
+    READS,
+    ROW_READS,
+    Refusal,
+    n_open_files,
+    opens,
+    refuse_here,
+)
 
 LOST = torch.AcceleratorError(
     "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress' in"
@@ -54,6 +69,10 @@ def test_breakdown__error_of_the_card__ends_the_engine_only_if_the_card_is_silen
         (NO_VRAM, ("MD-GPU-11", False)),
         (NO_RAM, ("MD-RAM-04", False)),
         (MemoryError(), ("MD-RAM-04", False)),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), ("MD-RAM-04", False)),
+        (RuntimeError("can't start new thread"), ("MD-RAM-04", False)),
+        (OSError(errno.EMFILE, "Too many open files", "/a"), ("MD-DISK-04", False)),
+        (TimeoutError(), ("MD-DISK-04", False)),
         (fail("MD-PACK-07", path="p", reason="r"), ("MD-PACK-07", False)),
         (RuntimeError("shape mismatch"), None),
         (ValueError("CUDA error: said by nobody who knows"), None),
@@ -69,6 +88,9 @@ def test_breakdown__words__say_what_the_driver_said_in_one_line() -> None:
     lost = breakdown_of(LOST, card="NVIDIA X", answers=lambda: False)
     assert lost is not None
     assert lost.error.cause == "NVIDIA X: an illegal memory access was encountered."
+    refused = breakdown_of(OSError(errno.EMFILE, "Too many open files", "/a"), card="")
+    assert refused is not None
+    assert refused.error.cause == "/a: Too many open files."
     full = breakdown_of(NO_VRAM, card="NVIDIA X")
     assert full is not None
     assert full.no_room
@@ -167,10 +189,12 @@ def test_card_lost__while_a_picture_is_made__the_same(
     assert running._serving is not None
     monkeypatch.setattr(breakdown, "card_answers", lambda: False)
     residency = running._serving.core.residency
-    stream = running.submit(hello(max_tokens=400, ignore_eos=True))
-    assert next(event.text for event in stream if isinstance(event, TextDelta))
-    monkeypatch.setattr(residency, "view", raising(LOST))
-    assert code_of(last_of(stream)[1]) == "MD-GPU-07"
+    after_some_text(
+        running, monkeypatch, lambda: monkeypatch.setattr(residency, "view", raising(LOST))
+    )
+    text, last = last_of(running.submit(hello(max_tokens=400, ignore_eos=True)))
+    assert code_of(last) == "MD-GPU-07"
+    assert text
 
 
 @pytest.mark.parametrize(
@@ -210,6 +234,103 @@ def test_loading__card_lost_or_full__error_from_the_catalogue(
         handle.close()
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "refusal", "code"),
+    [
+        (serving, "_load", opens(errno.EMFILE), "MD-PACK-07"),
+        (serving, "_load", Refusal(READS, errno.EIO), "MD-PACK-07"),
+        (serving, "_load", Refusal(ROW_READS, errno.ENODEV), "MD-NVME-04"),
+        (hardware, "probe", opens(errno.EMFILE), "MD-DISK-04"),
+        (loader, "Arena", Refusal(MAPS, errno.ENOMEM), "MD-RAM-04"),
+    ],
+    ids=str,
+)
+def test_loading__the_kernel_refuses__error_from_the_catalogue_and_nothing_stays_open(
+    demo_pack: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    refusal: Refusal,
+    code: str,
+) -> None:
+    intact, n_files = getattr(module, name), n_open_files()
+
+    def refused(*given: Any, **more: Any) -> Any:
+        refuse_here(refusal)
+        return intact(*given, **more)
+
+    monkeypatch.setattr(module, name, refused)
+    handle = start_engine(demo_pack, EngineOptions(save_heat=False))
+    with pytest.raises(MoetError) as caught:
+        handle.wait_ready(60)
+    assert caught.value.code == code
+    handle.close()
+    assert n_open_files() == n_files
+
+
+def test_loading__fails_half_way__its_memory_goes_although_the_error_is_kept(
+    demo_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arenas: list[weakref.ref[Arena]] = []
+
+    def warm(pack: Path, plan: Any, arena: Arena, *_: Any) -> None:
+        arenas.append(weakref.ref(arena))
+        raise fail("MD-NVME-04", layer=1, expert=2, path="p", model="m", reason="gone")
+
+    monkeypatch.setattr(loader, "_warm", warm)
+    handle = start_engine(demo_pack, EngineOptions(save_heat=False))
+    with pytest.raises(MoetError):
+        handle.wait_ready(60)
+    handle.close()
+    gc.collect()
+    assert handle.snapshot().state is EngineState.FAULT
+    assert [arena() for arena in arenas] == [None]
+
+
+# -- the drive -------------------------------------------------------------------------------
+
+
+class Drive:
+    """The drive of the pack, which can be unplugged."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_there = True
+        self._preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", self._read)
+
+    def _read(self, *given: Any) -> int:
+        if not self.is_there:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        return self._preadv(*given)
+
+
+def test_drive__unplugged_in_an_answer__text_stays_and_after_plugging_in_all_is_well(
+    demo_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive = Drive(monkeypatch)
+    handle = start_engine(
+        demo_pack,
+        EngineOptions(save_heat=False, context=512, arena_rows=0, pool_slots=4, fine_slots=4),
+    )
+    try:
+        assert handle.wait_ready(120)
+        assert isinstance(handle, Engine)
+        wanted = text_of(events_of(handle.submit(hello(max_tokens=10, ignore_eos=True))))
+        with monkeypatch.context() as patch:
+            after_some_text(handle, patch, lambda: setattr(drive, "is_there", False))
+            asked = [handle.submit(hello(max_tokens=10, ignore_eos=True)) for _ in range(2)]
+            ends = [last_of(stream) for stream in asked]
+        assert [code_of(event) for _, event in ends] == ["MD-NVME-04"] * 2
+        assert ends[0][0]
+        assert all(wanted.startswith(text) for text, _ in ends)
+        assert code_of(last_of(handle.submit(hello(max_tokens=10)))[1]) == "MD-NVME-04"
+        drive.is_there = True
+        again = text_of(events_of(handle.submit(hello(max_tokens=10, ignore_eos=True))))
+        assert again == wanted
+    finally:
+        handle.close()
+
+
 def test_engine_ends__while_a_request_is_handed_over__it_is_refused_and_not_forgotten(
     running: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +360,7 @@ class JumpyClock:
 
     def monotonic(self) -> float:
         self.calls += 1
-        return time.monotonic() + (8 * 3600.0 if self.calls > 40 else 0.0)
+        return time.monotonic() + (8 * 3600.0 if self.calls > 20 else 0.0)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
@@ -251,16 +372,16 @@ def test_clock_jumps__in_an_answer__same_text_and_figures_that_can_be_shown(
     handle = start_engine(demo_pack, EngineOptions(save_heat=False, context=512))
     try:
         assert handle.wait_ready(120)
-        wanted = text_of(events_of(handle.submit(hello(max_tokens=40, ignore_eos=True))))
+        wanted = text_of(events_of(handle.submit(hello(max_tokens=12, ignore_eos=True))))
         clock = JumpyClock()
         for module in (engine, request, serving):
             monkeypatch.setattr(module, "time", clock)
-        stream = handle.submit(hello(max_tokens=40, ignore_eos=True))
+        stream = handle.submit(hello(max_tokens=12, ignore_eos=True))
         text, last = last_of(stream)
-        assert clock.calls > 40
+        assert clock.calls > 20
         assert text == wanted
         assert isinstance(last, Finished)
-        again, last = last_of(handle.submit(hello(max_tokens=40, ignore_eos=True)))
+        again, last = last_of(handle.submit(hello(max_tokens=12, ignore_eos=True)))
         assert again == wanted
         assert isinstance(last, Finished)
         assert last.usage.decode_s >= 0

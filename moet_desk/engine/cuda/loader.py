@@ -69,7 +69,7 @@ from moet_desk.engine.model_shape import (
 from moet_desk.engine.planned_model import dense_saving, loaded_bytes
 from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import Spec
-from moet_desk.errors import MoetError, fail
+from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.mailbox import MAILBOX
 from moet_desk.kernels.triton import fetch
@@ -184,8 +184,7 @@ def _load(
     undo: ExitStack,
 ) -> CudaCore:
     report.begin("Read the pack index")
-    opened = _open(pack, options, device)
-    undo.callback(opened.reader.close)
+    opened = _open(pack, options, device, undo)
     reader, spec, plan = opened.reader, opened.spec, opened.plan
     report.end()
     pinned = PinnedMemory(progress=lambda _: None)
@@ -296,18 +295,15 @@ class _Opened:
         return _all_in_ram(self.plan, len(self.order))
 
 
-def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
+def _open(pack: Path, options: EngineOptions, device: torch.device, undo: ExitStack) -> _Opened:
     """Read the index and plan the tiers; says how prompts and rows on disk will be read."""
     reader = PackReader.open(pack)
+    undo.callback(reader.close)
     config, path = reader.config(), str(pack / "config.json")
     has_mtp = packed_head(config, reader.meta.moe_layers, reader.dense.names(), path=path)
     spec = spec_for(config, path=path, has_mtp=has_mtp)
-    try:
-        check_kernels(spec)
-        check_head(spec, options)
-    except MoetError:
-        reader.close()
-        raise
+    check_kernels(spec)
+    check_head(spec, options)
     form = device_kv_format(options.kv_format, spec)
     with_head = loads_head(spec, options, on_card=True)
     dense_format, plan, prefix_bytes, keep = _plan(
