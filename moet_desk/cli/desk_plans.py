@@ -44,7 +44,8 @@ def options_for(facts: MachineFacts, options: EngineOptions, wishes: PlanWishes)
     if wishes.keep_free is None:
         return options
     if gpu is not None:
-        return replace(options, vram_bytes=max(1, gpu.gpu.vram_free - wishes.keep_free))
+        most = max(1, gpu.gpu.vram_free - wishes.keep_free)
+        return replace(options, vram_bytes=min(most, options.vram_bytes or most))
     return replace(options, ram_bytes=max(1, facts.memory.available - wishes.keep_free))
 
 

@@ -104,8 +104,8 @@ class KvCache:
         form: storage format of an entry.
         device: where the pages are.
         index_layers: layers, of `n_layers`, whose attention has an indexer.
-        recurrent: mixers of the layers that have a state instead, on a CPU.
-        slots: such states on a device.
+        recurrent: mixers of the layers that have a state instead.
+        slots: such states on a device, and the pooled entries beside them.
         rings: layers, of `n_layers`, that keep the last entries alone.
     """
 
@@ -145,7 +145,9 @@ class KvCache:
         key = (n_pages, page_tokens, index_key_bytes(form, self._index_dim))
         self._index = {i: torch.zeros(key, dtype=torch.uint8, device=device) for i in index_layers}
         self._pools = {
-            i: _pool_of(mixer, n_pages, page_tokens, form, device)
+            i: _pool_of(
+                mixer, n_pages, page_tokens, form, None if slots is None else slots.pooled(i)
+            )
             for i, mixer in enumerate(recurrent)
             if isinstance(mixer, PooledAttention) and mixer.pool is not None
         }
@@ -441,15 +443,17 @@ def _pool_of(
     n_pages: int,
     page_tokens: int,
     form: KvFormat,
-    device: torch.device | None,
+    held: tuple[PageRows, PageRows | None] | None,
 ) -> _Pool:
     pool = mixer.pool
     if pool is None:
         raise TypeError("a layer without pooled entries")
+    if held is not None:
+        return _Pool(mixer, pool.ratio, *held)
     n_bytes = mixer.entry_bytes(form)
-    entries = PageRows.make(n_pages, page_tokens, pool.ratio, n_bytes, device)
+    entries = PageRows.make(n_pages, page_tokens, pool.ratio, n_bytes, None)
     keys = None
     if pool.indexer is not None:
         n_bytes = pooled_key_bytes(form, pool.indexer.head_dim)
-        keys = PageRows.make(n_pages, page_tokens, pool.ratio, n_bytes, device)
+        keys = PageRows.make(n_pages, page_tokens, pool.ratio, n_bytes, None)
     return _Pool(mixer, pool.ratio, entries, keys)

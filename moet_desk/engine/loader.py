@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -63,6 +64,9 @@ from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from moet_desk.telemetry import LoadStep
 
+if TYPE_CHECKING:
+    from moet_desk.engine.cuda.vram import VramKeeper
+
 
 @dataclass(frozen=True, slots=True)
 class Core:
@@ -80,6 +84,7 @@ class Core:
     prefix_bytes: int  # of RAM
     dense_format: DenseFormat
     device: str = "cpu"
+    vram: VramKeeper | None = None  # there is no card
 
     def close(self) -> None:
         """Release files and memory."""

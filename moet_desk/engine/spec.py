@@ -14,10 +14,12 @@ from fractions import Fraction
 from moet_desk.kernels.kinds import SWIGLU, Glu, KvFormat, RopeScaling, Score
 from moet_desk.kernels.kv_sizes import (
     DELTA_RING,
+    POOL_STATES,
     gqa_entry_bytes,
     mla_entry_bytes,
     pooled_key_bytes,
     shared_entry_bytes,
+    window_ring,
 )
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -242,6 +244,11 @@ class PooledAttention:
     def state_bytes(self, form: KvFormat) -> int:
         """Of a sequence in one layer: what is seen of the tokens before the next, and the sums."""
         return (self.window - 1) * self.entry_bytes(form) + 4 * self.open_numbers
+
+    def slot_bytes(self, form: KvFormat) -> int:
+        """Of a sequence in one layer on a card: a ring of entries, and sums at several lengths."""
+        ring = window_ring(self.window) * self.entry_bytes(form)
+        return ring + 4 * POOL_STATES * self.open_numbers
 
 
 Attention = Mla | Gqa

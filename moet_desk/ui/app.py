@@ -33,6 +33,7 @@ from moet_desk.settings import Settings
 from moet_desk.ui.bridge import (
     CALM_PERIOD_S,
     GAUGE_PERIOD_S,
+    START_PERIOD_S,
     TEXT_PERIOD_S,
     Bridge,
     Clock,
@@ -167,7 +168,9 @@ class MoetDeskApp(App[int]):
         self._jobs: tuple[JobView, ...] = ()
         self._history = History()
         self._pulls: tuple[Timer, ...] = ()
+        self._gauges_due_s = 0.0
         self._store_reported = False
+        self._says = False  # tabs may show a line of a recording
         self._interrupted_s: float | None = None
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         self.glyphs: Glyphs = choose_glyphs(
@@ -217,10 +220,7 @@ class MoetDeskApp(App[int]):
                 f'"{name}" under [keys] is not an action.', markup=False, severity="warning"
             )
         if self._pulls_itself:
-            self._pulls = (
-                self.set_interval(TEXT_PERIOD_S, self.pull_text),
-                self.set_interval(self._gauge_period_s(), self.pull_gauges),
-            )
+            self._pulls = (self.set_interval(TEXT_PERIOD_S, self._tick),)
             self.call_after_refresh(gc.freeze)
             self._watch_terminal()
         self.pull_gauges()
@@ -228,6 +228,16 @@ class MoetDeskApp(App[int]):
     def _gauge_period_s(self) -> float:
         """Pictures that move are slower for people who want less motion."""
         return GAUGE_PERIOD_S if self._look.motion == "full" else CALM_PERIOD_S
+
+    async def _tick(self) -> None:
+        """Text and gauges in one go, so that one repaint shows both."""
+        await self.pull_text()
+        now_s = self._clock.monotonic()
+        if now_s >= self._gauges_due_s:
+            ready = self.bridge.phase is Phase.READY and self.current_mode in ("chat", "cache")
+            period_s = self._gauge_period_s() if ready else START_PERIOD_S
+            self._gauges_due_s = now_s + period_s - TEXT_PERIOD_S / 2
+            self.pull_gauges()
 
     def _watch_terminal(self) -> None:
         """Draw everything after a pause in the shell; leave well when the window is closed."""
@@ -326,6 +336,9 @@ class MoetDeskApp(App[int]):
         return self._clock.monotonic()
 
     def _draw_recording(self) -> None:
+        if self.player is None and not self._says:  # the usual case: nothing was ever said there
+            return
+        self._says = True
         line = None if self.player is None else self.player.header(self.size.width, self.glyphs)
         for tabs in self.screen.query(TabLine):
             tabs.say(line)
@@ -366,7 +379,7 @@ class MoetDeskApp(App[int]):
         await self.switch_mode(mode)
         self.pull_gauges()
 
-    async def on_settings_screen_saved(self, _event: SettingsScreen.Saved) -> None:
+    async def on_settings_screen_saved(self, event: SettingsScreen.Saved) -> None:
         """Put into effect what does not wait for a reload or a restart."""
         settings = config.load(self._config_file).settings
         look = look_of(settings, config.read_terminal())
@@ -377,6 +390,8 @@ class MoetDeskApp(App[int]):
         if look.marks_reruns != before.marks_reruns:
             await self.chat.show_reruns(look.marks_reruns)
         self.conversation.wish_for_new(wishes_of(settings))
+        if event.name == "memory.vram_limit":
+            self.bridge.limit_vram(settings.memory.vram_limit)
 
     def _set_motion(self) -> None:
         moves = self._look.motion == "full"

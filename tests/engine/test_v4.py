@@ -255,7 +255,7 @@ CODE: dict[str, tuple[Any, str, Any]] = {
         pooled_block._Turn, "__call__",
         lambda self, x, positions, back=False: x if back else TURN(self, x, positions),
     ),
-    "no norm of queries": (pooled_block, "_unit", lambda heads, eps: heads),
+    "no norm of queries": (pooled_block, "unit", lambda heads, eps: heads),
     "first half of the own window": (
         pooled_block._Compressor, "read",
         lambda self, joined, start, window, read=pooled_block._Compressor.read: read(

@@ -135,9 +135,17 @@ def reordered(weight: DenseWeight, order: Tensor) -> DenseWeight:
     inner = torch.arange(len(order), device=order.device) % SCALE_BLOCK
     if bool((firsts % SCALE_BLOCK == 0).all()) and torch.equal(order, whole + inner):
         return DenseWeight(codes, weight.scales[firsts // SCALE_BLOCK])
+    return DenseWeight(as_float(weight).values[order])
+
+
+def as_float(weight: DenseWeight) -> DenseWeight:
+    """An e4m3 weight decoded to float32."""
+    assert weight.scales is not None, "e4m3 has scales"  # noqa: S101
+    if weight.scale_rows == 1:
+        return DenseWeight(weight.values.float() * weight.scales)
     by_row = weight.scales.repeat_interleave(SCALE_BLOCK, 0)[: weight.n]
     scales = by_row.repeat_interleave(SCALE_BLOCK, 1)[:, : weight.k]
-    return DenseWeight((weight.values.float() * scales)[order])
+    return DenseWeight(weight.values.float() * scales)
 
 
 def _is_rounded(info: TensorInfo) -> bool:
