@@ -16,7 +16,7 @@ from moet_desk.engine.breakdown import breakdown_of
 from moet_desk.engine.engine import Engine
 from moet_desk.engine.handle import EngineOptions, RequestStream, start_engine
 from moet_desk.errors import MoetError, fail
-from moet_desk.telemetry import EngineState, Event, Failed, Finished
+from moet_desk.telemetry import EngineState, Event, Failed, Finished, TextDelta
 from tests.engine.test_faults import events_of, hello, text_of
 
 LOST = torch.AcceleratorError(
@@ -166,10 +166,11 @@ def test_card_lost__while_a_picture_is_made__the_same(
 ) -> None:
     assert running._serving is not None
     monkeypatch.setattr(breakdown, "card_answers", lambda: False)
-    monkeypatch.setattr(running._serving.core.residency, "view", raising(LOST))
-    text, last = last_of(running.submit(hello(max_tokens=400, ignore_eos=True)))
-    assert code_of(last) == "MD-GPU-07"
-    assert text
+    residency = running._serving.core.residency
+    stream = running.submit(hello(max_tokens=400, ignore_eos=True))
+    assert next(event.text for event in stream if isinstance(event, TextDelta))
+    monkeypatch.setattr(residency, "view", raising(LOST))
+    assert code_of(last_of(stream)[1]) == "MD-GPU-07"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from moet_desk.engine.dense_format import DenseFormat
 from moet_desk.engine.handle import EngineOptions, Quality
 from moet_desk.engine.planned_model import PlannedModel, from_catalogue
 from moet_desk.engine.planning import ModelPlan, Refusal, plan_model
-from moet_desk.engine.spec import Streams
+from moet_desk.engine.spec import PooledAttention, Rope
 from moet_desk.forecast import (
     HIT_CURVES,
     SHARES,
@@ -273,10 +273,16 @@ def test_plan__exact_answers__slower_and_balanced_between() -> None:
 
 def test_plan__layers_without_kernels__left_to_the_cpu_unless_the_card_is_insisted_on() -> None:
     model = MODELS["olmoe-1b-7b"]
-    model = replace(model, spec=replace(model.spec, streams=Streams(4, 20, 1e-6)))
+    rope = Rope(dim=16, base=10000.0, interleaved=True)
+    mixer = PooledAttention(
+        n_heads=4, head_dim=48, q_rank=32, out_groups=2, out_rank=16, window=8, norm_eps=1e-6,
+        softmax_scale=1.0, rope=rope, pool=None,
+    )  # fmt: skip
+    layers = tuple(replace(layer, mixer=mixer) for layer in model.spec.layers)
+    model = replace(model, spec=replace(model.spec, layers=layers))
     plan = plan_model(DESK, model, AUTO)
     assert isinstance(plan, ModelPlan)
-    part = "residual streams and pooled attention"
+    part = "pooled attention with heads of 48, 16 of which rotate"
     assert (plan.device, plan.why) == ("cpu", f"for {part} a card has no kernels yet")
     refused = plan_model(DESK, model, EngineOptions(device="cuda"))
     assert isinstance(refused, Refusal)

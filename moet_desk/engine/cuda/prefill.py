@@ -108,7 +108,7 @@ class ChunkModel:
 
             ngrams.read_chunk(tokens, sequence, x, self._b.normed, product)
         if self._b.streams is not None:
-            spread(x, self._b.streams.x[: rows.n])
+            spread(self._b.x[: rows.n], self._b.streams.x[: rows.n])
         return Chunk(rows, reading)
 
     @property
