@@ -110,7 +110,8 @@ def tier_rows(model: PlannedModel, plan: ModelPlan) -> list[Row]:
     rows += [base, fine, ("total", "RAM", show_memory(plan.ram_used), may)]
     rows.append(("only there", "drive", show_disk(sizes.nvme_only), "read while answering"))
     if model.spec.ngrams is not None:
-        what = f"tables of n-grams: {model.spec.ngrams.n_tables} rows of it for a token"
+        n_rows = model.spec.ngrams.n_tables
+        what = f"of n-grams: {n_rows} rows are read for a token, not in the forecast"
         rows.append(("tables", "drive", show_disk(model.table_bytes), what))
     rows.append(("pack", "drive", show_disk(model.pack_bytes), "all experts and the dense stack"))
     return rows

@@ -78,4 +78,4 @@ def test_pull__lite__tables_are_packed_and_their_rows_read(
     shown = moet("plan", "lite", "--json").document
     assert shown["disk"]["table_bytes"] == n_bytes
     assert shown["parts"]["dense_bytes"] == 4 * (size - n_bytes)  # float32, without the tables
-    assert "tables of n-grams" in moet("plan", "lite").out
+    assert "of n-grams: 8 rows are read for a token" in moet("plan", "lite").out
