@@ -1,6 +1,6 @@
 """The Cache screen: where every expert is, who answers, and how much time is spent waiting.
 
-It draws the snapshots the app hands it four times a second, only while it is in front; Space
+It draws the snapshots the app hands it twice a second, only while it is in front; Space
 freezes the picture. UI thread.
 """
 

@@ -52,9 +52,10 @@ from moet_desk.ui.widgets.transcript import Transcript
 
 DRAFT_DELAY_S = 0.3
 _FIGURES_S = 0.5  # between two looks of the line under an answer that is written
-_TEXT_SHARE, _LAYOUT_SHARE, _RAIL_SHARE = 0.010, 0.008, 0.003
+_TEXT_SHARE, _LAYOUT_SHARE, _RAIL_SHARE = 0.008, 0.006, 0.002
 """Of a core: what flushes of text may take, those that change the layout, and the rail."""
-_SLOWEST_TEXT_S, _SLOWEST_LAYOUT_S = 0.25, 2.5
+_SLOWEST_TEXT_S, _SLOWEST_LAYOUT_S = 0.4, 3.0
+_HIDDEN_S = 0.5  # between two looks for text while another screen is in front
 
 _TOO_LONG = ("MD-API-03", "MD-CONN-05")
 RETRY, RESTART, FORGET, NEW = "retry", "restart", "forget", "new"
@@ -90,6 +91,7 @@ class ChatView(LeanScreen):
         self.pace = FlushPace()
         self._text_pace = PicturePace(TEXT_PERIOD_S, share=_TEXT_SHARE, slowest_s=_SLOWEST_TEXT_S)
         self._layout_pace = PicturePace(0.0, share=_LAYOUT_SHARE, slowest_s=_SLOWEST_LAYOUT_S)
+        self._hidden_pace = PicturePace(_HIDDEN_S)
         self._rail_pace = PicturePace(0.0, share=_RAIL_SHARE)
         self._figures_due_s = 0.0
         self._is_placing = False  # blocks of a new turn are on their way to the screen
@@ -157,7 +159,8 @@ class ChatView(LeanScreen):
         self._save_draft_if_due()
         self.prompt.cursor_blink = self._blink and not conversation.busy  # each blink is a repaint
         now_s = self._bridge.clock.monotonic()
-        if not self._text_pace.due(now_s) or not self.pace.due(now_s):
+        paces = (self._text_pace, self.pace) if self.is_current else (self._hidden_pace,)
+        if not all(pace.due(now_s) for pace in paces):
             return
         if conversation.busy:
             pulled = conversation.pull()
@@ -166,7 +169,8 @@ class ChatView(LeanScreen):
             if pulled.ended:
                 await self._end_answer()
         await self._send_queued()
-        self._draw_below()
+        if self.is_current:
+            self._draw_below()
 
     async def _send_queued(self) -> None:
         waiting = self._conversation.queued
@@ -232,7 +236,7 @@ class ChatView(LeanScreen):
             return 0
         seconds = self._bridge.clock.monotonic() - live.started_s - (live.first_token_s or 0.0)
         rows = answer.live.n_rows / max(1.0, seconds) * self._layout_pace.period_s
-        return min(round(rows), self.transcript.size.height // 2)
+        return min(round(rows), self.transcript.size.height * 2 // 3)
 
     def _keep_end(self) -> None:
         self.call_after_refresh(self.transcript.settle)
