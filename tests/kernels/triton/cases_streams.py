@@ -69,7 +69,7 @@ def _cases() -> Iterator[Case]:
                 "B": 8, "FORM": form.value, "ENTRY": shared_entry_bytes(form, 512, 64),
             }  # fmt: skip
             name = f"pool_finish {form.value} {ratio}"
-            yield Case(name, pooling._finish_kernel, types, values, 4, EXACT)
+            yield Case(name, pooling._entry_kernel, types, values, 4, EXACT)
     yield from _keys()
     yield from _lists()
     for norm in (True, False):
