@@ -28,19 +28,25 @@ PLAIN = ("BF16", "F16", "F32")
 
 _KEPT = (
     "embed_tokens", "lm_head", ".gate", ".router", "router.classifier", "shared_expert_gate",
-    "eh_proj", "_proj_bias",
+    "eh_proj", ".e_proj", ".h_proj", "_proj_bias", "_fn", ".tid2eid",
 )  # fmt: skip
+_KEPT_BELOW = ".indexer.", ".compressor."
 _SCALE_BYTES = 2
 
 
 def may_round(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a dense tensor can be rounded: a matrix of a product that chooses nothing.
 
-    Routers and indexers choose experts and tokens, embedding and head choose words: these stay. Of
-    tables of n-grams rows are read as they are.
+    Routers and indexers choose experts and tokens, embedding and head choose words: these stay, and
+    so do pools' compressors and connections of streams, which go through a softmax. Of tables of
+    n-grams rows are read as they are.
     """
     is_matrix = len(shape) == 2 and shape[1] % GROUP == 0
-    is_kept = ".indexer." in name or name.startswith(NGRAM_TABLES) or name.endswith(_KEPT)
+    is_kept = (
+        name.startswith(NGRAM_TABLES)
+        or any(part in name for part in _KEPT_BELOW)
+        or name.endswith(_KEPT)
+    )
     return is_matrix and not is_kept
 
 

@@ -14,7 +14,7 @@ SHARED_BLOCK = 64
 """Numbers that share a scale in an FP8 entry of shared attention."""
 POOLED_KEY_BLOCK = 32
 
-POOL_STATES, POOL_ROWS = 16, 128
+POOL_STATES, POOL_ROWS = 16, 512
 """Of pooled attention on a card: lengths behind which the sums of open windows are kept, and tokens
 that are stored before all of them have looked at their window.
 """

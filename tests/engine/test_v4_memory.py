@@ -33,7 +33,7 @@ def test_chunk_bytes__flash__as_many_as_the_buffers_have(
 ) -> None:
     made = ChunkBuffers.make(flash, rows, context=context, device=META)
     assert chunk_bytes(flash, rows, context=context) == made.n_bytes()
-    assert made.block_rows == min(rows, 128)
+    assert made.block_rows == min(rows, 512)
 
 
 @pytest.mark.parametrize("form", list(KvFormat))

@@ -17,6 +17,7 @@ from torch import Tensor
 from moet_desk.engine.cuda.chunk_sizes import projected_width
 from moet_desk.engine.cuda.delta import DeltaBuffers
 from moet_desk.engine.cuda.indexer import IndexBuffers
+from moet_desk.engine.cuda.pooled_sizes import STEP_SPLITS
 from moet_desk.engine.cuda.stream_buffers import StreamBuffers
 from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import (
@@ -244,7 +245,9 @@ class StepBuffers:
             if indexer is None
             else IndexBuffers.make(indexer, rows, block=rows, entries=context, device=device),
             delta=DeltaBuffers.make(spec.delta[0], rows, device) if spec.delta else None,
-            streams=StreamBuffers.make(spec, rows, block=rows, context=context, device=device),
+            streams=StreamBuffers.make(
+                spec, rows, block=rows, splits=STEP_SPLITS, context=context, device=device
+            ),
         )
 
 

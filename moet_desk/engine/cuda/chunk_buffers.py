@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.chunk_sizes import ChunkShape
 from moet_desk.engine.cuda.indexer import IndexBuffers
+from moet_desk.engine.cuda.pooled_sizes import CHUNK_SPLITS
 from moet_desk.engine.cuda.stream_buffers import StreamBuffers
 from moet_desk.engine.spec import Spec, indexer_of
 from moet_desk.kernels.triton.prefill_attention import PrefillScratch
@@ -92,7 +93,9 @@ class ChunkBuffers:
             index=None
             if indexer is None
             else IndexBuffers.make(indexer, rows, block=block, entries=context, device=device),
-            streams=StreamBuffers.make(spec, rows, block=block, context=context, device=device),
+            streams=StreamBuffers.make(
+                spec, rows, block=block, splits=CHUNK_SPLITS, context=context, device=device
+            ),
         )
 
     @property

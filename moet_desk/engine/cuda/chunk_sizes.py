@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from moet_desk.engine.cuda.pooled_sizes import PooledSizes, pooled_mixers
+from moet_desk.engine.cuda.pooled_sizes import CHUNK_SPLITS, PooledSizes, pooled_mixers
 from moet_desk.engine.spec import Gdn, Gqa, Mla, PooledAttention, Spec, dense_widths, indexer_of
 from moet_desk.kernels.kv_sizes import POOL_ROWS
 from moet_desk.kernels.row_sizes import GROUP, ExpertLayout
@@ -185,7 +185,8 @@ def _of_streams(spec: Spec, rows: int, block: int, context: int) -> int:
     n, width = spec.streams.n, spec.streams.n * spec.hidden
     made = 2 * n + n * n
     connections = -(-width // CONNECTED_COLUMNS) * (made + 1) + made
-    pooled = PooledSizes.of(pooled_mixers(spec, with_head=True), context).numbers(block)
+    size = PooledSizes.of(pooled_mixers(spec, with_head=True), context)
+    pooled = size.numbers(block, CHUNK_SPLITS)
     return rows * (width + connections) + pooled
 
 

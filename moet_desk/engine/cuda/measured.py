@@ -89,7 +89,7 @@ class Setup:
     @property
     def entries(self) -> int:
         """KV entries that each step sees."""
-        return max(self.most_rows, self.shape.seen(self.context))
+        return max(self.most_rows, self.context)
 
     @property
     def chunk(self) -> int:
@@ -105,7 +105,7 @@ class Setup:
     def kv_token_bytes(self) -> int:
         """KV bytes per token of the layers that keep every token."""
         spec = self.shape.spec
-        return kv_token_bytes(spec, KV_FORM, with_head=spec.mtp is not None)
+        return kv_token_bytes(spec, KV_FORM, with_head=spec.mtp is not None, on_card=True)
 
     @property
     def ring_pages(self) -> int:

@@ -40,6 +40,7 @@ class PooledBuffers:
         low: [R, G * r].
         index_one, index_other: [R, N_i, D_i]; heads: [R, N_i].
         places: of rows.
+        splits: parts of a row's entries.
         scores: [B, S]; chosen, counts: int32 [B, K], [B]; listed, seen: int32 [B, L], [B].
     """
 
@@ -55,6 +56,7 @@ class PooledBuffers:
     index_other: Tensor
     heads: Tensor
     places: Places
+    splits: int
     scores: Tensor
     chosen: Tensor
     counts: Tensor
@@ -62,8 +64,9 @@ class PooledBuffers:
     seen: Tensor
 
     @classmethod
-    def make(cls, size: PooledSizes, rows: int, device: torch.device) -> PooledBuffers:
+    def make(cls, size: PooledSizes, rows: int, splits: int, device: torch.device) -> PooledBuffers:
         """For up to `rows` rows."""
+        looking = LOOKING_ROWS[splits]
 
         def f32(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=device)
@@ -78,9 +81,9 @@ class PooledBuffers:
             key_means=f32(rows, size.index_dim), one=f32(rows * size.queries),
             other=f32(rows * size.queries), low=f32(rows, size.low), index_one=f32(*index),
             index_other=f32(*index), heads=f32(rows, size.index_heads),
-            places=Places.make(rows, device), scores=f32(LOOKING_ROWS, size.scored),
-            chosen=i32(LOOKING_ROWS, size.top_k), counts=i32(LOOKING_ROWS),
-            listed=i32(LOOKING_ROWS, size.listed), seen=i32(LOOKING_ROWS),
+            places=Places.make(rows, device), splits=splits, scores=f32(looking, size.scored),
+            chosen=i32(looking, size.top_k), counts=i32(looking),
+            listed=i32(looking, size.listed), seen=i32(looking),
         )  # fmt: skip
 
 
@@ -203,8 +206,9 @@ class PooledLaunches:
         one, other = b.one[:size].view(shape), b.other[:size].view(shape)
         products(b.latent[t], self._w_query, one.flatten(1))
         turn_heads(one, other, rotation=rotation, eps=mixer.norm_eps)
-        for first in range(0, rows.n, LOOKING_ROWS):
-            here = slice(first, min(first + LOOKING_ROWS, rows.n))
+        looking = LOOKING_ROWS[b.splits]
+        for first in range(0, rows.n, looking):
+            here = slice(first, min(first + looking, rows.n))
             self._attend(b, rows, here, other[here], one[here], scratch)
         back = products.by_group(b.other[:size], rows.n, mixer.out_groups)
         turn_back(one, back, rotation=rotation)
@@ -266,7 +270,7 @@ class PooledLaunches:
         )  # fmt: skip
         shared_decode(
             heads, KvPages(memory.rows, listed, memory.form), b.seen[n], self._sinks, out,
-            scale=mixer.softmax_scale, scratch=scratch,
+            scale=mixer.softmax_scale, scratch=scratch, splits=b.splits,
         )  # fmt: skip
 
     def _pooled(self, b: PooledBuffers, rows: PooledRows, here: slice) -> Pooled | None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from moet_desk.engine.spec import PooledAttention, Spec
 
-LOOKING_ROWS = 8
-"""Rows that look at entries at the same time, a step's: partial results of more would take much
-memory.
-"""
+STEP_SPLITS, CHUNK_SPLITS = 64, 8
+"""Parts that a row's entries are cut into: of a step's few rows many, to use the whole card."""
+
+LOOKING_ROWS = {STEP_SPLITS: 8, CHUNK_SPLITS: 64}
+"""Rows that look at entries at the same time: their partial results take the same room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,11 @@ class PooledSizes:
             listed=max(seen_most(m, context) for m in mixers),
         )  # fmt: skip
 
-    def numbers(self, rows: int) -> int:
-        """Numbers of four bytes in `PooledBuffers` of so many rows, places apart."""
+    def numbers(self, rows: int, splits: int) -> int:
+        """Numbers of four bytes in `PooledBuffers` of so many rows."""
         index = self.index_heads * (2 * self.index_dim + 1) + self.index_dim
         row = self.joined + self.latent + self.head_dim + self.pooling + 2 * self.queries
-        step = LOOKING_ROWS * (self.scored + self.top_k + self.listed + 2)
+        step = LOOKING_ROWS[splits] * (self.scored + self.top_k + self.listed + 2)
         return rows * (row + self.low + index + 5) + step
 
 

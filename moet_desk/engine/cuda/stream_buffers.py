@@ -29,16 +29,16 @@ class StreamBuffers:
 
     @classmethod
     def make(
-        cls, spec: Spec, rows: int, *, block: int, context: int, device: torch.device
+        cls, spec: Spec, rows: int, *, block: int, splits: int, context: int, device: torch.device
     ) -> StreamBuffers | None:
-        """None for other models."""
+        """For `rows` rows, whose attention takes `block` at a time; None for other models."""
         if spec.streams is None:
             return None
         n, size = spec.streams.n, PooledSizes.of(pooled_mixers(spec, with_head=True), context)
         return cls(
             torch.zeros((rows, n, spec.hidden), device=device),
             StreamScratch.make(rows, n, spec.hidden, device),
-            PooledBuffers.make(size, block, device),
+            PooledBuffers.make(size, block, splits, device),
         )
 
     def n_bytes(self) -> int:

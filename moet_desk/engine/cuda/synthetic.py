@@ -42,6 +42,8 @@ _BIAS = "e_score_correction_bias"
 _EXPERT_BIAS = "_proj_bias"
 _FEW_ROWS = 1 << 14
 _ROUTERS = (".gate", ".router")
+_IN_FLOAT = ("_fn", ".ape")
+"""Matrices that are read as numbers: of connections between streams, and biases of places."""
 
 
 def stored_bytes(
@@ -52,6 +54,8 @@ def stored_bytes(
         return 4 * shape[0]
     if is_rounded and may_round(name, shape):
         return rounded_bytes(shape)
+    if name.endswith(_IN_FLOAT):
+        return 4 * math.prod(shape)
     if is_fp8 and _may_be_fp8(name):
         grid = math.prod(-(-size // _SCALE_BLOCK) for size in shape)
         return math.prod(shape) + 4 * grid
@@ -59,7 +63,8 @@ def stored_bytes(
 
 
 def _may_be_fp8(name: str) -> bool:
-    return not name.endswith((".embed_tokens", "lm_head", *_ROUTERS, "eh_proj", _EXPERT_BIAS))
+    kept = (".embed_tokens", "lm_head", *_ROUTERS, "eh_proj", _EXPERT_BIAS, "weights_proj")
+    return not name.endswith(kept) and ".compressor." not in name
 
 
 def dense_bytes(shape: Shape) -> int:
@@ -116,9 +121,11 @@ class SyntheticLoader:
 
     def vector(self, name: str) -> Tensor:
         """Norms are one, biases and sinks zero; a selection bias ranks the experts in a random
-        order.
+        order. Connections of streams are small.
         """
         shape = self._shapes[name]
+        if name.endswith("_fn"):
+            return torch.full(shape, 1 / shape[1], device=self.device)
         if not name.endswith(_BIAS):
             one = not name.endswith((".bias", ".sinks"))
             return torch.full(shape, float(one), device=self.device)

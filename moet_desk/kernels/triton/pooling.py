@@ -121,7 +121,7 @@ def _store_shared(to, x, R: tl.constexpr, W: tl.constexpr, B: tl.constexpr, FORM
 
 
 @triton.jit
-def _finish_kernel(
+def _entry_kernel(
     vectors,
     vectors_stride,
     weight,
@@ -239,7 +239,7 @@ def finish(
         page, bytes]; table int32 [T, pages of a row] or [T, 1]
     """
     rows, d = vectors.shape
-    _finish_kernel[(rows,)](
+    _entry_kernel[(rows,)](
         vectors, vectors.stride(0), weight, eps, cos, sin, positions, pages, table,
         table.stride(0), D=d, W=SHARED_BLOCK, RATIO=ratio, PAGE=pages.shape[1], SPREAD=spread,
         RING=ring, ENTRY=pages.shape[2],

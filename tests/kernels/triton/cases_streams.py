@@ -48,8 +48,9 @@ def _cases() -> Iterator[Case]:
         }  # fmt: skip
         kernel = shared_attention._shared_decode_kernel
         types = {**DECODE, "q": F32}
-        name = f"shared_decode {form.value}"
-        yield Case(name, kernel, types, values, 8, ONE_STAGE, wants=("HMMA",))
+        for splits in (64, 8):
+            name, own = f"shared_decode {form.value} {splits}", {**values, "SPLITS": splits}
+            yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",))
     for ratio, overlap, dim in ((4, True, 512), (4, True, 128), (128, False, 512)):
         types = {
             "joined": F32, "joined_stride": "i32", "places": F32, "positions": "*i32",
@@ -63,13 +64,13 @@ def _cases() -> Iterator[Case]:
             "sin": F32, "positions": "*i32", "pages": "*u8", "table": "*i32",
             "table_stride": "i32",
         }  # fmt: skip
-        for ratio, page, spread, ring in ((4, 16, 1, 0), (128, 1, 2, 0), (1, 1, 1, 256)):
+        for ratio, page, spread, ring in ((4, 16, 1, 0), (128, 1, 2, 0), (1, 1, 1, 640)):
             values = {
                 "D": 512, "W": 64, "RATIO": ratio, "PAGE": page, "SPREAD": spread, "RING": ring,
                 "B": 8, "FORM": form.value, "ENTRY": shared_entry_bytes(form, 512, 64),
             }  # fmt: skip
             name = f"pool_finish {form.value} {ratio}"
-            yield Case(name, pooling._finish_kernel, types, values, 4, EXACT)
+            yield Case(name, pooling._entry_kernel, types, values, 4, EXACT)
     yield from _keys()
     yield from _lists()
     for norm in (True, False):
@@ -94,7 +95,7 @@ def _lists() -> Iterator[Case]:
         "runs": i32, "runs_stride": "i32", "positions": i32, "sources": i32, "targets": i32,
         "rings": i32, "closed": i32, "held": i32, "n_rows": "i32",
     }  # fmt: skip
-    values = {"KEPT": 16, "RING": 256, "RATIO": 4, "B": 64}
+    values = {"KEPT": 16, "RING": 640, "RATIO": 4, "B": 64}
     yield Case("places", seen._places_kernel, types, values, 2)
     types = {
         "positions": i32, "rings": i32, "table": i32, "table_stride": "i32", "chosen": i32,
@@ -102,7 +103,7 @@ def _lists() -> Iterator[Case]:
     }  # fmt: skip
     for ratio, page, spread, top_k in ((0, 1, 1, 0), (4, 16, 1, 512), (128, 1, 2, 0)):
         values = {
-            "WINDOW": 128, "RING": 256, "RATIO": ratio, "PAGE": page, "SPREAD": spread,
+            "WINDOW": 128, "RING": 640, "RATIO": ratio, "PAGE": page, "SPREAD": spread,
             "TOP_K": top_k, "B": 256,
         }  # fmt: skip
         yield Case(f"seen {ratio}", seen._list_kernel, types, values, 2)

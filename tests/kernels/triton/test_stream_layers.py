@@ -14,17 +14,21 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda import blocks, products, step, stream_chunk, streams
+from moet_desk.engine.cuda.draft import DeviceHead
 from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.draft import CpuHead, state_of
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.kernels.triton.dense import DenseWeight
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
+from tests.engine.test_v4_head import with_head
 from tests.engine.tiny_v4 import CONFIG, random_v4, save_v4
 from tests.kernels.triton.makers import real_values
 from tests.kernels.triton.test_chunk import OPTIONS, on_device, read
+from tests.kernels.triton.test_head import Greedy
 
 SMALL: dict[str, Any] = {
     **CONFIG, "num_hidden_layers": 3, "num_hash_layers": 1, "compress_ratios": [0, 4, 8],
@@ -163,3 +167,37 @@ def test_prompt__kept_and_put_in_elsewhere__same_bits(pack: Path, want: Tensor) 
         assert (core.kv.take_out(other, 0, N_PROMPT) == kept).all()
         rows = [StepRow(token, other, i) for i, token in enumerate(IDS[N_PROMPT:])]
         assert torch.equal(core.model.run(rows, Plane.FINE), together[:N_STEP])
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_head__prompt_in_chunks_and_a_step__near_the_cpu_engine(tmp_path: Path) -> None:
+    pack = with_head(0.25, tmp_path, SMALL)[2]
+    ids = torch.tensor(IDS[:11])
+    with loaded(pack, **OPTIONS, drafts="mtp") as cpu, torch.inference_mode():
+        drafter = cpu.decoder.drafting.mtp
+        assert drafter is not None
+        assert isinstance(drafter.head, CpuHead)
+        kv, own = cpu.kv.reserve(32), cpu.kv.reserve(32)
+        assert kv is not None
+        assert own is not None
+        many = cpu.prefiller._experts[Plane.FINE]
+        hidden = cpu.model.forward(ids[:-1], cpu.kv, kv, many)
+        states = drafter.head.head.forward(ids[1:], hidden, cpu.kv, own, many)[-1:]
+        logits = drafter.head.head.logits(states)[0]
+    with on_device(pack, drafts="mtp", max_running=1) as core:
+        request: Any = Greedy(core, Plane.FINE)
+        request.prompt_ids = IDS[:10]  # the head reads the last token in a step of its own
+        while not request.out_ids:
+            core.prefiller.step(request)
+            assert not request.errors
+        state = state_of(request)
+        assert (state.sequence.length, state.waiting) == (9, 1)
+        head = core.decoder.drafting.mtp.head
+        assert isinstance(head, DeviceHead)
+        guess, found = head.read(IDS[10:11], state.pending[0], state.sequence, Plane.FINE)
+        got = core.model.buffers.logits[0]
+        assert (got - logits).abs().max() < 2e-3 * logits.std()
+        assert (found[0] - states[0]).abs().max() < 2e-3 * states.std()
+        assert guess == int(got.argmax())
+        assert state.sequence.length == 10
