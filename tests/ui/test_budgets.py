@@ -12,7 +12,7 @@ import pytest
 from bench.long_chat import measure
 from moet_desk.engine.scripted import DEFAULT_ANSWER
 from moet_desk.marked_text import MarkedText
-from moet_desk.ui.app import Look
+from moet_desk.ui.look import Look
 from moet_desk.ui.widgets.blocks import AnswerBlock
 from moet_desk.ui.widgets.transcript import Transcript
 from tests.ui.support import Stage

@@ -13,7 +13,7 @@ from textual.widget import Widget
 
 from moet_desk.engine.scripted import DEFAULT_ANSWER, Script
 from moet_desk.marked_text import MarkedText
-from moet_desk.ui.app import Look
+from moet_desk.ui.look import Look
 from moet_desk.ui.widgets.blocks import AnswerBlock
 from moet_desk.ui.widgets.live_text import LiveText
 from moet_desk.ui.widgets.segments import Segment
