@@ -185,6 +185,7 @@ def test_catalogue__widths__those_of_the_published_config(name: str) -> None:
     [
         ("glm-4.7", "moe_router_dtype", "bfloat16"),
         ("glm-5.2", "moe_router_dtype", "bfloat16"),
+        ("qwen3.6-35b-a3b", "output_gate_type", "sigmoid"),
         ("qwen3-coder-480b", "qkv_bias", True),
         ("qwen3-coder-480b", "use_qk_norm", False),
         ("qwen3-coder-480b", "shared_expert_intermediate_size", 512),
@@ -195,3 +196,10 @@ def test_spec_for__other_value_of_a_published_key__refused(
 ) -> None:
     with pytest.raises(MoetError, match=key):
         spec_for({**PUBLISHED[name], key: value}, path=name, has_mtp=False)
+
+
+@pytest.mark.parametrize("gate", ["silu", "swish"])
+def test_spec_for__gate_by_either_of_its_names__same_model(gate: str) -> None:
+    plain = PUBLISHED["qwen3.6-35b-a3b"]
+    named = {**plain, "output_gate_type": gate}
+    assert spec_for(named, path="", has_mtp=True) == spec_for(plain, path="", has_mtp=True)
