@@ -425,7 +425,7 @@ def test_prompt__a_chunk_finds_no_memory_twice__the_request_gets_the_fault() -> 
     layers, room = Layers([1, 3]), list[bool]()
     with pytest.raises(RuntimeError, match="out of memory"):
         prompt_read(layers, room)
-    assert layers.read == [0, 0, 1]
+    assert layers.read == [0, 0]
     assert len(room) == 1
 
 
