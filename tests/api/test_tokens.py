@@ -67,8 +67,8 @@ def test_metrics__every_line_is_well_formed_and_a_family_stands_once() -> None:
 def test_metrics__a_card__what_slots_take_of_it() -> None:
     text = metrics_text(EngineSnapshot(vram=VramView(free=7, slots=5, changes=3)))
     for name, value in (("slot_bytes", 5), ("vram_free_bytes", 7), ("slot_changes_total", 3)):
-        assert f"moet_desk_{name} {value}\n" in text
-    assert "slot_bytes" not in metrics_text(EngineSnapshot())
+        assert re.search(rf"^moet_desk_{name} {value}$", text, re.MULTILINE), name
+    assert "vram_free_bytes" not in metrics_text(EngineSnapshot())
 
 
 def test_metrics__nothing_known_yet__is_left_out(endpoint: Endpoint) -> None:

@@ -52,8 +52,10 @@ async def test_settings__limit_of_the_cards_memory__reaches_the_engine_at_once(
     app, file = stage.app, tmp_path / "config.toml"
     app.settings = SettingsScreen(file, UNICODE, plain=False)
     app._config_file = file
-    async with stage.open() as pilot:
+    async with stage.open(100, 30) as pilot:
         await stage.ready(pilot)
+        await pilot.press("f6")
+        await stage.settle(pilot)
         for value, limit in (("8GiB", 8 * GIB), ("auto", None)):
             config.save_setting(file, "memory.vram_limit", value)
             app.settings.post_message(SettingsScreen.Saved("ui.theme"))
