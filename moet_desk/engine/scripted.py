@@ -396,6 +396,7 @@ class ScriptedEngine:
         """Show the limit, if the script has a card."""
         if self._vram is not None:
             self._vram = replace(self._vram, limit=n_bytes)
+            self._snapshot = replace(self._snapshot, vram=self._vram)
 
     def close(self) -> None:
         """End all requests as cancelled and stop the thread."""

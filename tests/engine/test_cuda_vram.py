@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from moet_desk.engine import serving
 from moet_desk.engine.cuda import load_pools, loader
 from moet_desk.engine.cuda.dense_weights import DenseLoader
+from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.load_pools import fill_slots
 from moet_desk.engine.cuda.loader import CudaCore, load
 from moet_desk.engine.cuda.pools import DevicePool
+from moet_desk.engine.cuda.prefill import CudaPrefiller
 from moet_desk.engine.cuda.slot_memory import growable_slots
 from moet_desk.engine.cuda.vmm import DriverError
 from moet_desk.engine.cuda.vram import CardMemory, VramKeeper
-from moet_desk.engine.handle import EngineOptions
+from moet_desk.engine.decode import Decoder
+from moet_desk.engine.handle import (
+    EngineHandle,
+    EngineOptions,
+    GenerateRequest,
+    Sampling,
+    start_engine,
+)
+from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.engine.promotion import Promotion
+from moet_desk.engine.serving import Serving
 from moet_desk.engine.vram_arbiter import CALM_S, LEAST_FREE, Terms, Why
 from moet_desk.errors import MoetError
 from moet_desk.store.pack_format import Plane
+from moet_desk.telemetry import Event, Failed, Finished, TextDelta
 from moet_desk.units import GIB, MIB
 from tests.engine.fake_card import RUBBISH, FakeCard
 
@@ -353,6 +368,157 @@ def test_load__another_fault__not_taken_for_a_full_card(
     with pytest.raises(RuntimeError, match="illegal"), on_card(demo_pack, FakeCard()):
         pass
     assert len(budgets["vram"]) == 1
+
+
+# -- prompts ---------------------------------------------------------------------------------
+
+
+class Layers:
+    """Three layers of which some find no memory: `faults` counts down the calls until then."""
+
+    n_layers = 3
+
+    def __init__(self, faults: list[int]) -> None:
+        self.faults, self.begun = faults, 0
+        self.read: list[int] = []
+
+    def begin(self, tokens: list[int], sequence: KvSequence, reading: Reading) -> SimpleNamespace:
+        self.begun += 1
+        rows = SimpleNamespace(start=sequence.length, n=len(tokens))
+        return SimpleNamespace(next_layer=0, rows=rows, reading=reading)
+
+    def layer(self, chunk: SimpleNamespace) -> None:
+        self.faults = [n - 1 for n in self.faults]
+        if -1 in self.faults:
+            self.faults.remove(-1)
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        self.read.append(chunk.next_layer)
+        chunk.next_layer += 1
+
+
+def prompt_read(
+    layers: Layers, room: list[bool], sequence: KvSequence | None = None
+) -> SimpleNamespace:
+    """A request whose first chunk, of two, was read."""
+    request = SimpleNamespace(
+        kv=sequence or KvSequence(), prompt_ids=list(range(9)), plane=Plane.BASE, note_read=list,
+        request=GenerateRequest(),
+    )  # fmt: skip
+    decoder = SimpleNamespace(drafting=SimpleNamespace(follows=lambda request: False))
+    prefiller = CudaPrefiller(
+        layers, decoder, chunk=8, fast=Reading.FAST, make_room=lambda: room.append(True),  # type: ignore[arg-type]
+        clock=lambda: 0.0,
+    )  # fmt: skip
+    assert prefiller.step(request) == 8  # type: ignore[arg-type]
+    return request
+
+
+def test_prompt__a_chunk_finds_no_memory__read_anew_from_its_first_layer_with_more_room() -> None:
+    layers, room = Layers([2]), list[bool]()
+    request = prompt_read(layers, room)
+    assert (layers.begun, room) == (2, [True])
+    assert layers.read == [0, 1, 0, 1, 2]
+    assert request.kv.length == 8
+
+
+def test_prompt__a_chunk_finds_no_memory_twice__the_request_gets_the_fault() -> None:
+    layers, room = Layers([1, 3]), list[bool]()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        prompt_read(layers, room)
+    assert layers.read == [0, 0]
+    assert len(room) == 1
+
+
+@pytest.mark.parametrize("sequence", [KvSequence(slot=0), KvSequence(ring=[3])])
+def test_prompt__half_a_chunk_changed_what_it_began_from__not_read_anew(
+    sequence: KvSequence,
+) -> None:
+    layers, room = Layers([1]), list[bool]()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        prompt_read(layers, room, sequence)
+    assert (layers.begun, room) == (1, [])
+
+
+# -- the engine ------------------------------------------------------------------------------
+
+
+def soon(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_engine__limit_set_while_idle__slots_go_and_the_snapshot_says_so(
+    demo_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = FakeCard(free=4 * GIB)
+    monkeypatch.setattr(load_pools, "open_driver", lambda device: card)
+    monkeypatch.setattr(CardMemory, "of", lambda device: CardMemory(lambda: card.free, list))
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(serving, "_load", lambda *given: load(*given, device=cpu))
+    engine = start_engine(demo_pack, options())
+    try:
+        assert engine.wait_ready(60)
+        vram = engine.snapshot().vram
+        assert vram is not None
+        assert vram.limit == 10**9
+        engine.limit_vram(1)
+        soon(lambda: engine.snapshot().sizes.base_slots == LEAST)
+        vram = engine.snapshot().vram
+        assert vram is not None
+        assert (vram.limit, vram.changes, vram.why) == (1, 1, Why.LIMIT.value)
+    finally:
+        engine.close()
+    assert (card.free, card.ranges) == (4 * GIB, {})
+
+
+def ask(engine: EngineHandle) -> list[Event]:
+    sampling = Sampling(temperature=0)
+    return list(engine.submit(GenerateRequest(prompt="A goat", max_tokens=3, sampling=sampling)))
+
+
+def test_engine__a_step_finds_no_memory__request_fails_with_the_catalogue_next_one_works(
+    demo_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults: list[Fault] = []
+    intact, tended = Decoder.step, Serving._tend_card
+
+    def step(self: Decoder, *given: Any) -> None:
+        if faults:
+            faults.pop()()
+        intact(self, *given)
+
+    def tend(self: Serving) -> None:
+        if faults:
+            faults.pop()()
+        tended(self)
+
+    room: list[bool] = []
+    monkeypatch.setattr(Decoder, "step", step)
+    monkeypatch.setattr(Serving, "_make_room", lambda self: room.append(True))
+    engine = start_engine(demo_pack, EngineOptions(save_heat=False, context=64))
+    try:
+        assert engine.wait_ready(60)
+        want = ask(engine)
+        assert isinstance(want[-1], Finished)
+        faults.append(out_of_memory)
+        last = ask(engine)[-1]
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, MoetError)
+        assert last.error.code == "MD-GPU-11"
+        assert room == [True]
+        monkeypatch.setattr(Decoder, "step", intact)
+        monkeypatch.setattr(Serving, "_tend_card", tend)
+        faults.append(out_of_memory)
+        assert text_of(ask(engine)) == text_of(want)
+        soon(lambda: room == [True, True])
+    finally:
+        engine.close()
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
 def test_pool__of_a_fixed_size__as_before(demo_pack: Path) -> None:

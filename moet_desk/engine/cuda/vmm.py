@@ -1,7 +1,7 @@
 """Memory of a card that grows and shrinks at a fixed address: the driver's virtual memory.
 
 A range of addresses is reserved once; pieces of memory are mapped at its beginning and unmapped
-again. So captured graphs, which hold addresses, stay valid (docs/adr/0016). torch knows the memory
+again. So captured graphs, which hold addresses, stay valid (docs/adr/0017). torch knows the memory
 as a tensor over the whole range; what is not mapped must not be touched. The engine thread's, whose
 CUDA context is torch's.
 """

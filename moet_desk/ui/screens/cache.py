@@ -245,15 +245,14 @@ class CacheScreen(LeanScreen):
             return Content.styled(" No experts here", "bold")
         if view is None:
             return spread(Content.styled(" No model is loaded yet", "bold"), right, width)
-        text = resident_words(view, self._snapshot.sizes)
+        text, slots = resident_words(view, self._snapshot.sizes), vram_words(self._snapshot.vram)
         if not text:
             grouped = self._picture in (Picture.GRID, Picture.DENSE) and heatmap.grid.group > 1
             per_cell = f", {heatmap.grid.group} experts per cell" if grouped else ""
             text = f" Where experts are{per_cell}, {len(view.layers)} layers"
-            if self._snapshot.counters.lookups == 0:
+            if self._snapshot.counters.lookups == 0 and not slots:
                 text += ". Ask something and this fills in."
-        text += vram_words(self._snapshot.vram)
-        return spread(Content.styled(text, "bold"), right, width)
+        return spread(Content.styled(text + slots, "bold"), right, width)
 
     # -- actions -------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
-"""Steps and prompts while pools shrink and grow, and when the card runs out of memory in the middle
-of one. Interpreted, on a made-up card.
+"""Steps while pools shrink and grow, and when the card runs out of memory in the middle of one.
+
+Interpreted, on a made-up card.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moet_desk.engine.cuda import expert_stream, load_pools, pools
+from moet_desk.engine.cuda import load_pools, pools
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.cuda.step import StepRow
@@ -23,7 +24,6 @@ from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.fake_card import FakeCard
 from tests.engine.tiny_models import TINY, YARN, random_model, save_source
-from tests.kernels.triton.test_chunk import PromptOnly
 
 pytestmark = pytest.mark.slow
 
@@ -32,17 +32,13 @@ SMALL = {
     "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
     "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
 }  # fmt: skip
-TOKENS, PROMPT = [5, 33], [5, 9, 33]
+TOKENS = [5, 33]
 
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sizes")
-    model = random_model(SMALL, 0.25)
-    for name, value in model.named_buffers():
-        if "bias" in name:
-            value.zero_()  # so that two tokens choose other experts
-    save_source(model, folder / "source")
+    save_source(random_model(SMALL, 0.25), folder / "source")
     return pack_source(folder / "source", folder / "pack")
 
 
@@ -59,7 +55,6 @@ def core(pack: Path) -> Iterator[CudaCore]:
         core = load_cuda(pack, options, device=torch.device("cpu"))
     assert core.vram is not None
     core.vram._card = CardMemory(lambda: card.free, lambda: None)
-    core.prefiller._clock = lambda: 0.0  # no turn ends before its chunk
     yield core
     core.close()
 
@@ -77,6 +72,7 @@ def steps(core: CudaCore, changes: Mapping[int, int], n: int = len(TOKENS)) -> T
     for i, token in enumerate(TOKENS[:n]):
         if i in changes:
             resize(core, changes[i])
+            forget(core.pools[Plane.BASE].tables)  # so that rows come anew
         found.append(core.model.run([StepRow(token, sequence)], Plane.BASE).clone())
         sequence.length += 1
     core.kv.release(sequence)
@@ -127,34 +123,3 @@ def test_step__stops_between_look_up_and_fetch__no_slot_claims_what_never_came(
     core.kv.release(sequence)
     assert int(core.pools[Plane.BASE].tables.n_free) == 14  # they claim to be there
     assert torch.equal(steps(core, {}, n=1), wanted[:1])
-
-
-def prompt(core: CudaCore) -> Any:
-    """A request with a short prompt."""
-    request = PromptOnly(core)
-    request.prompt_ids = PROMPT
-    return request
-
-
-def test_prompt__chunk_does_not_fit__begun_anew_once_where_that_is_sound(
-    core: CudaCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    roomier = list[bool]()
-    core.prefiller._make_room = lambda: roomier.append(True)
-    for times, ring, attempts in ((2, [], 1), (1, [0], 0)):
-        failing(expert_stream, "grouped_down", times, monkeypatch)
-        roomier.clear()
-        request = prompt(core)
-        request.kv.ring = ring
-        with pytest.raises(RuntimeError, match="out of memory"):
-            core.prefiller.step(request)
-        assert len(roomier) == attempts
-        assert request.kv.length == 0
-        request.kv.ring = []
-        core.kv.release(request.kv)
-    failing(expert_stream, "grouped_down", 1, monkeypatch)
-    request, again = prompt(core), prompt(core)
-    assert core.prefiller.step(request) == len(PROMPT)
-    assert len(roomier) == 1
-    assert core.prefiller.step(again) == len(PROMPT)
-    assert torch.equal(request.logits, again.logits)
