@@ -178,7 +178,7 @@ class Engine:
             self._give_up(error)
         except Exception as error:  # the last stop of this thread: a crash must be shown
             log.exception("the engine thread failed")
-            self._give_up(fail("MD-ENG-03", reason=f"{type(error).__name__}: {error}", log="F8"))
+            self._give_up(_meaning(error))
         finally:
             self._loaded.set()
 
@@ -237,3 +237,12 @@ class Engine:
         if serving is not None:
             serving.fail_all(error)
         self._open.clear()
+
+
+def _meaning(error: Exception) -> MoetError:
+    """What to show of an error that nobody expected."""
+    from moet_desk.engine.card_faults import card_fault  # brings in torch, which is there by now
+
+    if reason := card_fault(error):
+        return fail("MD-GPU-12", reason=reason)
+    return fail("MD-ENG-03", reason=f"{type(error).__name__}: {error}", log="F8")

@@ -85,6 +85,10 @@ class Core:
     device: str = "cpu"
     vram: VramKeeper | None = None  # there is no card
 
+    def lost(self) -> str:
+        """Why the card cannot be used any more; empty: there is none."""
+        return ""
+
     def close(self) -> None:
         """Release files and memory."""
         self.arena.close()

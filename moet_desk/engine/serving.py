@@ -17,7 +17,7 @@ import torch
 
 from moet_desk import __version__, hardware
 from moet_desk.engine import heat
-from moet_desk.engine.card_faults import is_out_of_memory
+from moet_desk.engine.card_faults import card_fault, is_out_of_memory
 from moet_desk.engine.checks import check_gate, check_ids, check_stops
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.gate_file import gate_in_use
@@ -313,11 +313,16 @@ class Serving:
             self._hot_set.turn(time.monotonic(), idle=False)
 
     def _guarded(self, requests: list[ActiveRequest], work: Callable[[], None]) -> None:
-        """Run a piece of work; a bug in it ends these requests, not the engine."""
+        """Run a piece of work; a bug in it ends these requests, not the engine.
+
+        Raises:
+            MoetError: MD-GPU-12.
+        """
         try:
             work()
         except Exception as error:  # the request boundary: others must go on
             log.exception("a request failed")
+            self._check_card(error)
             reason = f"{type(error).__name__}: {error}"
             failure = fail("MD-ENG-04", reason=reason, model=self.info.name)
             if is_out_of_memory(error):
@@ -331,10 +336,20 @@ class Serving:
         try:
             work()
         except RuntimeError as error:
+            self._check_card(error)
             if not is_out_of_memory(error):
                 raise
             log.warning("the card is full: %s", error)
             self._make_room()
+
+    def _check_card(self, error: Exception) -> None:
+        """After an error that may be of the card: end the engine if the card answers no more.
+
+        Raises:
+            MoetError: MD-GPU-12.
+        """
+        if card_fault(error) and (reason := self.core.lost()):
+            raise fail("MD-GPU-12", reason=reason) from error
 
     def _tend_card(self) -> None:
         if self.core.vram is not None:

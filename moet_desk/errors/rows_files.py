@@ -81,6 +81,15 @@ MEMORY_AND_FILES: tuple[ErrorSpec, ...] = (
         http=503,
     ),
     ErrorSpec(
+        "MD-GPU-12",
+        "The graphics card stopped working",
+        "{reason}. After that nothing of this program can use the card.",
+        "Start moet-desk again. If it comes back, look into the driver's log (dmesg), check the"
+        " card's heat and power, or set engine.device to cpu.",
+        exit=ExitCode.UNFIT,
+        http=503,
+    ),
+    ErrorSpec(
         "MD-RAM-02",
         "Locking memory was refused",
         "The driver would not pin {want} for experts (error {status}); about {got} are pinned.",

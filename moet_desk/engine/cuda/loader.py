@@ -22,7 +22,7 @@ import torch
 from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
-from moet_desk.engine.card_faults import is_out_of_memory
+from moet_desk.engine.card_faults import card_fault, is_out_of_memory
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.delta import DeviceStates
@@ -112,6 +112,14 @@ class CudaCore:
     readers: ThreadPoolExecutor
     prefix_bytes: int  # of RAM
     dense_format: DenseFormat
+
+    def lost(self) -> str:
+        """Why the card cannot be used any more; empty if it can. Waits for what was launched."""
+        try:
+            self.model.settle()
+        except RuntimeError as error:
+            return card_fault(error) or str(error)
+        return ""
 
     def close(self) -> None:
         """Release files, threads and memory."""

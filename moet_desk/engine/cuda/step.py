@@ -251,6 +251,11 @@ class StepModel:
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
+    def settle(self) -> None:
+        """Wait for everything that was launched, on any stream. Raises what the card says."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def _choose(self, count: int, drawn: bool) -> None:
         """Tokens of rows whose logits are there; `drawn` if some have a temperature."""
         graph = self._choice_graphs.get((count, drawn))

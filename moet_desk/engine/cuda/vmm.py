@@ -251,7 +251,10 @@ class CudaDriver:
 
     def settle(self) -> None:
         """See `MemoryDriver`."""
-        torch.cuda.synchronize(self._device)
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            raise DriverError("torch.cuda.synchronize", 0, str(error)) from error
 
     def view(self, address: int, n_bytes: int) -> Tensor:
         """See `MemoryDriver`."""
