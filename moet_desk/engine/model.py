@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.blocks.ffn import Experts
-from moet_desk.engine.blocks.layer import Block
+from moet_desk.engine.blocks.layer import Block, Place
 from moet_desk.engine.blocks.ngrams import NgramEmbedding
 from moet_desk.engine.blocks.shortcut import ShortcutBlock
 from moet_desk.engine.blocks.weights import Weights
@@ -78,14 +78,13 @@ class Model:
         `sequence.length` has not moved before that.
         """
         start, n_tokens = sequence.length, ids.shape[0]
-        cos, sin = self.rope(start, n_tokens)
+        at = self.place(n_tokens, kv, sequence)
         x = self._first(ids, sequence)
-        eps = self.spec.norm_eps
         for block in self._blocks:
-            x = block(x, eps, cos, sin, kv, sequence, experts)
+            x = block(x, at, experts)
             yield
         sequence.length, sequence.choice = start + n_tokens, None
-        return rms_norm(x, self._final_norm, eps)
+        return rms_norm(x, self._final_norm, at.eps)
 
     def _first(self, ids: Tensor, sequence: KvSequence) -> Tensor:
         """What goes into the first layer, [T, H]: vectors of the tokens, and of n-grams if there
@@ -101,10 +100,10 @@ class Model:
         """Vectors of tokens: ids [T] int64 -> [T, H] float32."""
         return self._embedding[ids]
 
-    def rope(self, start: int, n_tokens: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions from `start` on, [T, rope dims / 2] float32 each."""
-        here = slice(start, start + n_tokens)
-        return self._rope.cos[here], self._rope.sin[here]
+    def place(self, n_tokens: int, kv: KvCache, sequence: KvSequence) -> Place:
+        """Where the next tokens of a sequence stand."""
+        here = slice(sequence.length, sequence.length + n_tokens)
+        return Place(self._rope.cos[here], self._rope.sin[here], kv, sequence, self.spec.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token: hidden [T, H] -> [T, V] float32."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from moet_desk.engine import heat
 from moet_desk.errors import MoetError
 from moet_desk.locations import locate
 from moet_desk.store.chats import ChatStore
-from moet_desk.store.durable import disk_errors, replace_file, write_new
+from moet_desk.store.durable import disk_errors, replace_file, write_at, write_new
 from moet_desk.store.library import Library
 from moet_desk.store.pack_format import HEAT_FILE
 from moet_desk.store.pack_reader import PackReader
@@ -219,6 +220,16 @@ def test_new_file__refused__nothing_half_is_left(refusal: Refusal, tmp_path: Pat
     with pytest.raises(MoetError, match="MD-DISK-03"):
         write_new(path, "others")
     assert path.read_text() == "words"
+
+
+def test_write_at__short_writes__are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intact, data = os.pwrite, bytes(range(251)) * 20
+    monkeypatch.setattr(os, "pwrite", lambda fd, part, at: intact(fd, part[:700], at))
+    with (tmp_path / "a").open("wb") as file:
+        write_at(file.fileno(), data, 3)
+    assert (tmp_path / "a").read_bytes() == bytes(3) + data
 
 
 def test_responses__file_refused__memory_serves_and_the_log_says_why(
