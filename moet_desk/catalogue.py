@@ -18,7 +18,7 @@ import moet_desk
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.row_sizes import ExpertLayout
-from moet_desk.units import GB, GIB, MIB
+from moet_desk.units import GB, GIB
 
 FILE = "catalogue.toml"
 
@@ -83,6 +83,31 @@ class GdnFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PooledFacts:
+    """Attention to a window and to pooled entries (`engine.spec.PooledAttention`), between residual
+    streams. The first `window_layers` have the window alone; then layers whose pools are of
+    `sparse` tokens, of which an indexer chooses, and of `heavy` tokens take turns.
+    """
+
+    q_rank: int
+    out_groups: int
+    out_rank: int
+    window: int
+    window_layers: int
+    sparse: int
+    heavy: int
+    index_heads: int
+    index_dim: int
+    index_top_k: int
+    streams: int
+    sinkhorn_steps: int
+    dense_layers: int
+    dense_inter: int
+    shared_inter: int
+    vocab: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NgramFacts:
     """Tables of n-grams beside the embedding, in bfloat16; see `engine.spec.Ngrams`. The smallest
     has `ratio` rows per token id, and one more.
@@ -120,7 +145,6 @@ class CatalogueEntry:
     context: int
     ram_gib: int
     active_b: float | None = None
-    state_mib: float = 0.0
     download_gb: float | None = None
     expert_bits: float | None = None
     not_yet: str = ""
@@ -128,6 +152,7 @@ class CatalogueEntry:
     mla: MlaFacts | None = None
     gqa: GqaFacts | None = None
     gdn: GdnFacts | None = None
+    pooled: PooledFacts | None = None
     ngrams: NgramFacts | None = None
 
     @property
@@ -159,11 +184,6 @@ class CatalogueEntry:
     def table_bytes(self) -> int:
         """The same in bytes."""
         return 2 * self.table_numbers
-
-    @property
-    def state_bytes(self) -> int:
-        """What a sequence takes beside KV, whatever its length."""
-        return round(self.state_mib * MIB)
 
     @property
     def download_bytes(self) -> int | None:
@@ -231,14 +251,15 @@ def parse(text: str) -> tuple[CatalogueEntry, ...]:
 
 def _entry(table: Mapping[str, Any]) -> CatalogueEntry:
     fields = dict(table)
-    parts = ("mla", "gqa", "gdn", "ngrams")
-    mla, gqa, gdn, ngrams = (fields.pop(name, None) for name in parts)
+    parts = ("mla", "gqa", "gdn", "pooled", "ngrams")
+    mla, gqa, gdn, pooled, ngrams = (fields.pop(name, None) for name in parts)
     fields["unknown"] = tuple(fields.get("unknown", ()))
     return CatalogueEntry(
         **fields,
         mla=None if mla is None else MlaFacts(**mla),
         gqa=None if gqa is None else GqaFacts(**gqa),
         gdn=None if gdn is None else GdnFacts(**gdn),
+        pooled=None if pooled is None else PooledFacts(**pooled),
         ngrams=None if ngrams is None else NgramFacts(**ngrams),
     )
 

@@ -121,6 +121,8 @@ def _print(
 
 
 def _entry_fields(entry: CatalogueEntry) -> dict[str, Any]:
+    from moet_desk.engine.planned_model import from_catalogue
+
     return {
         "name": entry.name,
         "title": entry.title,
@@ -135,7 +137,7 @@ def _entry_fields(entry: CatalogueEntry) -> dict[str, Any]:
         "download_bytes": entry.download_bytes,
         "recommended_ram_gib": entry.ram_gib,
         "runs": _runs(entry),
-        "not_yet": entry.not_yet or None,
+        "not_yet": None if _runs(entry) else from_catalogue(entry).not_yet,
         "unknown": list(entry.unknown),
     }
 

@@ -70,7 +70,7 @@ def size_up(
         nodes: None: as many as are needed.
     """
     weights = entry.download_bytes or entry.weight_bytes
-    kv = context * entry.kv_token_bytes(KvFormat.BF16) + entry.state_bytes
+    kv = context * entry.kv_token_bytes(KvFormat.BF16)
 
     def sized(n_gpus: int, n_nodes: int) -> Sizing:
         shares = n_nodes * min(n_gpus, 1 if entry.gqa is None else entry.gqa.keys)

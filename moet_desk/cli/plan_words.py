@@ -31,8 +31,6 @@ def as_text(model: PlannedModel, answer: ModelPlan | Refusal, facts: MachineFact
     lines += [*forecast_lines(plan.forecast), *_identity_lines(model)]
     for title in obstacles(plan, facts):
         lines.append(f"Before the card can be used: {title}. See: moet-desk doctor")
-    if model.stands_in:
-        lines.append("What reading a prompt takes on a card is estimated: it has no kernels yet.")
     return "\n".join(lines)
 
 

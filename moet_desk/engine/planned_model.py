@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moet_desk.catalogue import CatalogueEntry
+from moet_desk.catalogue import CatalogueEntry, GqaFacts, MlaFacts, PooledFacts
 from moet_desk.engine.dense_format import PLAIN, saving
 from moet_desk.engine.families import packed_head, runs, spec_for
 from moet_desk.engine.families.tensors import NGRAM_TABLES, dense_shapes
@@ -28,10 +27,14 @@ from moet_desk.engine.spec import (
     Mla,
     MoeFfn,
     Ngrams,
+    Pool,
+    PooledAttention,
+    PoolIndexer,
     QkNorm,
     Rope,
     Router,
     Spec,
+    Streams,
 )
 from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.kinds import KvFormat, Score
@@ -41,7 +44,7 @@ from moet_desk.store.headers import HeaderEntry, read_header
 from moet_desk.store.pack_format import DENSE_FILE
 from moet_desk.store.pack_meta import read_meta
 
-_ROPE_DIM, _LATENT = 64, 512
+_ROPE_DIM = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +55,6 @@ class PlannedModel:
         dense_bytes: weights that are no routed experts and are loaded, as stored.
         dense_saving: what rounding them to 8 bits would save.
         not_yet: why it does not run here today; empty if it does.
-        stands_in: whether a card has no kernels for its attention, so that what reading a prompt
-            takes there is estimated with MLA of as many heads.
-        kv_stated: KV bytes of a token by format, where the spec cannot say them.
-        state_bytes: of a request, whatever its length, where the spec cannot say it.
         table_bytes: of tables of n-grams, which stay on the drive: rows are read from there.
         pack_bytes: on the drive.
         download_bytes: of the source; None: not known, or it is here already.
@@ -70,40 +69,26 @@ class PlannedModel:
     dense_saving: int = 0
     table_bytes: int = 0
     not_yet: str = ""
-    stands_in: bool = False
-    kv_stated: Mapping[KvFormat, int] | None = None
-    state_bytes: int = 0
     download_bytes: int | None = None
     is_installed: bool = False
 
     def kv_token_bytes(self, form: KvFormat, *, with_head: bool = False) -> int:
         """KV bytes of a token, all layers, the MTP head's too if it is loaded."""
-        if self.kv_stated is not None:
-            return self.kv_stated[form]
         return kv_token_bytes(self.spec, form, with_head=with_head)
 
     def device_shape(
         self, form: KvFormat, wishes: Wishes, *, with_head: bool = False
     ) -> ModelShape:
         """For `plan_device_tiers`."""
-        shape = device_shape(
+        return device_shape(
             self.spec, self.sizes, form, wishes, dense_bytes=self.dense_bytes, with_head=with_head
         )
-        return self._with_state(shape, form, with_head=with_head)
 
     def cpu_shape(self, form: KvFormat, *, with_head: bool = False) -> ModelShape:
         """For `plan_tiers`."""
-        shape = cpu_shape(
+        return cpu_shape(
             self.spec, self.sizes, form, dense_bytes=self.dense_bytes, with_head=with_head
         )
-        return self._with_state(shape, form, with_head=with_head)
-
-    def _with_state(self, shape: ModelShape, form: KvFormat, *, with_head: bool) -> ModelShape:
-        if self.kv_stated is None:
-            return shape
-        kv = self.kv_token_bytes(form, with_head=with_head)
-        states = self.state_bytes or shape.state_bytes
-        return replace(shape, kv_token_bytes=kv, state_bytes=states)
 
 
 def from_pack(pack: Path) -> PlannedModel:
@@ -180,7 +165,6 @@ def from_catalogue(entry: CatalogueEntry) -> PlannedModel:
     not_yet = entry.not_yet
     if not not_yet and not runs(entry.family):
         not_yet = f"the family {entry.family} is not written yet"
-    stands_in = entry.mla is None and entry.gqa is None
     spec = spec_of(entry)
     return PlannedModel(
         name=entry.name,
@@ -191,47 +175,56 @@ def from_catalogue(entry: CatalogueEntry) -> PlannedModel:
         table_bytes=entry.table_bytes,
         pack_bytes=entry.pack_bytes,
         not_yet=not_yet,
-        stands_in=stands_in,
-        kv_stated={form: entry.kv_token_bytes(form) for form in KvFormat} if stands_in else None,
-        state_bytes=entry.state_bytes,
         download_bytes=entry.download_bytes,
     )
 
 
 def spec_of(entry: CatalogueEntry) -> Spec:
     """A spec with the sizes of an entry: right in every width, not meant to be computed with."""
-    facts = entry.mla or entry.gqa
+    facts = _facts_of(entry)
     n_identity = 0 if entry.mla is None else entry.mla.identity_experts
     router = Router(
         entry.experts, entry.top_k, Score.SIGMOID, True, 1, 1, True, 1.0, n_identity=n_identity
     )
     has_bias = entry.gqa is not None and entry.gqa.expert_bias
-    shared = facts.shared_inter if facts else entry.inter
-    moe = MoeFfn(router, entry.inter, shared, expert_bias=has_bias)
+    moe = MoeFfn(router, entry.inter, facts.shared_inter, expert_bias=has_bias)
     if entry.gqa is not None and entry.gqa.shared_gate:
         moe = replace(moe, shared_gate=True, shared_name="shared_expert.")
-    dense = DenseFfn(facts.dense_inter if facts else entry.inter)
+    dense = DenseFfn(facts.dense_inter)
     around = dense if entry.mla is not None and entry.mla.per_layer > 1 else None
     ngrams = None
-    if entry.ngrams is not None and facts is not None:
+    if entry.ngrams is not None:
         n_tables = entry.ngrams.splits * (entry.ngrams.longest - 1)
         ngrams = Ngrams(
             entry.ngrams.longest, entry.ngrams.splits, entry.ngrams.ratio * facts.vocab + 1,
             width=entry.hidden // n_tables, end=0,
         )  # fmt: skip
     n_dense = entry.layers - entry.moe_layers
+    streams = None
+    if entry.pooled is not None:
+        streams = Streams(entry.pooled.streams, entry.pooled.sinkhorn_steps, eps=1e-6)
     mixers = _mixers_of(entry)
     return Spec(
-        model_type=entry.family, vocab=facts.vocab if facts else 1, hidden=entry.hidden,
+        model_type=entry.family, vocab=facts.vocab, hidden=entry.hidden,
         context=entry.context, norm_eps=1e-6, tied_head=False, mtp=None, ngrams=ngrams,
+        streams=streams,
         layers=tuple(
             Layer(i, mixers[i], dense if i < n_dense else moe, around) for i in range(entry.layers)
         ),
     )  # fmt: skip
 
 
+def _facts_of(entry: CatalogueEntry) -> MlaFacts | GqaFacts | PooledFacts:
+    facts = entry.mla or entry.gqa or entry.pooled
+    if facts is None:
+        raise ValueError(f"the catalogue has no attention of {entry.name}")
+    return facts
+
+
 def _mixers_of(entry: CatalogueEntry) -> list[Mixer]:
     """Of each layer; of those with sparse attention, the first ones have the indexers."""
+    if entry.pooled is not None:
+        return _pooled_mixers(entry, entry.pooled)
     mixer, mla, gqa, gdn = _mixer_of(entry), entry.mla, entry.gqa, entry.gdn
     if gdn is not None:
         linear = Gdn(
@@ -250,7 +243,6 @@ def _mixers_of(entry: CatalogueEntry) -> list[Mixer]:
 
 
 def _mixer_of(entry: CatalogueEntry) -> Mixer:
-    """Its attention, or MLA of as many heads for one that is not written."""
     mla, gqa = entry.mla, entry.gqa
     if gqa is not None:
         return Gqa(
@@ -259,14 +251,25 @@ def _mixer_of(entry: CatalogueEntry) -> Mixer:
             rope=Rope(dim=entry.head_dim, base=10000.0, interleaved=False),
             out_gate=gqa.out_gate,
         )  # fmt: skip
+    if mla is None:
+        raise ValueError(f"the catalogue has no attention of {entry.name}")
     rope = Rope(dim=_ROPE_DIM, base=10000.0, interleaved=True)
-    if mla is not None:
-        return Mla(
-            mla.heads, mla.q_rank, mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.value_dim,
-            softmax_scale=1.0, latent_eps=1e-6, rope=rope,
-        )  # fmt: skip
-    nope = max(entry.head_dim - _ROPE_DIM, _ROPE_DIM)
     return Mla(
-        entry.heads, None, _LATENT, nope, _ROPE_DIM, entry.head_dim,
+        mla.heads, mla.q_rank, mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.value_dim,
         softmax_scale=1.0, latent_eps=1e-6, rope=rope,
     )  # fmt: skip
+
+
+def _pooled_mixers(entry: CatalogueEntry, facts: PooledFacts) -> list[Mixer]:
+    window = PooledAttention(
+        entry.heads, entry.head_dim, facts.q_rank, facts.out_groups, facts.out_rank, facts.window,
+        norm_eps=1e-6, softmax_scale=1.0,
+        rope=Rope(dim=_ROPE_DIM, base=10000.0, interleaved=True), pool=None,
+    )  # fmt: skip
+    indexer = PoolIndexer(facts.index_heads, facts.index_dim, facts.index_top_k)
+    pools = (Pool(facts.sparse, indexer), Pool(facts.heavy, indexer=None))
+    behind = range(entry.layers - facts.window_layers)
+    return [
+        *[window] * facts.window_layers,
+        *(replace(window, pool=pools[i % len(pools)]) for i in behind),
+    ]

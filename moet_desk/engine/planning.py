@@ -21,6 +21,7 @@ from moet_desk.engine.model_shape import (
     without_kernels,
 )
 from moet_desk.engine.planned_model import PlannedModel
+from moet_desk.engine.spec import Spec
 from moet_desk.errors import MoetError, fail
 from moet_desk.forecast import (
     Forecast,
@@ -39,10 +40,7 @@ from moet_desk.plan import (
     ModelShape,
     TierBytes,
     TierPlan,
-    Wishes,
-    choose_kv_format,
     contexts,
-    kv_tokens,
     pinned_budget,
     plan_tiers,
     ram_budget,
@@ -261,7 +259,7 @@ def _on_cpu(
     with_head = loads_head(model.spec, options, on_card=False)
     token_bytes = model.kv_token_bytes(KvFormat.BF16, with_head=with_head)
     wishes = with_context(wishes_of(options), model.spec.context, token_bytes, ram)
-    form = _cpu_form(model, options, wishes, ram)
+    form = cpu_kv_format(options.kv_format, model.spec, wishes, ram)
     shape = model.cpu_shape(form, with_head=with_head)
     tiers = plan_tiers(shape, ram, wishes)
     speeds = speeds_of(machine, None, models_drive(machine))
@@ -279,13 +277,6 @@ def _on_cpu(
     )  # fmt: skip
 
 
-def _cpu_form(model: PlannedModel, options: EngineOptions, wishes: Wishes, ram: int) -> KvFormat:
-    if options.kv_format != "auto" or model.kv_stated is None:
-        return cpu_kv_format(options.kv_format, model.spec, wishes, ram)
-    n_tokens = kv_tokens(wishes, model.spec.context)
-    return choose_kv_format(model.kv_token_bytes(KvFormat.F32), n_tokens, ram)
-
-
 def _requests(tiers: TierPlan) -> int:
     return tiers.kv_pages * KV_PAGE_TOKENS // max(tiers.context, 1)
 
@@ -296,11 +287,19 @@ def _of_quality(quality: Quality, fast: Forecast, exact: Forecast) -> Forecast:
     return fast if quality is Quality.FAST else balanced(fast, exact)
 
 
+def fixed_parts(spec: Spec) -> int:
+    """Attentions with what follows them, the forecast's unit of fixed time. Residual streams, mixed
+    before and behind both halves of a layer, take as long again.
+    """
+    attentions = sum(layer.n_mixers for layer in spec.layers)
+    return attentions if spec.streams is None else 2 * attentions
+
+
 def _work(
     model: PlannedModel, shape: ModelShape, tiers: TierPlan, *, exact: bool, on_device: bool
 ) -> TokenWork:
     spec = model.spec
     return token_work(
-        shape, tiers, layers=sum(layer.n_mixers for layer in spec.layers),
+        shape, tiers, layers=fixed_parts(spec),
         moe_layers=len(spec.main_moe_layers), exact=exact, on_device=on_device,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 
 from moet_desk import hardware
 from moet_desk.engine.cuda import bandwidth
+from moet_desk.engine.families import MODULE_OF_TYPE
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.errors import ExitCode
 from moet_desk.machine import Memory, Rates, from_json
@@ -86,7 +87,10 @@ def test_plan__context_too_long__the_nearest_command_works(moet: Command, data_d
     assert moet(*command, "--machine", DESK).code == ExitCode.OK
 
 
-def test_plan__a_family_that_is_not_written__shows_it_and_4(moet: Command, data_dir: Path) -> None:
+def test_plan__a_family_that_is_not_written__shows_it_and_4(
+    moet: Command, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(MODULE_OF_TYPE, "deepseek_v4")
     ran = moet("plan", "deepseek-v4-flash", "--machine", DESK)
     assert ran.code == ExitCode.UNFIT
     assert "Does not run yet" in ran.out
@@ -149,7 +153,10 @@ def test_plan__an_installed_pack__the_plan_that_the_engine_loads(
 # -- ls --available --------------------------------------------------------------------------
 
 
-def test_available__models_that_run_first_in_the_fit_table(moet: Command, data_dir: Path) -> None:
+def test_available__models_that_run_first_in_the_fit_table(
+    moet: Command, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(MODULE_OF_TYPE, "deepseek_v4")
     ran = moet("ls", "--available", "--fit", "--machine", DESK)
     assert ran.code == ExitCode.OK
     lines = ran.out.splitlines()

@@ -81,6 +81,13 @@ def test_mla__kv_bytes__the_engines_own(entry: CatalogueEntry) -> None:
     assert entry.kv_token_bytes(KvFormat.BF16) == kv_token_bytes(spec_of(entry), KvFormat.BF16)
 
 
+@pytest.mark.parametrize("form", [KvFormat.BF16, KvFormat.FP8, KvFormat.NVFP4])
+def test_pooled__kv_bytes__the_engines_own(form: KvFormat) -> None:
+    entry = find_entry("deepseek-v4-flash")
+    assert entry is not None
+    assert entry.kv_token_bytes(form) == kv_token_bytes(spec_of(entry), form)
+
+
 @pytest.mark.parametrize("entry", KNOWN, ids=name_of)
 def test_attention__dense_layers__all_that_are_no_moe_layers(entry: CatalogueEntry) -> None:
     facts = entry.mla or entry.gqa
@@ -101,7 +108,7 @@ def test_runnable__only_families_that_are_written() -> None:
         "qwen3-235b-a22b", "qwen3-coder-480b", "olmoe-1b-7b", "mixtral-8x7b", "glm-4.7-flash",
         "minimax-m2.7", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v3.2", "glm-5.2", "glm-5.2-fp8",
         "longcat-flash", "qwen3-next-80b", "qwen3.6-35b-a3b", "qwen3.5-122b-a10b",
-        "kimi-k2-0905", "kimi-k2.5", "longcat-flash-lite",
+        "kimi-k2-0905", "kimi-k2.5", "longcat-flash-lite", "deepseek-v4-flash",
     }  # fmt: skip
     for entry in ENTRIES:
         assert entry.not_yet or entry.family in MODULE_OF_TYPE

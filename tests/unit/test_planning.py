@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from moet_desk.catalogue import find_entry, load_catalogue
 from moet_desk.engine.dense_format import DenseFormat
 from moet_desk.engine.handle import EngineOptions, Quality
+from moet_desk.engine.model_shape import kv_token_bytes
 from moet_desk.engine.planned_model import PlannedModel, from_catalogue
-from moet_desk.engine.planning import ModelPlan, Refusal, plan_model
+from moet_desk.engine.planning import ModelPlan, Refusal, fixed_parts, plan_model
 from moet_desk.engine.spec import PooledAttention, Rope
 from moet_desk.forecast import (
     HIT_CURVES,
@@ -44,6 +45,7 @@ MACHINES = {
 MODELS = {entry.name: from_catalogue(entry) for entry in load_catalogue()}
 DESK = MACHINES["5090-96gb"]
 RECORDS = Path(__file__).resolve().parents[2] / "bench" / "records"
+V4 = RECORDS / "2026-11-30-h200-deepseek-v4-flash-shape-own-blocks.json"
 AUTO = EngineOptions(device="auto")
 
 
@@ -70,7 +72,8 @@ RAM = st.integers(8 * GIB, 512 * GIB)
 def check_sums(model: PlannedModel, plan: ModelPlan) -> None:
     """Add up what was handed out without the planner's own sums."""
     tiers, shape, sizes = plan.tiers, plan.shape, plan.bytes
-    kv = tiers.kv_pages * KV_PAGE_TOKENS * model.kv_token_bytes(plan.kv_format)
+    each = kv_token_bytes(model.spec, plan.kv_format, on_card=plan.gpu is not None)
+    kv = tiers.kv_pages * KV_PAGE_TOKENS * each
     in_ring = tiers.ring_pages * KV_PAGE_TOKENS * shape.windows.token_bytes
     assert sizes.kv == kv + plan.requests * (shape.state_bytes + in_ring)
     rows = tiers.arena_base_rows * shape.base_stride + tiers.arena_fine_rows * shape.fine_stride
@@ -170,14 +173,14 @@ def test_plan__without_a_wish__a_context_whose_kv_leaves_room_for_experts() -> N
 
 
 def test_plan__context_too_long_for_the_card__refused_with_figures_and_the_nearest() -> None:
-    options = replace(AUTO, context=1_048_576)
+    options = replace(AUTO, context=1_048_576, kv_format="bf16")
     answer = plan_model(DESK, MODELS["deepseek-v4-flash"], options)
     assert isinstance(answer, Refusal)
     assert answer.error.code == "MD-GPU-05"
     assert answer.nearest is not None
     assert answer.changes[0] == f"--context {answer.nearest.tiers.context}"
     assert answer.nearest.tiers.context < 1_048_576
-    again = replace(AUTO, context=answer.nearest.tiers.context)
+    again = replace(options, context=answer.nearest.tiers.context)
     assert planned(DESK, "deepseek-v4-flash", again).tiers == answer.nearest.tiers
 
 
@@ -212,7 +215,7 @@ def test_plan__a_full_drive__refused_before_anything_is_downloaded() -> None:
     answer = plan_model(machine, MODELS["deepseek-v4-flash"], AUTO)
     assert isinstance(answer, Refusal)
     assert answer.error.code == "MD-DISK-01"
-    assert (answer.error.facts["need"], answer.error.facts["have"]) == ("173.0 GB", "100.0 GB")
+    assert (answer.error.facts["need"], answer.error.facts["have"]) == ("173.3 GB", "100.0 GB")
     installed = replace(MODELS["deepseek-v4-flash"], is_installed=True)
     assert isinstance(plan_model(machine, installed, AUTO), ModelPlan)
 
@@ -231,7 +234,9 @@ def test_plan__wsl__half_of_the_ram_can_be_pinned() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted(RECORDS.glob("*-h200-*-shape-decode.json")), ids=lambda path: path.stem[:-13]
+    "path",
+    [*sorted(RECORDS.glob("*-h200-*-shape-decode.json")), V4],
+    ids=lambda path: path.stem[11:],
 )
 def test_forecast__of_what_was_measured__its_range_holds_the_measurement(path: Path) -> None:
     """Steps of real shapes, with the bytes that they moved instead of an assumed hit rate."""
@@ -240,9 +245,11 @@ def test_forecast__of_what_was_measured__its_range_holds_the_measurement(path: P
     assert entry is not None
     vram, pcie = rates["vram_bytes_per_s"], rates["pcie_bytes_per_s"]
     machine = replace(DESK, rates=Rates(measured="", vram=vram, pcie=pcie))
-    layers = sum(layer.n_mixers for layer in from_catalogue(entry).spec.layers)
+    spec = from_catalogue(entry).spec
+    if "stands in for" in str(found["note"]):
+        spec = replace(spec, streams=None)
     fetched = Plane(row_bytes=moved["pcie"], slots=0, in_ram=1)
-    work = TokenWork(layers, 1, 1, moved["vram"], 1, (fetched,))
+    work = TokenWork(fixed_parts(spec), 1, 1, moved["vram"], 1, (fetched,))
     low, high = forecast_device(work, speeds_of(machine, None, None)).tok_per_s
     # 128 heads over 8,192 latents take longer than the 2,048 tokens that a forecast is for
     late = 0.8 if entry.mla is not None and entry.heads == 128 else 1.0

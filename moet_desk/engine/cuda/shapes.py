@@ -21,18 +21,12 @@ from moet_desk.engine.spec import (
     Mixer,
     Mla,
     MoeFfn,
-    Pool,
     PooledAttention,
-    PoolIndexer,
-    Rope,
-    Router,
     Spec,
-    Streams,
 )
-from moet_desk.kernels.kinds import Glu, KvFormat, Score
+from moet_desk.kernels.kinds import Glu, KvFormat
 
 _MOST_ROWS, _MOST_PAIRS = 8, 64  # as in `buffers` and `kernels.triton.cache`, which need torch
-_ROPE_DIM = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,40 +70,12 @@ class Shape:
         return replace(self, spec=replace(self.spec, mtp=mtp))
 
 
-def _gib(gib: float) -> int:
-    return round(gib * 1024**3)
-
-
-def _deepseek_v4_flash(context: int) -> Shape:
-    """Its own layers, but for the router and the tables of experts."""
-    near = Rope(dim=_ROPE_DIM, base=1e4, interleaved=True)
-    far = replace(near, base=1.6e5)
-    window = PooledAttention(
-        n_heads=64, head_dim=512, q_rank=1024, out_groups=8, out_rank=1024, window=128,
-        norm_eps=1e-6, softmax_scale=512**-0.5, rope=near, pool=None,
-    )  # fmt: skip
-    sparse = replace(window, rope=far, pool=Pool(4, PoolIndexer(64, 128, 512)))
-    heavy = replace(window, rope=far, pool=Pool(128, indexer=None))
-    mixers = (window, window, *(sparse, heavy) * 20, sparse)
-    router = Router(256, 6, Score.SIGMOID, True, 1, 1, True, 1.5)
-    moe = MoeFfn(
-        router, 2048, 2048, name="ffn.", glu=Glu(limit=10.0), projections=("w1", "w3", "w2")
-    )
-    spec = Spec(
-        model_type="deepseek_v4", vocab=129280, hidden=4096, context=context, norm_eps=1e-6,
-        tied_head=False, mtp=None,
-        layers=tuple(Layer(i, mixer, moe) for i, mixer in enumerate(mixers)),
-        streams=Streams(n=4, sinkhorn_steps=20, eps=1e-6),
-    )  # fmt: skip
-    kv_bytes = kv_token_bytes(spec, KvFormat.NVFP4)
-    return Shape("deepseek-v4-flash", spec, _gib(8.23), kv_bytes)
-
-
 _TURNED_PARTS = {"glm4_moe": 2, "minimax_m2": 2, "qwen3_next": 4, "qwen3_5_moe": 4}
 """Families whose rope turns one of so many parts of each head."""
 
 _OSS_WINDOW = 128
 _OSS_GLU = Glu(limit=7.0, alpha=1.702, shift=1.0)
+_V4_GLU = Glu(limit=10.0)
 
 
 def _known(name: str, context: int, *, is_rounded: bool = False) -> Shape:
@@ -123,6 +89,8 @@ def _known(name: str, context: int, *, is_rounded: bool = False) -> Shape:
     )
     if entry.family == "gpt_oss":
         layers = tuple(_oss_layer(layer) for layer in layers)
+    if entry.family == "deepseek_v4":
+        layers = tuple(_v4_layer(layer) for layer in layers)
     spec = replace(spec, context=context, layers=layers)
     kv_bytes = kv_token_bytes(spec, KvFormat.NVFP4)
     dense_bytes = entry.dense_bytes
@@ -138,6 +106,10 @@ def _computed(mixer: Mixer, family: str) -> Mixer:
         return mixer
     if isinstance(mixer, Mla):
         return replace(mixer, softmax_scale=(mixer.nope_dim + mixer.rope_dim) ** -0.5)
+    if isinstance(mixer, PooledAttention):
+        base = 1e4 if mixer.pool is None else 1.6e5
+        rope = replace(mixer.rope, base=base)
+        return replace(mixer, softmax_scale=mixer.head_dim**-0.5, rope=rope)
     rope = replace(mixer.rope, dim=mixer.head_dim // _TURNED_PARTS.get(family, 1))
     return replace(mixer, softmax_scale=mixer.head_dim**-0.5, rope=rope)
 
@@ -154,19 +126,26 @@ def _oss_layer(layer: Layer) -> Layer:
     return replace(layer, mixer=mixer, ffn=ffn)
 
 
+def _v4_layer(layer: Layer) -> Layer:
+    """Experts of its kind; the router and the tables that name experts are not its own."""
+    if not isinstance(layer.ffn, MoeFfn):
+        return layer
+    ffn = replace(layer.ffn, name="ffn.", glu=_V4_GLU, projections=("w1", "w3", "w2"))
+    return replace(layer, ffn=ffn)
+
+
 KNOWN = (
     "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air", "glm-4.7", "glm-4.7-flash",
     "minimax-m2.7", "olmoe-1b-7b", "mixtral-8x7b", "qwen3-235b-a22b", "qwen3-coder-480b",
     "deepseek-v3.1", "deepseek-v3.2", "deepseek-r1", "kimi-k2-0905", "kimi-k2.5", "glm-5.2",
     "glm-5.2-fp8", "longcat-flash", "longcat-flash-lite", "qwen3-next-80b",
-    "qwen3.6-35b-a3b", "qwen3.5-122b-a10b",
+    "qwen3.6-35b-a3b", "qwen3.5-122b-a10b", "deepseek-v4-flash",
 )  # fmt: skip
 """Models of the catalogue whose family runs. Named here, so that the command line need not read
 it to list them.
 """
 
 SHAPES: Mapping[str, Callable[[int], Shape]] = {
-    "deepseek-v4-flash": _deepseek_v4_flash,
     **{name: partial(_known, name) for name in KNOWN},
     "glm-5.2": partial(_known, "glm-5.2", is_rounded=True),
 }
