@@ -17,13 +17,14 @@ from moet_desk.engine.cuda.pooled_sizes import LOOKING_ROWS, PooledSizes, seen_m
 from moet_desk.engine.cuda.products import GroupedWeight, Products
 from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.spec import Pool, PooledAttention, PoolIndexer
+from moet_desk.kernels.kv_sizes import POOL_STATES
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.heads import turn_back, turn_heads
 from moet_desk.kernels.triton.indexer import choose
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.pooled_keys import prepare_queries, score_windows, store_keys
-from moet_desk.kernels.triton.pooling import finish, pool
+from moet_desk.kernels.triton.pooling import finish, pool, pool_run
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.seen import Places, Pooled, list_seen
 from moet_desk.kernels.triton.shared_attention import shared_decode
@@ -39,6 +40,7 @@ class PooledBuffers:
         one, other: flat, [R, N, D]: heads on their way in and out.
         low: [R, G * r].
         index_one, index_other: [R, N_i, D_i]; heads: [R, N_i].
+        held: [numbers of a state].
         places: of rows.
         splits: parts of a row's entries.
         scores: [B, S]; chosen, counts: int32 [B, K], [B]; listed, seen: int32 [B, L], [B].
@@ -55,6 +57,7 @@ class PooledBuffers:
     index_one: Tensor
     index_other: Tensor
     heads: Tensor
+    held: Tensor
     places: Places
     splits: int
     scores: Tensor
@@ -80,7 +83,7 @@ class PooledBuffers:
             pooling=f32(rows, size.pooling), means=f32(rows, size.head_dim),
             key_means=f32(rows, size.index_dim), one=f32(rows * size.queries),
             other=f32(rows * size.queries), low=f32(rows, size.low), index_one=f32(*index),
-            index_other=f32(*index), heads=f32(rows, size.index_heads),
+            index_other=f32(*index), heads=f32(rows, size.index_heads), held=f32(size.held),
             places=Places.make(rows, device), splits=splits, scores=f32(looking, size.scored),
             chosen=i32(looking, size.top_k), counts=i32(looking),
             listed=i32(looking, size.listed), seen=i32(looking),
@@ -96,12 +99,14 @@ class PooledRows:
         table: int32 [T, pages of a sequence].
         memory: of the layer.
         sees_all: whether an indexer need not score for them: all that is closed is taken.
+        run: slot and first position, of rows that are of one sequence and follow each other.
     """
 
     places: Places
     table: Tensor
     memory: PoolMemory
     sees_all: bool = False
+    run: tuple[int, int] | None = None
 
     @property
     def n(self) -> int:
@@ -121,13 +126,20 @@ class _Compressor:
         self.eps = eps
 
     def read(
-        self, joined: Tensor, sums: Tensor, places: Places, means: Tensor, *, overlap: bool
+        self, b: PooledBuffers, joined: Tensor, sums: Tensor, rows: PooledRows, means: Tensor
     ) -> None:
         """Add rows to open windows; `means` gets those that close."""
-        pool(
-            joined, self.places, places.positions, sums, places.sources, places.targets, means,
-            overlap=overlap,
-        )  # fmt: skip
+        places, overlap = rows.places, sums.shape[1] == 9 * means.shape[1]
+        if rows.run is None:
+            pool(
+                joined, self.places, places.positions, sums, places.sources, places.targets,
+                means, overlap=overlap,
+            )  # fmt: skip
+            return
+        slot, start = rows.run
+        held = b.held[: sums.shape[1]]
+        held.copy_(sums[slot * POOL_STATES + start % POOL_STATES])
+        pool_run(joined, self.places, start, held, sums, places.targets, means, overlap=overlap)
 
 
 class _PoolIndexerLaunches:
@@ -232,8 +244,7 @@ class PooledLaunches:
         values = b.pooling[t, : self._w_pool.n]
         products(normed, self._w_pool, values)
         width = 2 * own.places.shape[1]
-        overlap = pooled.indexer is not None
-        own.read(values[:, :width], memory.sums, places, b.means[t], overlap=overlap)
+        own.read(b, values[:, :width], memory.sums, rows, b.means[t])
         finish(
             b.means[t], own.norm, own.eps, *self._turns, places.positions, memory.entries.memory,
             rows.table, memory.form, ratio=pooled.ratio, spread=memory.entries.spread,
@@ -241,7 +252,7 @@ class PooledLaunches:
         if self._index is None or memory.keys is None or memory.key_sums is None:
             return
         keys, index = self._index.compressor, self._index
-        keys.read(values[:, width:], memory.key_sums, places, b.key_means[t], overlap=True)
+        keys.read(b, values[:, width:], memory.key_sums, rows, b.key_means[t])
         store_keys(
             b.key_means[t], keys.norm, keys.eps, ratio=pooled.ratio, rotation=rotation,
             kv=rows.pages(memory.keys, t),
