@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from moet_desk.engine.families.tensors import NGRAM_TABLES
 from moet_desk.errors import MoetError
 from moet_desk.kernels.row_sizes import GROUP
 from moet_desk.plan import DeviceBudget, ModelShape, TierPlan, Wishes, plan_device_tiers
@@ -37,10 +38,15 @@ def may_round(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a dense tensor can be rounded: a matrix of a product that chooses nothing.
 
     Routers and indexers choose experts and tokens, embedding and head choose words: these stay, and
-    so do pools' compressors and connections of streams, which go through a softmax.
+    so do pools' compressors and connections of streams, which go through a softmax. Of tables of
+    n-grams rows are read as they are.
     """
     is_matrix = len(shape) == 2 and shape[1] % GROUP == 0
-    is_kept = any(part in name for part in _KEPT_BELOW) or name.endswith(_KEPT)
+    is_kept = (
+        name.startswith(NGRAM_TABLES)
+        or any(part in name for part in _KEPT_BELOW)
+        or name.endswith(_KEPT)
+    )
     return is_matrix and not is_kept
 
 

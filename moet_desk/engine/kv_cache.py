@@ -47,6 +47,8 @@ class KvSequence:
         ring: pages in layers with a window.
         choice: while tokens are read, what the newest layer with an indexer chose for them, bool
             [T, S]; None: all that they may see.
+        tokens: ids of the tokens, where the model's embedding looks back at them; those from
+            `length` on mean nothing.
         slot, base: of its states on a device, if it has some there (`recurrent.StateSlots`).
     """
 
@@ -58,11 +60,18 @@ class KvSequence:
     slot: int | None = None
     base: int = 0
     ring: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
     def ring_pages(self) -> list[int]:
         """The page of a layer with a window for each page of the others."""
         times = -(-len(self.pages) // max(1, len(self.ring)))
         return (self.ring * times)[: len(self.pages)]
+
+    def remember(self, at: int, ids: Sequence[int]) -> None:
+        """Tokens from place `at` on, in place of what was there."""
+        missing = at - len(self.tokens)
+        self.tokens += [0] * missing  # a measurement begins behind tokens that never were
+        self.tokens[at:] = ids
 
     def fork(self) -> KvSequence:
         """The same tokens on the same pages, to read ahead of them: neither sees the other's
@@ -202,7 +211,7 @@ class KvCache:
         """Give a sequence's pages back."""
         self._free = sorted(self._free + sequence.pages)
         self._free_ring += sequence.ring
-        sequence.pages, sequence.ring = [], []
+        sequence.pages, sequence.ring, sequence.tokens = [], [], []
         sequence.length = 0
         sequence.states.clear()
         if self._slots is not None and sequence.slot is not None:

@@ -42,6 +42,7 @@ FIGURES = Figures(
     bandwidth=Bandwidth(vram=4e12, pcie=50e9),
     prefill_tok_per_s=None,
     peak_vram_bytes=31 * GIB,
+    by_kernel={"_gemv_kernel": (259.0, 3.50049), "_fetch_kernel": (43.0, 1.5)},
 )  # fmt: skip
 
 
@@ -195,6 +196,9 @@ def test_bench_shape__record__schema_of_the_bench_records(moet: Command, card: F
     assert record["step_ms"]["p05"] < 8.2
     assert record["step_ms"]["p95"] > 10.8
     assert sum(record["step_ms"]["by_group"].values()) == pytest.approx(9.5)
+    assert record["step_ms"]["by_kernel"] == {
+        "_gemv_kernel": {"launches": 259, "ms": 3.5}, "_fetch_kernel": {"launches": 43, "ms": 1.5},
+    }  # fmt: skip
     assert record["bytes_per_step"] == {"vram": 10**10, "pcie": 70_850_000, "nvme": None}
     assert record["measured_bw"] == {"vram_bytes_per_s": 4 * 10**12, "pcie_bytes_per_s": 5 * 10**10}
     assert record["achieved_bw"]["pcie_bytes_per_s"] == pytest.approx(70_850_000 / 9.5e-3, rel=1e-6)
@@ -236,12 +240,14 @@ def test_bench_shape__guesses__times_measured_and_speed_computed(
 
 
 def test_bench_shape__nothing_traced__null_and_never_0(moet: Command, card: FakeCard) -> None:
-    card.figures = replace(FIGURES, by_group=None, bandwidth=None, peak_vram_bytes=None)
+    card.figures = replace(
+        FIGURES, by_group=None, by_kernel=None, bandwidth=None, peak_vram_bytes=None
+    )
     arguments = ("bench", "--shape", "deepseek-v4-flash")
     record = moet(*arguments, "--json").document
     absent = ("measured_bw", "roofline_ratio", "peak_vram_gib", "prefill_tok_per_s")
     assert [record[name] for name in absent] == [None] * 4
-    assert record["step_ms"]["by_group"] is None
+    assert record["step_ms"]["by_group"] is record["step_ms"]["by_kernel"] is None
     text = moet(*arguments).out
     assert "by kernel    not measured" in text
     assert "None" not in text

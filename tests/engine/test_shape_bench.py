@@ -21,7 +21,13 @@ from moet_desk.engine.cuda.bandwidth import Bandwidth
 from moet_desk.engine.cuda.blocks import Branch, GqaLaunches, LayerLaunches
 from moet_desk.engine.cuda.buffers import MAX_ROWS
 from moet_desk.engine.cuda.chunk_sizes import chunk_bytes, stage_bytes
-from moet_desk.engine.cuda.kernel_groups import GROUP_OF_KERNEL, Group, group_of, split
+from moet_desk.engine.cuda.kernel_groups import (
+    GROUP_OF_KERNEL,
+    Group,
+    by_kernel,
+    group_of,
+    split,
+)
 from moet_desk.engine.cuda.measured import RESERVE_BYTES, Figures, Setup, Steps
 from moet_desk.engine.cuda.popularity import TOLERANCE, find_popularity
 from moet_desk.engine.cuda.shapes import KNOWN, SHAPES, Shape
@@ -368,6 +374,10 @@ def test_split__kernels__by_group_with_the_rest_as_gaps() -> None:
         "sampling": 0, "norms_other": 0.25, "gaps_host": 2.75,
     }  # fmt: skip
     assert split(times, n_steps=1, step_ms=2.0)["gaps_host"] == 0
+    twice = by_kernel([*times, ("_down_kernel", 3000.0)], n_steps=2)
+    assert list(twice.items()) == [
+        ("_down_kernel", (1.0, 2.0)), ("_gemv_kernel", (0.5, 1.5)), ("Memcpy HtoD", (0.5, 0.25)),
+    ]  # fmt: skip
     assert group_of("_rms_norm_kernel_0d1d2") is Group.OTHER
     assert group_of("_fetch_kernel_0d1") is Group.FETCH
 

@@ -57,8 +57,12 @@ class Experts(Protocol):
         """From ids, weights, codes and scales in `buffers` to `part`."""
         ...
 
-    def recover(self) -> None:
-        """After a failed step: make the device's view of the arena true again."""
+    def recover(self, *, torn: bool) -> None:
+        """After a failed step: make the device's view of the arena true again.
+
+        Args:
+            torn: its launches stopped half way, so that nobody knows which slots were filled.
+        """
         ...
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.dense_format import PLAIN, DenseFormat, may_round
+from moet_desk.engine.ngram_rows import Rows
 from moet_desk.kernels.reference import quantize_dense
 from moet_desk.kernels.triton.dense import DenseWeight, WeightKind
 from moet_desk.store.pack_reader import PackReader
@@ -35,6 +36,8 @@ class DenseSource(Protocol):
     def matrix(self, *names: str) -> DenseWeight: ...
 
     def table(self, name: str) -> Tensor: ...
+
+    def rows(self, name: str) -> Rows: ...
 
 
 class DenseLoader:
@@ -99,10 +102,14 @@ class DenseLoader:
         return self._reader.dense_tensor(info.name)
 
     def table(self, name: str) -> Tensor:
-        """The embedding, bfloat16 or float32 [V, H]."""
+        """A matrix as it is, such as the embedding: bfloat16 or float32 [V, H]."""
         info = self._reader.dense.info(name)
         stored = info.weight.tensor() if info.format is Format.BF16 else None
         return self._put(self._reader.dense_tensor(name) if stored is None else stored)
+
+    def rows(self, name: str) -> Rows:
+        """What reads rows of a matrix on the host."""
+        return self._reader.dense_rows(name)
 
     def _put(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous().to(self._device)

@@ -109,6 +109,17 @@ def kernel_times(run: Callable[[], None]) -> list[tuple[str, float]]:
     ]
 
 
+def by_kernel(
+    times: Iterable[tuple[str, float]], *, n_steps: int
+) -> dict[str, tuple[float, float]]:
+    """Launches and milliseconds per step by kernel, the longest first; arguments as `split`."""
+    found: dict[str, tuple[float, float]] = {}
+    for kernel, us in times:
+        launches, ms = found.get(kernel, (0.0, 0.0))
+        found[kernel] = launches + 1 / n_steps, ms + us / (1e3 * n_steps)
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
 def split(times: Iterable[tuple[str, float]], *, n_steps: int, step_ms: float) -> dict[str, float]:
     """Milliseconds per step by group, and what of `step_ms` is left.
 

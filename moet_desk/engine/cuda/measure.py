@@ -22,7 +22,7 @@ from torch import Tensor
 from moet_desk.engine.cuda.bandwidth import copy_bandwidth
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading, bounce_memory
-from moet_desk.engine.cuda.kernel_groups import kernel_times, split
+from moet_desk.engine.cuda.kernel_groups import by_kernel, kernel_times, split
 from moet_desk.engine.cuda.loader import states_of
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
 from moet_desk.engine.cuda.measured import (
@@ -161,7 +161,7 @@ class ShapeBench:
         self._random = np.random.default_rng(0)
         popular = self.loader.rows_by_popularity()
         self._fill_ram(popular)
-        experts.recover()  # the device's view of where rows lie
+        experts.recover(torn=False)  # the device's view of where rows lie
         popular = popular[: min(n_slots, setup.in_ram()[Plane.BASE])]
         places = self._host.table(Plane.BASE)[popular].tolist()
         self.pool.preload(popular[::-1], places[::-1], memory)
@@ -224,7 +224,8 @@ class ShapeBench:
         steps = tried[popularity]
         if popularity != next(reversed(tried)):
             self._warm_up(popularity)
-        by_group, drafts, drive = self._by_group(steps), self._drafts(), self._drive_figures()
+        times, drafts, drive = self._kernel_times(), self._drafts(), self._drive_figures()
+        traced = setup.traced
         prefill_tok_per_s = self._prefill()
         return Figures(
             steps=steps,
@@ -236,7 +237,8 @@ class ShapeBench:
                 steps.misses * setup.layout.base_stride
                 + steps.fine_misses * setup.layout.fine_stride
             ),
-            by_group=by_group,
+            by_group=split(times, n_steps=traced, step_ms=steps.median_ms) if times else None,
+            by_kernel=by_kernel(times, n_steps=traced) if times else None,
             bandwidth=self.bandwidth,
             drive=drive,
             prefill_tok_per_s=prefill_tok_per_s,
@@ -365,10 +367,11 @@ class ShapeBench:
         )
         return dense_read_bytes(setup.shape, setup.rows) + round(experts) + kv
 
-    def _by_group(self, steps: Steps) -> Mapping[str, float] | None:
+    def _kernel_times(self) -> list[tuple[str, float]]:
+        """Kernels of some steps with their microseconds; none where nothing can be traced."""
         count = self._setup.traced
         if self._setup.device.type != "cuda":
-            return None
+            return []
         rows = self._setup.rows
         sequence = self._sequence(rows)
 
@@ -378,7 +381,7 @@ class ShapeBench:
 
         times = kernel_times(some_steps)
         self.kv.release(sequence)
-        return split(times, n_steps=count, step_ms=steps.median_ms) if times else None
+        return times
 
     def _bounce(self) -> Mapping[Plane, Tensor]:
         """Pinned places for a prompt's rows that are not in RAM; none if all rows are."""

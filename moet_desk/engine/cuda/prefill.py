@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moet_desk.engine.card_faults import is_out_of_memory
 from moet_desk.engine.cuda.blocks import LayerLaunches
 from moet_desk.engine.cuda.chunk_blocks import ChunkLayer, ChunkRows, RoutedExperts
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
@@ -96,9 +97,16 @@ class ChunkModel:
         return self._b.rows
 
     def begin(self, tokens: Sequence[int], sequence: KvSequence, reading: Reading) -> Chunk:
-        """Embed the tokens that follow what the sequence holds."""
+        """Embed the tokens that follow what the sequence holds. Raises as `NgramRows.of`."""
         rows, ids = self._rows(tokens, sequence, reading)
-        embed(ids, self._model.embedding, self._b.x[: rows.n])
+        x, ngrams = self._b.x[: rows.n], self._model.ngrams
+        embed(ids, self._model.embedding, x)
+        if ngrams is not None:
+
+            def product(seen: Tensor, out: Tensor) -> None:
+                gemm(self._split(seen), ngrams.products, out, residual=out)
+
+            ngrams.read_chunk(tokens, sequence, x, self._b.normed, product)
         if self._b.streams is not None:
             spread(self._b.x[: rows.n], self._b.streams.x[: rows.n])
         return Chunk(rows, reading)
@@ -212,6 +220,7 @@ class CudaPrefiller:
         decoder: takes the first token.
         chunk: tokens of a chunk; chunks begin at multiples of it.
         fast: how prompts of fast and balanced requests are read.
+        make_room: gives memory of the card back.
         clock: seconds.
 
     Attributes:
@@ -227,10 +236,12 @@ class CudaPrefiller:
         *,
         chunk: int,
         fast: Reading,
+        make_room: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model, self._decoder = model, decoder
         self.chunk, self._fast, self._clock = chunk, fast, clock
+        self._make_room = make_room
         self.prompts = PromptReading.FP4 if fast is Reading.FAST_FP4 else PromptReading.NO_ROOM
         self._open: tuple[ActiveRequest, Chunk] | None = None
 
@@ -248,17 +259,40 @@ class CudaPrefiller:
         """
         ends = self._clock() + TURN_S
         try:
-            chunk = self._chunk_of(request)
-            while chunk.next_layer < self._model.n_layers:
-                self._model.layer(chunk)
-                if self._clock() >= ends and chunk.next_layer < self._model.n_layers:
-                    return 0
+            chunk = self._read(request, ends)
+            if chunk is None:
+                return 0
             self._open = None
             return self._close(request, chunk)
         except MoetError as error:
             self._open = None
             request.fail(error)
             return 0
+
+    def _read(self, request: ActiveRequest, ends: float) -> Chunk | None:
+        """As `_read_layers`; a chunk that did not fit on the card is begun anew once.
+
+        Not where a layer keeps more than an entry for each token: half a chunk has then changed
+        what it began from.
+        """
+        try:
+            return self._read_layers(request, ends)
+        except RuntimeError as error:
+            keeps_more = request.kv.slot is not None or bool(request.kv.ring)
+            if keeps_more or not is_out_of_memory(error):
+                raise
+        self._open = None  # out here nothing holds what the first attempt had on the card
+        self._make_room()
+        return self._read_layers(request, ends)
+
+    def _read_layers(self, request: ActiveRequest, ends: float) -> Chunk | None:
+        """The chunk behind all layers; None if the turn is over before."""
+        chunk = self._chunk_of(request)
+        while chunk.next_layer < self._model.n_layers:
+            self._model.layer(chunk)
+            if self._clock() >= ends and chunk.next_layer < self._model.n_layers:
+                return None
+        return chunk
 
     def _chunk_of(self, request: ActiveRequest) -> Chunk:
         """The chunk on its way, if it is this request's; else its next one."""

@@ -26,6 +26,7 @@ from moet_desk.engine.cuda.delta import DeviceStates
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.head import HeadLaunches
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
+from moet_desk.engine.cuda.ngrams import DeviceNgrams
 from moet_desk.engine.cuda.pool_states import PooledStates, PoolMemory
 from moet_desk.engine.cuda.pooled import PooledRows
 from moet_desk.engine.cuda.shortcut import ShortcutLaunches
@@ -114,6 +115,9 @@ class StepModel:
             self._head = DenseWeight(self.embedding)
         else:
             self._head = load.matrix("lm_head")
+        self.ngrams: DeviceNgrams | None = None
+        if spec.ngrams is not None:
+            self.ngrams = DeviceNgrams(spec.ngrams, spec.vocab, load, device)
         self.final_norm = load.norm("model.norm")
         rope = RopeTable(spec.attention.rope, context)
         self.cos, self.sin = rope.cos.to(device), rope.sin.to(device)
@@ -146,6 +150,7 @@ class StepModel:
         self._graphs: dict[tuple[int, Plane, bool], torch.cuda.CUDAGraph] = {}  # bool: the head
         self._choice_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # rows, any drawn
         self._broken = False  # a step failed, and what it left is not cleared up yet
+        self._torn = False  # and not all of its launches were made
 
     def run(self, rows: Sequence[StepRow], plane: Plane) -> Tensor:
         """Compute a step and store its KV; the callers move the sequences' lengths on.
@@ -154,7 +159,8 @@ class StepModel:
             float32 [T, V] logits on the host, valid until the next run.
 
         Raises:
-            MoetError: MD-NVME-04 a row could not be read in time or at all; no token may be taken.
+            MoetError: MD-NVME-04, 05 a row could not be read in time or at all; no token may be
+                taken.
         """
         self._compute(rows, plane, ())
         return self._host_logits[: len(rows)]
@@ -237,6 +243,9 @@ class StepModel:
             self._server.begin()
         try:
             self._replay(len(rows), plane, draws, head=head)
+        except BaseException:
+            self._broken = self._torn = True
+            raise
         finally:
             if self._server is not None:
                 self._server.end()
@@ -250,6 +259,8 @@ class StepModel:
     def _replay(self, count: int, plane: Plane, draws: Sequence[Draw], *, head: bool) -> None:
         """Inputs to the device, the launches, results to the host; returns when all is done."""
         self._inputs.send()
+        if self.ngrams is not None:
+            self.ngrams.send()
         graph = self._graphs.get((count, plane, head))
         if graph is not None:
             graph.replay()
@@ -296,6 +307,8 @@ class StepModel:
         ids, positions, lengths, table = self._inputs.unpack(rows)
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
+        if self.ngrams is not None:
+            self.ngrams.launch(b.x[t])
         for i, layer in enumerate(self.layers):
             if isinstance(layer, StreamLaunches):
                 if not i:
@@ -424,6 +437,8 @@ class StepModel:
         for i, row in enumerate(rows):
             position = row.sequence.length + row.ahead
             self._inputs.set_row(i, row.token, position, row.sequence.pages, row.sequence.ring)
+            if self.ngrams is not None:
+                self.ngrams.set_row(i, row.sequence, position, row.token)
         if self._states is not None:
             self._inputs.set_runs(_runs_of_head(rows) if head else _runs(rows))
         for i, draw in enumerate(draws):
@@ -446,8 +461,8 @@ class StepModel:
             self._server.take_error()  # of a request that failed long ago
         self.error.zero_()
         for experts in self._experts.values():
-            experts.recover()
-        self._broken = False
+            experts.recover(torn=self._torn)
+        self._broken = self._torn = False
 
 
 def _runs(rows: Sequence[StepRow]) -> list[list[int]]:

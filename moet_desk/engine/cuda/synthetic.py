@@ -8,7 +8,7 @@ look-ups. Owned by the thread that measures.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
+from moet_desk.engine.blocks.weights import LoadedRows
 from moet_desk.engine.cuda.shapes import Shape
 from moet_desk.engine.dense_format import may_round, rounded_bytes
-from moet_desk.engine.families.tensors import dense_shapes
+from moet_desk.engine.families.tensors import NGRAM_TABLES, dense_shapes
+from moet_desk.engine.ngram_rows import Rows
 from moet_desk.engine.spec import Spec
 from moet_desk.errors import MoetError
 from moet_desk.kernels.layouts import GROUP, ExpertLayout
@@ -38,6 +40,7 @@ _PIECE_FLOATS = 1 << 24  # made at a time, 64 MiB: random float32 takes four tim
 _ROW_SCALE = 120  # E8M0, 2**-7: products of unit activations stay near one
 _BIAS = "e_score_correction_bias"
 _EXPERT_BIAS = "_proj_bias"
+_FEW_ROWS = 1 << 14
 _ROUTERS = (".gate", ".router")
 _IN_FLOAT = ("_fn", ".ape")
 """Matrices that are read as numbers: of connections between streams, and biases of places."""
@@ -87,7 +90,16 @@ def _bytes_of(shape: Shape, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> i
     return sum(
         stored_bytes(name, size, is_fp8=shape.is_fp8, is_rounded=shape.is_rounded)
         for name, size in tensors
+        if not name.startswith(NGRAM_TABLES)  # which are not loaded
     )
+
+
+class _FewRows(LoadedRows):
+    """Stands for a larger matrix: its rows come again and again."""
+
+    def read(self, rows: Sequence[int]) -> Tensor:
+        """See `Rows`."""
+        return super().read([row % _FEW_ROWS for row in rows])
 
 
 @dataclass(slots=True)
@@ -152,6 +164,11 @@ class SyntheticLoader:
     def table(self, name: str) -> Tensor:
         """The embedding in bfloat16."""
         return self._values(self._shapes[name], torch.bfloat16, 1.0)
+
+    def rows(self, name: str) -> Rows:
+        """Rows in RAM, a few for all of a table of n-grams: as if the system kept what was read."""
+        width = self._shapes[name][1]
+        return _FewRows(torch.randn(_FEW_ROWS, width, generator=torch.Generator().manual_seed(0)))
 
     def form(self) -> ExpertForm:
         """Of the experts; biases are zeros, which take as long to read as others."""
