@@ -6,7 +6,9 @@ The twin is engine/blocks/pooled; rows read what rows before them left in the la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -118,6 +120,14 @@ class PooledRows:
         return KvPages(rows.memory, self.table[here], self.memory.form)
 
 
+class Aside(Protocol):
+    """A branch for launches that need not wait for those of the main one (`blocks.Branch`)."""
+
+    def beside(self) -> AbstractContextManager[None]: ...
+
+    def join(self) -> None: ...
+
+
 class _Compressor:
     """Pools entries or keys of `dim` numbers."""
 
@@ -196,8 +206,10 @@ class PooledLaunches:
         out: Tensor,
         *,
         scratch: DecodeScratch,
+        branch: Aside | None = None,
     ) -> None:
-        """Take rows in, and give what they see.
+        """Take rows in, and give what they see; pools and their indexer on a branch, if there is
+        one.
 
         Shapes:
             normed, out [T, H] float32; may not be the same memory
@@ -211,16 +223,23 @@ class PooledLaunches:
             entry, self._kv_norm, mixer.norm_eps, *self._turns, places.positions,
             rows.memory.rows, places.rings, rows.memory.form, ratio=1, ring=rows.memory.ring,
         )  # fmt: skip
+        together = rows.n <= LOOKING_ROWS[b.splits]
         if mixer.pool is not None:
-            self._pool(b, products, normed, rows, rotation, mixer.pool)
+            with nullcontext() if branch is None else branch.beside():
+                self._pool(b, products, normed, rows, rotation, mixer.pool)
+                if together:
+                    self._choose(b, rows, t)
         shape = (rows.n, mixer.n_heads, mixer.head_dim)
         size = rows.n * mixer.n_heads * mixer.head_dim
         one, other = b.one[:size].view(shape), b.other[:size].view(shape)
         products(b.latent[t], self._w_query, one.flatten(1))
         turn_heads(one, other, rotation=rotation, eps=mixer.norm_eps)
-        looking = LOOKING_ROWS[b.splits]
-        for first in range(0, rows.n, looking):
-            here = slice(first, min(first + looking, rows.n))
+        if mixer.pool is not None and branch is not None:
+            branch.join()
+        for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
+            here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
+            if not together:
+                self._choose(b, rows, here)
             self._attend(b, rows, here, other[here], one[here], scratch)
         back = products.by_group(b.other[:size], rows.n, mixer.out_groups)
         turn_back(one, back, rotation=rotation)
@@ -284,20 +303,26 @@ class PooledLaunches:
             scale=mixer.softmax_scale, scratch=scratch, splits=b.splits,
         )  # fmt: skip
 
-    def _pooled(self, b: PooledBuffers, rows: PooledRows, here: slice) -> Pooled | None:
-        """Which pooled entries a few rows see, chosen if there is an indexer."""
-        memory, pooled, n = rows.memory, self.mixer.pool, slice(0, here.stop - here.start)
-        if pooled is None or memory.entries is None:
-            return None
-        kv = rows.pages(memory.entries, here)
-        found = Pooled(kv, pooled.ratio, memory.entries.spread, memory.first)
-        if self._index is None or memory.keys is None:
-            return found
+    def _choose(self, b: PooledBuffers, rows: PooledRows, here: slice) -> None:
+        """Let the indexer, if there is one, choose for a few rows."""
+        memory, n = rows.memory, slice(0, here.stop - here.start)
+        if self._index is None or memory.keys is None or memory.entries is None:
+            return
         closed, indexer = rows.places.closed[here], self._index.indexer
         if not rows.sees_all:
             score_windows(
                 b.index_other[here], b.heads[here], rows.pages(memory.keys, here), closed,
                 b.scores[n], scale=(indexer.n_heads * indexer.head_dim) ** -0.5,
             )  # fmt: skip
-        choose(b.scores[n], closed, kv, b.chosen[n], b.counts[n])
-        return Pooled(kv, pooled.ratio, 1, memory.first, b.chosen[n], b.counts[n])
+        choose(b.scores[n], closed, rows.pages(memory.entries, here), b.chosen[n], b.counts[n])
+
+    def _pooled(self, b: PooledBuffers, rows: PooledRows, here: slice) -> Pooled | None:
+        """Which pooled entries a few rows see: what was chosen if there is an indexer."""
+        memory, pooled, n = rows.memory, self.mixer.pool, slice(0, here.stop - here.start)
+        if pooled is None or memory.entries is None:
+            return None
+        kv = rows.pages(memory.entries, here)
+        found = Pooled(kv, pooled.ratio, memory.entries.spread, memory.first)
+        if self._index is None:
+            return found
+        return replace(found, chosen=b.chosen[n], counts=b.counts[n])
