@@ -196,6 +196,9 @@ class ReplayEngine:
         """At once."""
         return True
 
+    def limit_vram(self, n_bytes: int | None) -> None:
+        """A recording takes nothing of a card."""
+
     def close(self) -> None:
         """End an answer that is being said."""
         if self._stream is not None and not self._stream.ended:

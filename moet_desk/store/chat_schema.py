@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moet_desk.errors import MoetError, fail
+from moet_desk.errors.disk import unwritable
 
 _CHECKED_BYTES = 64 * 2**20  # larger files are not read through at every start
 
@@ -175,8 +176,7 @@ def store_errors(path: Path) -> Iterator[None]:
     except UnicodeDecodeError as problem:  # SQLite may quote damaged bytes in what it says
         raise fail("MD-CHAT-02", path=str(path), reason="it is damaged") from problem
     except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise fail("MD-DISK-03", path=str(path), reason=reason) from problem
+        raise unwritable(path, problem) from problem
 
 
 def _error_of(problem: sqlite3.DatabaseError, path: Path) -> MoetError:

@@ -279,7 +279,12 @@ class Bridge:
 
     @property
     def can_restart(self) -> bool:
-        """Whether `restart` could help: only the engine failed."""
+        """Whether `restart` could help: only the engine failed, and its card can be reached from
+        this process.
+        """
+        record = self.error.to_dict() if isinstance(self.error, MoetError) else self.error or {}
+        if record.get("code") == "MD-GPU-07":
+            return False
         return self._pack_job is None or self._pack_job.error is None
 
     # -- what it shows -------------------------------------------------------------------------
@@ -333,6 +338,13 @@ class Bridge:
         return LiveAnswer(
             stream, self.clock.monotonic, quality=request.quality, log_dir=self._log_dir
         )
+
+    def limit_vram(self, n_bytes: int | None) -> None:
+        """Have the model take so much of a card's memory at most; one that is being opened too."""
+        opening = None if self._opening is None else self._opening.handle
+        handle = self._handle or opening
+        if handle is not None:
+            handle.limit_vram(n_bytes)
 
     def count_tokens(self, text: str) -> int | None:
         """Tokens of a text; None without a model. May take a second: call it in a thread."""

@@ -251,6 +251,38 @@ def test_write__disk_is_full__said_and_nothing_lost(store: ChatStore) -> None:
     assert [m.content for m in store.get_chat(chat_id).messages] == ["kept"]
 
 
+def test_write__another_program_holds_the_file__said_and_written_when_it_lets_go(
+    store: ChatStore, path: Path
+) -> None:
+    chat_id = store.create_chat("t")
+    store._connection.execute("PRAGMA busy_timeout = 20")
+    with sqlite3.connect(path) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(MoetError, match="another program is using it") as caught:
+            store.add_message(chat_id, "user", "kept")
+        other.rollback()
+    assert caught.value.code == "MD-CHAT-02"
+    store.add_message(chat_id, "user", "kept")
+    assert [m.content for m in store.get_chat(chat_id).messages] == ["kept"]
+
+
+@pytest.mark.parametrize("jump", [timedelta(days=-400), timedelta(hours=9), timedelta(days=9000)])
+def test_clock_jumps__messages_stay_in_their_order(
+    store: ChatStore, path: Path, jump: timedelta
+) -> None:
+    chat_id = store.create_chat("t")
+    store.add_message(chat_id, "user", "one")
+    assert isinstance(store._now, Clock)
+    store._now.now += jump
+    answer = store.add_message(chat_id, "assistant", "", status="writing")
+    store.update_message(answer, content="two", status="done", meta={})
+    store.close()
+    again = ChatStore.open(path, now=Clock())
+    again.add_message(chat_id, "user", "three")
+    assert [m.content for m in again.get_chat(chat_id).messages] == ["one", "two", "three"]
+    assert [chat.id for chat in again.list_chats()] == [chat_id]
+
+
 def test_backup_copy__while_open__is_a_valid_store(
     store: ChatStore, path: Path, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from moet_desk.telemetry import (
     EngineState,
     Tier,
     TierSizes,
+    VramView,
 )
 from moet_desk.ui.bridge import GAUGE_PERIOD_S, Clock, PicturePace
 from moet_desk.ui.cache_cells import ENDS, LIST_HEAD, Measure, measures
@@ -37,6 +38,7 @@ from moet_desk.ui.widgets.gauges import History, StatusLine, TierBars, WaitLine,
 from moet_desk.ui.widgets.heatmap import Heatmap, header_line
 from moet_desk.ui.widgets.job_lines import JobLines
 from moet_desk.ui.widgets.key_line import KeyLine
+from moet_desk.units import show_memory
 
 _EXPLANATION = """\
 A mixture-of-experts model asks only a few of its experts for each token.
@@ -243,14 +245,14 @@ class CacheScreen(LeanScreen):
             return Content.styled(" No experts here", "bold")
         if view is None:
             return spread(Content.styled(" No model is loaded yet", "bold"), right, width)
-        text = resident_words(view, self._snapshot.sizes)
+        text, slots = resident_words(view, self._snapshot.sizes), vram_words(self._snapshot.vram)
         if not text:
             grouped = self._picture in (Picture.GRID, Picture.DENSE) and heatmap.grid.group > 1
             per_cell = f", {heatmap.grid.group} experts per cell" if grouped else ""
             text = f" Where experts are{per_cell}, {len(view.layers)} layers"
-            if self._snapshot.counters.lookups == 0:
+            if self._snapshot.counters.lookups == 0 and not slots:
                 text += ". Ask something and this fills in."
-        return spread(Content.styled(text, "bold"), right, width)
+        return spread(Content.styled(text + slots, "bold"), right, width)
 
     # -- actions -------------------------------------------------------------------------------
 
@@ -308,6 +310,14 @@ def resident_words(view: CacheView, sizes: TierSizes) -> str:
     if fine:
         return f" All {n_all:,} experts are in 4-bit slots. Exact fetches nothing."
     return ""
+
+
+def vram_words(vram: VramView | None) -> str:
+    """How much the slots take of the card, where that is not what the plan gave them."""
+    if vram is None or vram.slots == vram.planned:
+        return ""
+    now, planned = show_memory(vram.slots), show_memory(vram.planned)
+    return f"   Slots: {now}, planned {planned}: {vram.why}"
 
 
 def legend_line(measure: Measure, glyphs: Glyphs, width: int) -> Content:

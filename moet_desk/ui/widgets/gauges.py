@@ -262,6 +262,8 @@ def move_line(snapshot: EngineSnapshot, history: History, *, width: int, glyphs:
         more += f", p95 {snapshot.reads.p95_ms:.1f} ms{cached}"
     if counters.promotions and width >= 110:
         more += f"   {counters.promotions:,} promoted"
+    if snapshot.vram is not None and width >= 110:
+        more += f"   card: {show_memory(snapshot.vram.free)} free"
     n = 16 if width >= 100 else 8
     return Content.assemble(
         f"moved {moved} ", (sparkline(history.slot_rate, n, glyphs), f"${tier_variable(Tier.RAM)}"),
