@@ -47,6 +47,7 @@ from moet_desk.telemetry import (
     TierCounters,
     TierSizes,
     Usage,
+    VramView,
 )
 
 _WINDOW = 64  # steps behind the shown shares, as in the real engine
@@ -71,11 +72,14 @@ So most weights rest, and the busy ones decide what must stay in fast memory.
 
 @dataclass(frozen=True, slots=True)
 class ScriptedFailure:
-    """A failure of one request after `after_tokens` tokens, or of loading."""
+    """A failure of one request after `after_tokens` tokens, or of loading; with `ends_engine` of
+    all requests, as when a card is lost.
+    """
 
     code: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     after_tokens: int = 0
+    ends_engine: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ class Script:
     rerun_every: int = 5
     rerun_share: float = 0.5
     running: int = 1
+    vram: VramView | None = None
     gate: GateInfo = field(default_factory=GateInfo)
     prompts: PromptReading = PromptReading.CPU
     drafts: DraftChoice = field(default_factory=DraftChoice)
@@ -289,7 +294,7 @@ class ScriptedEngine:
         self.script = script or Script()
         self._now_s = 0.0
         self._credit_s = 0.0
-        self._cache = _Cache(self.script)
+        self._cache, self._vram = _Cache(self.script), self.script.vram
         self._jobs: deque[_Job] = deque()
         self._numbers = itertools.count()
         self._load_s = 0.0
@@ -307,11 +312,13 @@ class ScriptedEngine:
     # -- EngineHandle ------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        """Queue a request. Raises MD-ENG-07, MD-API-03, MD-API-04 and MD-ENG-06 like the real
-        engine; the played model does not reason.
+        """Queue a request. Raises what ended the engine, MD-ENG-07, MD-API-03, MD-API-04 and
+        MD-ENG-06 like the real engine; the played model does not reason.
         """
-        if not self._ready.is_set() or self._error is not None:
-            raise fail("MD-ENG-07", why=" yet" if self._error is None else "")
+        if self._error is not None:
+            raise self._error
+        if not self._ready.is_set():
+            raise fail("MD-ENG-07", why=" yet")
         prompt_tokens = self.count_tokens(request)
         if prompt_tokens >= self.script.context:
             raise fail(
@@ -384,6 +391,12 @@ class ScriptedEngine:
         if self._error is not None:
             raise self._error
         return ready
+
+    def limit_vram(self, n_bytes: int | None) -> None:
+        """Show the limit, if the script has a card."""
+        if self._vram is not None:
+            self._vram = replace(self._vram, limit=n_bytes)
+            self._snapshot = replace(self._snapshot, vram=self._vram)
 
     def close(self) -> None:
         """End all requests as cancelled and stop the thread."""
@@ -468,9 +481,13 @@ class ScriptedEngine:
     def _write(self, job: _Job) -> bool:
         failure = self.script.failures.get(job.number)
         if failure is not None and job.written >= failure.after_tokens:
-            self._jobs.remove(job)
-            self._push_held(job)
-            job.stream.push(Failed(fail(failure.code, **failure.facts), self._usage(job)))
+            error = fail(failure.code, **failure.facts)
+            if failure.ends_engine:
+                self._error = error
+            for failed in [*self._jobs] if failure.ends_engine else [job]:
+                self._jobs.remove(failed)
+                self._push_held(failed)
+                failed.stream.push(Failed(error, self._usage(failed)))
             return True
         if job.written == len(job.tokens):
             self._jobs.remove(job)
@@ -583,6 +600,7 @@ class ScriptedEngine:
             tier_share=self._cache.shares(),
             counters=counters,
             sizes=self._cache.sizes() if loaded else TierSizes(),
+            vram=self._vram,
             cache=self._cache.view() if loaded else None,
             loading=() if self._ready.is_set() else self._loading(),
             error=self._error.to_dict() if self._error is not None else None,

@@ -15,7 +15,7 @@ from textual.widgets._footer import FooterKey
 from bench.long_chat import measure
 from moet_desk.engine.scripted import DEFAULT_ANSWER
 from moet_desk.marked_text import MarkedText
-from moet_desk.ui.app import Look
+from moet_desk.ui.look import Look
 from moet_desk.ui.widgets.blocks import AnswerBlock
 from moet_desk.ui.widgets.key_line import KeyLine
 from moet_desk.ui.widgets.transcript import Transcript
