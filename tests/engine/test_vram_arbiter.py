@@ -177,7 +177,7 @@ def pools(draw: st.DrawFn, slot_mib: int) -> Pool:
     return Pool(draw(st.integers(least, most)), least, planned, most, slot_mib * MIB)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     pools(7), pools(8), st.integers(0, 200 * GIB), st.integers(0, 20 * GIB),
     st.none() | st.integers(1, 200 * GIB), st.floats(0, 30),
@@ -208,7 +208,7 @@ def test_decide__anything__within_the_bounds_and_one_direction(
         assert at_least or free - more >= terms.aim
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(pools(7), pools(8), st.integers(0, 150 * GIB), st.integers(0, 10 * GIB))
 def test_divide__more_bytes__no_pool_is_smaller(base: Pool, fine: Pool, n: int, more: int) -> None:
     before, after = divide(n, base, fine), divide(n + more, base, fine)
