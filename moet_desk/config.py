@@ -17,6 +17,7 @@ from typing import Any
 
 from moet_desk import locations
 from moet_desk.errors import MoetError, fail
+from moet_desk.errors.disk import unwritable
 from moet_desk.locations import (
     CONNECT_KEY_VARIABLE,
     DATA_DIR_VARIABLE,
@@ -228,7 +229,7 @@ def save_setting(config_file: Path, name: str, value: Any) -> Any:
 
     Raises:
         MoetError: MD-CFG-01 the file has an error and is left alone, MD-CFG-02, MD-CFG-03,
-            MD-DISK-03 it cannot be written.
+            MD-DISK-02 or MD-DISK-03 it cannot be written.
     """
     import tomlkit  # slow to import, and rarely needed
 
@@ -277,8 +278,7 @@ def _replace(path: Path, text: str, old: str, *, private: bool) -> None:
             _write(path.with_name(path.name + ".bak"), old, mode)
         _write(path, text, mode)
     except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise fail("MD-DISK-03", path=str(path), reason=reason) from problem
+        raise unwritable(path, problem, done="nothing") from problem
 
 
 def _write(path: Path, text: str, mode: int) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from moet_desk import __version__
 from moet_desk.errors import MoetError, fail
+from moet_desk.errors.disk import unwritable
 from moet_desk.locations import Locations
 
 LOG_FILE = "moet-desk.log"
@@ -114,6 +115,11 @@ class _File(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Lose the line."""
 
+    def close(self) -> None:
+        """Close the file; what it could not take is lost."""
+        with suppress(OSError):
+            super().close()
+
 
 class _Recent(logging.Handler):
     """The last lines, for the log screen."""
@@ -139,7 +145,7 @@ def start_logging(places: Locations, level: str, name: str = LOG_FILE) -> Log:
         name: of the file; two processes must not rotate the same one.
 
     Raises:
-        MoetError: MD-DISK-03, the log cannot be written.
+        MoetError: MD-DISK-02 or MD-DISK-03, the log cannot be written.
     """
     path = places.logs_dir / name
     try:
@@ -147,7 +153,7 @@ def start_logging(places: Locations, level: str, name: str = LOG_FILE) -> Log:
         file = _File(path, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES, encoding="utf-8")
         faults = (places.logs_dir / FAULT_FILE).open("a", encoding="utf-8")
     except OSError as problem:
-        raise _unwritable(path, problem) from problem
+        raise unwritable(path, problem) from problem
     file.setFormatter(_formatter())
     faulthandler.enable(faults)
     threading.excepthook = _report_of_thread(places)
@@ -180,7 +186,7 @@ def instance_lock(places: Locations, name: str = LOCK_FILE) -> Iterator[None]:
         places.run_dir.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as problem:
-        raise _unwritable(path, problem) from problem
+        raise unwritable(path, problem) from problem
     try:
         _lock(fd, path)
         yield
@@ -197,7 +203,7 @@ def _lock(fd: int, path: Path) -> None:
         pid = os.pread(fd, 32, 0).decode("ascii", "replace") or "?"
         raise fail("MD-ENG-01", pid=pid, path=str(path.parent.parent)) from problem
     except OSError as problem:
-        raise _unwritable(path, problem) from problem
+        raise unwritable(path, problem) from problem
 
 
 # -- terminal --------------------------------------------------------------------------------
@@ -221,7 +227,7 @@ def terminal_guard(places: Locations) -> Iterator[None]:
         if os.fstat(output).st_size > _LOG_BYTES:
             os.truncate(output, 0)
     except OSError as problem:
-        raise _unwritable(path, problem) from problem
+        raise unwritable(path, problem) from problem
     saved = os.dup(1), os.dup(2)
     terminal = saved[1] if os.isatty(2) else saved[0]
     raw = os.fdopen(terminal, "wb", closefd=False)
@@ -320,7 +326,3 @@ def _report_of_thread(places: Locations) -> Callable[[threading.ExceptHookArgs],
         log.error("thread %s ended: %r; report: %s", name, args.exc_value, path)
 
     return report
-
-
-def _unwritable(path: Path, problem: OSError) -> MoetError:
-    return fail("MD-DISK-03", path=str(path), reason=problem.strerror or str(problem))

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from moet_desk.engine.forwarding import Forwarding
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import EndpointState, EndpointView
 
 if TYPE_CHECKING:
     from moet_desk.api.guard import EndpointOptions
     from moet_desk.api.server import Endpoint
-    from moet_desk.engine.handle import EngineHandle, GenerateRequest, ModelInfo, RequestStream
-    from moet_desk.telemetry import EngineSnapshot
+    from moet_desk.engine.handle import EngineHandle
 
 log = logging.getLogger(__name__)
 
@@ -126,37 +125,13 @@ class AppEndpoint:
             self._endpoint.stop()
 
 
-class Served:
+class Served(Forwarding):
     """An engine that leaves the endpoint when it is closed."""
 
     def __init__(self, handle: EngineHandle, endpoint: AppEndpoint) -> None:
-        self._handle = handle
+        super().__init__(handle)
         self._endpoint = endpoint
-
-    def submit(self, request: GenerateRequest) -> RequestStream:
-        return self._handle.submit(request)
-
-    def count_tokens(self, request: GenerateRequest) -> int:
-        return self._handle.count_tokens(request)
-
-    def encode(self, request: GenerateRequest) -> list[int]:
-        return self._handle.encode(request)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._handle.decode(ids)
-
-    def snapshot(self) -> EngineSnapshot:
-        return self._handle.snapshot()
-
-    def model(self) -> ModelInfo | None:
-        return self._handle.model()
-
-    def wait_ready(self, timeout_s: float | None = None) -> bool:
-        return self._handle.wait_ready(timeout_s)
-
-    def limit_vram(self, n_bytes: int | None) -> None:
-        self._handle.limit_vram(n_bytes)
 
     def close(self) -> None:
         self._endpoint.leave(self._handle)
-        self._handle.close()
+        super().close()

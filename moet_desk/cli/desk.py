@@ -19,7 +19,7 @@ from moet_desk.cli.desk_jobs import AppJobs
 from moet_desk.errors import MoetError
 from moet_desk.store.durable import free_bytes
 from moet_desk.store.library import DEMO, InstalledPack, PackState, embedded_source
-from moet_desk.store.state_file import read_record, write_record
+from moet_desk.store.state_file import change_record, read_record, write_record
 from moet_desk.ui.desk import (
     DoctorView,
     Fit,
@@ -132,8 +132,7 @@ class AppDesk:
         return offer, self.wishes_for(name) or PlanWishes(quality=quality)
 
     def save_wishes(self, name: str, wishes: PlanWishes) -> None:
-        path = self._data_dir / APP_FILE
-        write_record(path, _with_wishes(read_record(path), name, wishes))
+        change_record(self._data_dir / APP_FILE, lambda kept: _with_wishes(kept, name, wishes))
 
     # -- what is remembered ----------------------------------------------------------------------
 
@@ -153,10 +152,11 @@ class AppDesk:
         return None
 
     def _remember(self, name: str, wishes: PlanWishes | None) -> None:
-        path = self._data_dir / APP_FILE
-        record = _with_wishes(read_record(path), name, wishes) | {"model": name}
         with suppress(MoetError):  # a full disk is no reason not to load a model
-            write_record(path, record)
+            change_record(
+                self._data_dir / APP_FILE,
+                lambda kept: {**_with_wishes(kept, name, wishes), "model": name},
+            )
 
     def load_setup(self) -> Mapping[str, Any]:
         return read_record(self._data_dir / SETUP_FILE)

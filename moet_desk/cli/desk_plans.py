@@ -178,10 +178,12 @@ def _billions(value: float) -> str:
 
 
 def fit_of(answer: ModelPlan | Refusal) -> Fit:
-    """How a plan does; BEST is given by comparing, in `ranked`."""
+    """How a plan does, by the slow end of its forecast: who is sent for hundreds of GB must not be
+    disappointed. BEST is given by comparing, in `ranked`.
+    """
     if isinstance(answer, Refusal):
         return Fit.NO_ROOM
-    return Fit.GOOD if answer.forecast.tok_per_s[1] >= USABLE_TOK_PER_S else Fit.SLOW
+    return Fit.GOOD if answer.forecast.tok_per_s[0] >= USABLE_TOK_PER_S else Fit.SLOW
 
 
 def reason_words(answer: ModelPlan | Refusal) -> str:

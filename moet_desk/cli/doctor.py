@@ -11,7 +11,8 @@ import click
 
 from moet_desk.cli.context import Invocation, machine_option, output_options
 from moet_desk.cli.output import Format, print_document, print_event, print_text
-from moet_desk.errors import ExitCode, Severity, fail
+from moet_desk.errors import ExitCode, Severity
+from moet_desk.errors.disk import unwritable
 from moet_desk.units import show_disk, show_memory, show_rate
 
 if TYPE_CHECKING:
@@ -86,8 +87,7 @@ def _measure(invocation: Invocation) -> None:
     try:
         save_rates(places.data_dir, rates)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise fail("MD-DISK-03", path=str(places.data_dir), reason=reason) from error
+        raise unwritable(places.data_dir, error) from error
 
 
 def _with_card(rates: Rates, say: Callable[[str], None]) -> Rates:
@@ -144,8 +144,7 @@ def _record(facts: MachineFacts, path: Path) -> None:
     try:
         path.write_bytes(to_json(without_names(facts, str(Path.home()))))
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise fail("MD-DISK-03", path=str(path), reason=reason) from error
+        raise unwritable(path, error) from error
 
 
 # -- for people ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from moet_desk.cli.output import Format, print_document, print_text
 from moet_desk.cli.plan import complete_known
 from moet_desk.errors import ExitCode, fail
 from moet_desk.kernels.kinds import KvFormat
+from moet_desk.store.durable import write_new
 from moet_desk.units import GIB, show_disk, show_memory
 
 _MOST_GPUS = 8  # of one computer, as servers have them
@@ -169,7 +170,7 @@ def vllm(
     sizing = size_up(entry, gpu_bytes=gpu_bytes, context=tokens, gpus=gpus, nodes=nodes)
     text = vllm_config(entry, sizing, gpu_bytes=gpu_bytes, context=tokens)
     if out is not None:
-        _write_new(out, text)
+        write_new(out, text)
     if invocation.format is Format.HUMAN:
         print_text(text.rstrip("\n"))
     else:
@@ -188,12 +189,3 @@ def vllm(
     if not sizing.fits:
         invocation.say("By this estimate it does not fit; see the notes in it.")
     return ExitCode.OK
-
-
-def _write_new(path: Path, text: str) -> None:
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise fail("MD-DISK-03", path=str(path), reason=reason) from problem

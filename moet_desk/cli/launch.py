@@ -28,6 +28,7 @@ from moet_desk.agents import (
 from moet_desk.cli.context import Invocation, output_options
 from moet_desk.cli.output import Format, print_document, print_text
 from moet_desk.errors import fail
+from moet_desk.errors.disk import unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -166,8 +167,7 @@ def _write(path: Path, text: str) -> None:
             file.write(text)
         partial.replace(path)
     except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise fail("MD-DISK-03", path=str(path), reason=reason) from problem
+        raise unwritable(path, problem, done="nothing") from problem
 
 
 def _become(program: str, command: list[str], environment: dict[str, str]) -> int:

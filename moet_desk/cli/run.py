@@ -32,6 +32,7 @@ from moet_desk.cli.output import (
 )
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, Quality, Sampling
 from moet_desk.errors import ExitCode, MoetError
+from moet_desk.telemetry import EngineState
 
 if TYPE_CHECKING:
     from moet_desk.cli.engine import Answer
@@ -331,7 +332,7 @@ def _talk(
             else:
                 answer = ask(handle, request, _print_piece)
         except MoetError as error:
-            if error.code == "MD-ENG-03":
+            if handle.snapshot().state is EngineState.FAULT:
                 raise  # no further turn can go well
             # The turn that failed is not kept, so the next one can go well.
             say(f"\n{error.title}  {error.code}\n  {error.cause}\n  Do: {error.do}")

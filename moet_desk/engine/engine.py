@@ -9,12 +9,14 @@ imported here only after the thread runs, so starting the engine does not hold u
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +92,8 @@ class Engine:
         self._snapshot = EngineSnapshot(state=EngineState.LOADING, model=pack.name)
         self._numbers = itertools.count(1)
         self._open: dict[str, RequestStream] = {}
-        self._places = threading.Lock()  # between callers of `submit` only
+        self._places = threading.Lock()  # of `_open` and `_end`, in `submit`
+        self._end: MoetError | None = None  # why no command is taken any more
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -102,10 +105,13 @@ class Engine:
         stream = self._take_place()
         try:
             active = serving.prepare(request, stream)
+            with self._places:  # an engine that ended meanwhile takes no commands any more
+                if self._end is not None:
+                    raise self._end
+                self._commands.put(Submit(active))
         except BaseException:
             self._open.pop(stream.id, None)
             raise
-        self._commands.put(Submit(active))
         return stream
 
     def _take_place(self) -> RequestStream:
@@ -161,8 +167,8 @@ class Engine:
         self._commands.put(Cancel(request_id))
 
     def _ready_to_serve(self) -> Serving:
-        if self._error is not None:
-            raise self._error
+        if self._end is not None:
+            raise self._end
         if self._serving is None:
             raise fail("MD-ENG-07", why=" yet: it is being loaded")
         return self._serving
@@ -173,12 +179,15 @@ class Engine:
         try:
             serving = self._load()
             self._serve(serving)
+            self._take_no_more(fail("MD-ENG-07", why=": it was put away"))
             serving.close()
         except MoetError as error:
             self._give_up(error)
         except Exception as error:  # the last stop of this thread: a crash must be shown
             log.exception("the engine thread failed")
-            self._give_up(_meaning(error))
+            named = self._named(error)
+            named.__cause__ = error
+            self._give_up(named)
         finally:
             self._loaded.set()
 
@@ -227,22 +236,51 @@ class Engine:
             else:
                 serving.cancel(command.request_id)
 
+    def _named(self, error: Exception) -> MoetError:
+        from moet_desk.engine.breakdown import breakdown_of  # brings in torch
+
+        found = breakdown_of(error, card=self._snapshot.device or "The graphics card")
+        if found is not None:
+            return found.error
+        return fail("MD-ENG-03", reason=f"{type(error).__name__}: {error}", log="F8")
+
     def _give_up(self, error: MoetError) -> None:
         """Show a fault and end every open request with it; the handle stays usable for reading."""
+        _forget_frames(error)
+        gc.collect()
         self._error = error
         self._snapshot = EngineSnapshot(
             state=EngineState.FAULT, model=self._pack.name, error=error.to_dict()
         )
+        self._take_no_more(error)
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.fail_all(error)
+            if error.code != "MD-GPU-07":  # a lost card may not answer; its memory goes with us
+                self._release(serving)
         self._open.clear()
 
+    def _release(self, serving: Serving) -> None:
+        try:
+            serving.release()
+        except Exception:  # the fault that is shown is the one that led here
+            log.exception("memory could not be released")
 
-def _meaning(error: Exception) -> MoetError:
-    """What to show of an error that nobody expected."""
-    from moet_desk.engine.card_faults import card_fault  # brings in torch, which is there by now
+    def _take_no_more(self, error: MoetError) -> None:
+        """From now on requests are refused with an error; those that nobody looked at get it."""
+        with self._places:
+            self._end = error
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._commands.get_nowait()
+                if isinstance(command, Submit):
+                    command.request.fail(error)
 
-    if reason := card_fault(error):
-        return fail("MD-GPU-12", reason=reason)
-    return fail("MD-ENG-03", reason=f"{type(error).__name__}: {error}", log="F8")
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold: a model that was half loaded is gigabytes, and
+    people keep errors.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -7,6 +7,7 @@ order is: index, dense layers, rows to RAM, hot rows to slots. Called in the eng
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ from moet_desk.engine.model_shape import (
     wishes_of,
 )
 from moet_desk.engine.mtp import MtpHead
+from moet_desk.engine.planned_model import loaded_bytes
 from moet_desk.engine.prefill import Prefiller, PrefillExperts
 from moet_desk.engine.residency import Residency
 from moet_desk.engine.spec import Spec
@@ -85,10 +87,6 @@ class Core:
     device: str = "cpu"
     vram: VramKeeper | None = None  # there is no card
 
-    def lost(self) -> str:
-        """Why the card cannot be used any more; empty: there is none."""
-        return ""
-
     def close(self) -> None:
         """Release files and memory."""
         self.arena.close()
@@ -106,9 +104,16 @@ def load(
         MoetError: the pack is incomplete, damaged or of another version (MD-PACK-..), the family
             is unknown (MD-PACK-01), or it does not fit (MD-RAM-01, MD-PLAN-..).
     """
-    report = LoadReport(show)
+    with ExitStack() as undo:  # what was opened before something fails
+        core = _load(pack, options, LoadReport(show), undo)
+        undo.pop_all()
+    return core
+
+
+def _load(pack: Path, options: EngineOptions, report: LoadReport, undo: ExitStack) -> Core:
     report.begin("Read the pack index")
     reader = PackReader.open(pack)
+    undo.callback(reader.close)
     has_mtp = _has_mtp(reader)
     spec = spec_for(reader.config(), path=str(pack / "config.json"), has_mtp=has_mtp)
     budget = options.ram_bytes or ram_budget(hardware.probe().ram_available)
@@ -119,7 +124,10 @@ def load(
     report.end()
 
     report.begin("Dense layers", total=_dense_bytes(reader))
-    weights = Weights(_counted(reader, report, cpu_dense_format(options.dense_format)))
+    weights = Weights(
+        _counted(reader, report, cpu_dense_format(options.dense_format)),
+        table=reader.dense_rows,
+    )
     model = model_of(spec, weights, context=plan.context)
     experts = load_form(spec, weights)
     kv = KvCache(
@@ -135,6 +143,7 @@ def load(
     report.end()
 
     arena = Arena(reader, base_rows=plan.arena_base_rows, fine_rows=plan.arena_fine_rows)
+    undo.callback(arena.close)
     transfer = _transfer(arena, reader, options)
     residency = _residency(spec, plan, reader, transfer, with_head=with_head)
     _warm(pack, plan, arena, residency, report)
@@ -187,7 +196,7 @@ def _has_mtp(reader: PackReader) -> bool:
 
 
 def _dense_bytes(reader: PackReader) -> int:
-    return (reader.path / "dense.safetensors").stat().st_size
+    return loaded_bytes(reader.path)
 
 
 def _plan(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.blocks.ffn import Experts
-from moet_desk.engine.blocks.layer import Block
+from moet_desk.engine.blocks.layer import Block, Place
+from moet_desk.engine.blocks.ngrams import NgramEmbedding
 from moet_desk.engine.blocks.shortcut import ShortcutBlock
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache, KvSequence
@@ -39,6 +40,9 @@ class Model:
         weights = replace(weights, norm_offset=spec.norm_offset)
         self._embedding = weights("model.embed_tokens")  # [V, H]
         self._head = self._embedding if spec.tied_head else weights("lm_head")
+        self._ngrams: NgramEmbedding | None = None
+        if spec.ngrams is not None:
+            self._ngrams = NgramEmbedding(spec.ngrams, spec.vocab, weights)
         self._final_norm = weights.norm("model.norm")
         self._rope = RopeTable(spec.attention.rope, context)
         self._blocks: list[Block | ShortcutBlock] = []
@@ -74,23 +78,32 @@ class Model:
         `sequence.length` has not moved before that.
         """
         start, n_tokens = sequence.length, ids.shape[0]
-        cos, sin = self.rope(start, n_tokens)
-        x = self.embed(ids)
-        eps = self.spec.norm_eps
+        at = self.place(n_tokens, kv, sequence)
+        x = self._first(ids, sequence)
         for block in self._blocks:
-            x = block(x, eps, cos, sin, kv, sequence, experts)
+            x = block(x, at, experts)
             yield
         sequence.length, sequence.choice = start + n_tokens, None
-        return rms_norm(x, self._final_norm, eps)
+        return rms_norm(x, self._final_norm, at.eps)
+
+    def _first(self, ids: Tensor, sequence: KvSequence) -> Tensor:
+        """What goes into the first layer, [T, H]: vectors of the tokens, and of n-grams if there
+        are such. Raises as `NgramEmbedding`.
+        """
+        x = self.embed(ids)
+        if self._ngrams is None:
+            return x
+        sequence.remember(sequence.length, ids.tolist())
+        return self._ngrams(x, sequence.tokens)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Vectors of tokens: ids [T] int64 -> [T, H] float32."""
         return self._embedding[ids]
 
-    def rope(self, start: int, n_tokens: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions from `start` on, [T, rope dims / 2] float32 each."""
-        here = slice(start, start + n_tokens)
-        return self._rope.cos[here], self._rope.sin[here]
+    def place(self, n_tokens: int, kv: KvCache, sequence: KvSequence) -> Place:
+        """Where the next tokens of a sequence stand."""
+        here = slice(sequence.length, sequence.length + n_tokens)
+        return Place(self._rope.cos[here], self._rope.sin[here], kv, sequence, self.spec.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token: hidden [T, H] -> [T, V] float32."""

@@ -65,8 +65,7 @@ class MtpHead:
         token = rms_norm(model.embed(ids), self._token_norm, self._eps)
         before = rms_norm(hidden, self._hidden_norm, self._eps)
         x = linear(torch.cat([token, before], -1), self._w_join)
-        cos, sin = model.rope(start, n_tokens)
-        x = self._block(x, self._eps, cos, sin, kv, sequence, experts)
+        x = self._block(x, model.place(n_tokens, kv, sequence), experts)
         sequence.length, sequence.choice = start + n_tokens, None
         return rms_norm(x, self._final_norm, self._eps)
 

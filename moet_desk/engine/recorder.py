@@ -10,14 +10,15 @@ import datetime
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from moet_desk import __version__
-from moet_desk.engine.handle import EngineHandle, GenerateRequest, ModelInfo, RequestStream
+from moet_desk.engine.forwarding import Forwarding
+from moet_desk.engine.handle import EngineHandle, GenerateRequest, RequestStream
 from moet_desk.engine.trace_file import PERIOD_S, Asked, Ended, Header, Said, TraceWriter
 from moet_desk.errors import MoetError, fail
-from moet_desk.telemetry import EngineSnapshot, Event, Finished, TextDelta
+from moet_desk.telemetry import Event, Finished, TextDelta
 
 log = logging.getLogger(__name__)
 
@@ -122,11 +123,12 @@ class TraceRecorder:
             self.problem = error
 
 
-class _Watched:
+class _Watched(Forwarding):
     """An engine whose requests are written down by a recorder."""
 
     def __init__(self, handle: EngineHandle, recorder: TraceRecorder) -> None:
-        self._handle, self._recorder = handle, recorder
+        super().__init__(handle)
+        self._recorder = recorder
 
     def submit(self, request: GenerateRequest) -> RequestStream:
         stream = self._handle.submit(request)
@@ -141,30 +143,6 @@ class _Watched:
             recorder.say(Said(recorder.seconds, event.text, event.n_tokens))
         elif isinstance(event, Finished):
             recorder.say(Ended(recorder.seconds, event.reason, event.usage))
-
-    def count_tokens(self, request: GenerateRequest) -> int:
-        return self._handle.count_tokens(request)
-
-    def encode(self, request: GenerateRequest) -> list[int]:
-        return self._handle.encode(request)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._handle.decode(ids)
-
-    def snapshot(self) -> EngineSnapshot:
-        return self._handle.snapshot()
-
-    def model(self) -> ModelInfo | None:
-        return self._handle.model()
-
-    def wait_ready(self, timeout_s: float | None = None) -> bool:
-        return self._handle.wait_ready(timeout_s)
-
-    def limit_vram(self, n_bytes: int | None) -> None:
-        self._handle.limit_vram(n_bytes)
-
-    def close(self) -> None:
-        self._handle.close()
 
 
 def _question(request: GenerateRequest) -> str:

@@ -72,11 +72,14 @@ So most weights rest, and the busy ones decide what must stay in fast memory.
 
 @dataclass(frozen=True, slots=True)
 class ScriptedFailure:
-    """A failure of one request after `after_tokens` tokens, or of loading."""
+    """A failure of one request after `after_tokens` tokens, or of loading; with `ends_engine` of
+    all requests, as when a card is lost.
+    """
 
     code: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     after_tokens: int = 0
+    ends_engine: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,11 +312,13 @@ class ScriptedEngine:
     # -- EngineHandle ------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        """Queue a request. Raises MD-ENG-07, MD-API-03, MD-API-04 and MD-ENG-06 like the real
-        engine; the played model does not reason.
+        """Queue a request. Raises what ended the engine, MD-ENG-07, MD-API-03, MD-API-04 and
+        MD-ENG-06 like the real engine; the played model does not reason.
         """
-        if not self._ready.is_set() or self._error is not None:
-            raise fail("MD-ENG-07", why=" yet" if self._error is None else "")
+        if self._error is not None:
+            raise self._error
+        if not self._ready.is_set():
+            raise fail("MD-ENG-07", why=" yet")
         prompt_tokens = self.count_tokens(request)
         if prompt_tokens >= self.script.context:
             raise fail(
@@ -476,9 +481,13 @@ class ScriptedEngine:
     def _write(self, job: _Job) -> bool:
         failure = self.script.failures.get(job.number)
         if failure is not None and job.written >= failure.after_tokens:
-            self._jobs.remove(job)
-            self._push_held(job)
-            job.stream.push(Failed(fail(failure.code, **failure.facts), self._usage(job)))
+            error = fail(failure.code, **failure.facts)
+            if failure.ends_engine:
+                self._error = error
+            for failed in [*self._jobs] if failure.ends_engine else [job]:
+                self._jobs.remove(failed)
+                self._push_held(failed)
+                failed.stream.push(Failed(error, self._usage(failed)))
             return True
         if job.written == len(job.tokens):
             self._jobs.remove(job)

@@ -17,7 +17,8 @@ import torch
 
 from moet_desk import __version__, hardware
 from moet_desk.engine import heat
-from moet_desk.engine.card_faults import card_fault, is_out_of_memory
+from moet_desk.engine.breakdown import breakdown_of
+from moet_desk.engine.card_faults import is_out_of_memory
 from moet_desk.engine.checks import check_gate, check_ids, check_stops
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.gate_file import gate_in_use
@@ -235,6 +236,7 @@ class Serving:
         return ended
 
     def fail_all(self, error: MoetError) -> None:
+        """End all requests with an error; their text so far was sent."""
         for request in (*self._scheduler.waiting, *self._scheduler.running):
             request.fail(error)
 
@@ -257,7 +259,13 @@ class Serving:
         """Cancel what runs, save heat, release memory."""
         for request in (*self._scheduler.waiting, *self._scheduler.running):
             request.cancel()
-        self._save_heat(time.monotonic())
+        try:
+            self._save_heat(time.monotonic())
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Release threads, files and memory."""
         if self._saved_prefixes is not None:
             self._saved_prefixes.close()
         self.core.close()
@@ -316,40 +324,31 @@ class Serving:
         """Run a piece of work; a bug in it ends these requests, not the engine.
 
         Raises:
-            MoetError: MD-GPU-12.
+            MoetError: MD-GPU-07, the card is lost.
         """
         try:
             work()
         except Exception as error:  # the request boundary: others must go on
             log.exception("a request failed")
-            self._check_card(error)
+            found = breakdown_of(error, card=self.core.device)
+            if found is not None and found.ends_engine:
+                raise found.error from error
             reason = f"{type(error).__name__}: {error}"
-            failure = fail("MD-ENG-04", reason=reason, model=self.info.name)
-            if is_out_of_memory(error):
-                self._make_room()
-                failure = fail("MD-GPU-11", what="what this answer needs beside the model")
+            bug = fail("MD-ENG-04", reason=reason, model=self.info.name)
             for request in requests:
-                request.fail(failure)
+                request.fail(bug if found is None else found.error)
+            if found is not None and found.no_room:
+                self._make_room()
 
     def _between_steps(self, work: Callable[[], object]) -> None:
         """Work that nobody asked for: when the card is full, it is left for another time."""
         try:
             work()
         except RuntimeError as error:
-            self._check_card(error)
             if not is_out_of_memory(error):
                 raise
             log.warning("the card is full: %s", error)
             self._make_room()
-
-    def _check_card(self, error: Exception) -> None:
-        """After an error that may be of the card: end the engine if the card answers no more.
-
-        Raises:
-            MoetError: MD-GPU-12.
-        """
-        if card_fault(error) and (reason := self.core.lost()):
-            raise fail("MD-GPU-12", reason=reason) from error
 
     def _tend_card(self) -> None:
         if self.core.vram is not None:

@@ -72,21 +72,25 @@ MEMORY_AND_FILES: tuple[ErrorSpec, ...] = (
         http=503,
     ),
     ErrorSpec(
+        "MD-GPU-07",
+        "The graphics card stopped answering",
+        "{name}: {reason}.",
+        "Close moet-desk and start it again. If it comes back, restart the computer; an old driver,"
+        " overclocking and a weak power supply are usual causes.",
+        safe="The text so far is kept. Nothing on disk was changed.",
+        reaction=_ENGINE,
+        exit=ExitCode.ENGINE,
+        http=503,
+    ),
+    ErrorSpec(
         "MD-GPU-11",
         "The graphics card ran out of memory",
         "There was no room for {what}. Experts gave some back, as far as they could.",
         "Ask again. If it comes back, close other programs that use the card, or lower"
         " memory.context or memory.vram_limit and load the model again.",
+        safe="The text so far is kept.",
+        reaction=_ENGINE,
         exit=ExitCode.NO_ROOM,
-        http=503,
-    ),
-    ErrorSpec(
-        "MD-GPU-12",
-        "The graphics card stopped working",
-        "{reason}. After that nothing of this program can use the card.",
-        "Start moet-desk again. If it comes back, look into the driver's log (dmesg), check the"
-        " card's heat and power, or set engine.device to cpu.",
-        exit=ExitCode.UNFIT,
         http=503,
     ),
     ErrorSpec(
@@ -98,9 +102,30 @@ MEMORY_AND_FILES: tuple[ErrorSpec, ...] = (
         http=503,
     ),
     ErrorSpec(
+        "MD-RAM-04",
+        "The computer's memory ran out",
+        "The system had no RAM left for the next step.",
+        "Close other programs, or set memory.ram lower, and try again.",
+        safe="The text so far is kept.",
+        reaction=_ENGINE,
+        exit=ExitCode.ENGINE,
+        http=503,
+    ),
+    ErrorSpec(
         "MD-NVME-04",
         "A read failed",
         "Reading row (layer {layer}, expert {expert}) of {path} failed: {reason}.",
+        "If the drive was unplugged, plug it in and try again. If not, mend the file: moet-desk"
+        " verify {model} --repair --source SOURCE",
+        safe="The request was stopped; nothing was changed.",
+        reaction=_ENGINE,
+        exit=ExitCode.DAMAGED,
+        http=500,
+    ),
+    ErrorSpec(
+        "MD-NVME-05",
+        "A read failed",
+        "Reading row {row} of {tensor} in {path} failed: {reason}.",
         "Run: moet-desk verify {model} --repair --source SOURCE",
         safe="The request was stopped; nothing was changed.",
         reaction=_ENGINE,
@@ -129,6 +154,16 @@ MEMORY_AND_FILES: tuple[ErrorSpec, ...] = (
         "{path} cannot be written: {reason}.",
         "Change its permissions, or choose another folder with --data-dir.",
         exit=ExitCode.USAGE,
+    ),
+    ErrorSpec(
+        "MD-DISK-04",
+        "The system refused a file",
+        "{path}: {reason}.",
+        "Check the drive and the permissions; too many open files: ulimit -n 4096. Then try again.",
+        safe="The text so far is kept. Nothing on disk was changed.",
+        reaction=_ENGINE,
+        exit=ExitCode.ENGINE,
+        http=503,
     ),
     # source files ----------------------------------------------------------------------------
     ErrorSpec(

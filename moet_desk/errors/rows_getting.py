@@ -145,6 +145,14 @@ GETTING: tuple[ErrorSpec, ...] = (
         "See its state: moet-desk ps",
         exit=ExitCode.BUSY,
     ),
+    ErrorSpec(
+        "MD-JOB-03",
+        "The job was ended from outside",
+        "{job} {ended}. Linux does that when memory runs out; a power cut does it too.",
+        "Close other programs, then: moet-desk jobs resume {job}",
+        safe="What is finished stays; it goes on from there.",
+        reaction=_JOB,
+    ),
     # planning --------------------------------------------------------------------------------
     ErrorSpec(
         "MD-PLAN-02",

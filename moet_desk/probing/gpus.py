@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,8 @@ def look_for_gpus() -> FoundGpus:
     except pynvml.NVMLError as error:
         return FoundGpus(problem=_why(pynvml, error))
     finally:
-        pynvml.nvmlShutdown()
+        with contextlib.suppress(pynvml.NVMLError):  # the driver may be gone by now
+            pynvml.nvmlShutdown()
 
 
 def _why(nvml: Any, error: Exception) -> str:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moet_desk.errors import MoetError, fail
+from moet_desk.errors.disk import unwritable
 
 _CHECKED_BYTES = 64 * 2**20  # larger files are not read through at every start
 
@@ -83,6 +84,16 @@ END;
 """
 
 
+_NEW_CHAT = """
+CREATE TABLE IF NOT EXISTS new_chat (
+  id INTEGER PRIMARY KEY CHECK (id = 0),
+  draft TEXT NOT NULL DEFAULT '',
+  draft_files TEXT NOT NULL DEFAULT '[]'
+)
+"""
+# Like the search index no version of its own: programs that do not know it leave it as it is.
+
+
 def prepare(connection: sqlite3.Connection, path: Path) -> None:
     """Make the connection durable, refuse a file that is not ours, bring it to our schema.
 
@@ -99,6 +110,9 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     for number in range(version, len(_MIGRATIONS)):
         _migrate(connection, number)
+    with transaction(connection):
+        connection.execute(_NEW_CHAT)
+        connection.execute("INSERT OR IGNORE INTO new_chat (id) VALUES (0)")
 
 
 def _refuse_foreign(connection: sqlite3.Connection, path: Path, version: int) -> None:
@@ -162,8 +176,7 @@ def store_errors(path: Path) -> Iterator[None]:
     except UnicodeDecodeError as problem:  # SQLite may quote damaged bytes in what it says
         raise fail("MD-CHAT-02", path=str(path), reason="it is damaged") from problem
     except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise fail("MD-DISK-03", path=str(path), reason=reason) from problem
+        raise unwritable(path, problem) from problem
 
 
 def _error_of(problem: sqlite3.DatabaseError, path: Path) -> MoetError:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moet_desk.errors import MoetError, fail
+from moet_desk.errors.disk import unwritable
 from moet_desk.store.pack_format import LOCK_FILE
 from moet_desk.units import show_disk
 
@@ -21,7 +22,6 @@ PARTIAL = ".partial"
 """Suffix of a file that is being written and has not replaced its old self yet."""
 
 Buffer = bytes | bytearray | memoryview
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def free_bytes(path: Path) -> int:
@@ -74,10 +74,7 @@ def disk_errors(path: Path, done: Callable[[], str] = lambda: "a part") -> Itera
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
-            raise fail("MD-DISK-02", path=str(path), done=done()) from error
-        reason = error.strerror or str(error)
-        raise fail("MD-DISK-03", path=str(path), reason=reason) from error
+        raise unwritable(path, error, done=done()) from error
 
 
 def write_at(fd: int, data: Buffer, offset: int) -> None:
@@ -118,6 +115,21 @@ def replace_file(path: Path, chunks: Iterable[Buffer], *, mode: int = 0o644) -> 
         os.close(fd)
     partial.replace(path)
     sync_folder(path.parent)
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a text into a file that must not be there yet.
+
+    Raises:
+        MoetError: MD-DISK-02 or MD-DISK-03; then the file is not there, or is another one's.
+    """
+    with disk_errors(path, lambda: "nothing"), path.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager

@@ -175,7 +175,7 @@ def _fp8(weight: RawTensor, scale: RawTensor) -> _Found | None:
     if weight.dtype != "F8_E4M3" or len(weight.shape) != 2:
         return None
     blocks = tuple(-(-size // FP8_BLOCK) for size in weight.shape)
-    if scale.shape == blocks and scale.dtype in ("F32", "BF16", "F8_E8M0"):
+    if scale.shape == blocks and scale.dtype in (*_FLOATS, "F8_E8M0"):
         return Format.FP8, weight.shape, ()
     if scale.dtype in _FLOATS and _is_per_row(scale, weight.shape[0]):
         return Format.FP8_ROWS, weight.shape, ()
@@ -190,23 +190,35 @@ def _whole_numbers(
 ) -> _Found | None:
     if len(weight.shape) != 2 or scale.dtype not in _FLOATS or _suffix(scale) != "weight_scale":
         return None
-    if weight.dtype == "I8":
-        bits_of = {8: Format.INT8}
-        wanted: tuple[str, ...] = ()
-    elif weight.dtype == "I32" and _suffix(weight) == "weight_packed":
-        bits_of = {4: Format.INT4, 8: Format.INT8}
-        wanted = ("weight_shape",)
-        if any(raw.dtype not in ("I64", "I32") or raw.shape != (2,) for raw in extras):
-            return None
-    else:
+    bits_of = {8: Format.INT8}
+    is_packed = weight.dtype == "I32" and _suffix(weight) == "weight_packed"
+    if is_packed:
+        bits_of[4] = Format.INT4
+    elif weight.dtype != "I8":
         return None
     rows, words = weight.shape
-    found = set()
+    found: set[_Found] = set()
     for form in ints:
         width = words * (weight.n_bytes // max(1, prod(weight.shape))) * 8 // form.bits
-        if form.bits in bits_of and _fits(scale, rows, width, form.group):
-            found.add((bits_of[form.bits], (rows, width), wanted))
+        if form.bits not in bits_of or not _fits(scale, rows, width, form.group):
+            continue
+        wanted = _packed_extras(form, rows, scale) if is_packed else {}
+        if (form.zero_points and not is_packed) or [*map(_suffix, extras)] != [*wanted]:
+            continue
+        if all((raw.dtype, raw.shape) in wanted[_suffix(raw)] for raw in extras):
+            found.add((bits_of[form.bits], (rows, width), tuple(wanted)))
     return found.pop() if len(found) == 1 else None
+
+
+def _packed_extras(
+    form: IntGroups, rows: int, scale: RawTensor
+) -> dict[str, tuple[tuple[str, tuple[int, ...]], ...]]:
+    """What lies beside packed whole numbers, in the order of `_EXTRAS`: its dtypes and shapes."""
+    extras: dict[str, tuple[tuple[str, tuple[int, ...]], ...]] = {}
+    if form.zero_points:  # packed down the columns
+        extras["weight_zero_point"] = (("I32", (-(-rows * form.bits // 32), *scale.shape[1:])),)
+    extras["weight_shape"] = (("I64", (2,)), ("I32", (2,)))
+    return extras
 
 
 def _fits(scale: RawTensor, rows: int, width: int, group_size: int | None) -> bool:

@@ -39,6 +39,7 @@ _DONE_EVENTS = ("packed", "pulled", "verified")
 _TAIL_BYTES = 64 * 1024  # holds the newest events of any job
 _POLL_S = 0.05
 _STOP_WAIT_S = 60.0
+_OOM_SCORE = b"500"  # if memory runs out, Linux ends a job, which can go on, and not the window
 _ID = re.compile(r"[a-z]+-[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -79,6 +80,8 @@ class Job:
                 pass_fds=(lock,),
             )
         os.pwrite(lock, f"{self._child.pid}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a wish
+            Path(f"/proc/{self._child.pid}/oom_score_adj").write_bytes(_OOM_SCORE)
 
     @property
     def finished(self) -> bool:
@@ -397,14 +400,17 @@ def error_of(event: dict[str, Any]) -> MoetError | None:
 
 def _crashed(status: int | None, log: Path) -> MoetError:
     lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "no words")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    if status == -signal.SIGKILL or (status is None and not last):
+        ended = "ended without a word" if status is None else "was killed (signal 9)"
+        return fail("MD-JOB-03", job=log.stem, ended=ended)
     if status is None:
         ended = "ended without saying why"
     elif status < 0:
         ended = f"was killed by signal {-status}"
     else:
         ended = f"ended with status {status}"
-    return fail("MD-BUG-01", reason=f"The process {ended}: {last}", log=str(log))
+    return fail("MD-BUG-01", reason=f"The process {ended}: {last or 'no words'}", log=str(log))
 
 
 def start_pack(source: Path, name: str, data_dir: Path) -> Job:

@@ -6,11 +6,12 @@ packer's threads call them.
 
 Formats (models.md §3): FP8 is q * scale with one scale per 128 x 128 block, edge blocks partial, or
 per row, or for the whole matrix. Whole numbers are the same with a scale per group of columns;
-packed ones are stored plus 8 (int4) or 128 (int8), the first in the lowest bits of a word. NVFP4 is
-e2m1 times an e4m3 scale per 16 columns times one float32 for all, of which compressed-tensors
-writes the inverse. MXFP4 is e2m1 with one E8M0 byte u = 2**(u - 127) per 32 columns. A byte of
-either e2m1 holds element 2j in its low nibble and 2j + 1 in its high one, in all layouts of
-safetensors files. GGUF blocks are `gguf.blocks`.
+packed ones are stored plus 8 (int4) or 128 (int8), the first in the lowest bits of a word; zero
+points, if they have them (one per scale, packed likewise down the rows), are taken off before.
+NVFP4 is e2m1 times an e4m3 scale per 16 columns times one float32 for all, of which
+compressed-tensors writes the inverse. MXFP4 is e2m1 with one E8M0 byte
+u = 2**(u - 127) per 32 columns. A byte of either e2m1 holds element 2j in its low nibble and 2j + 1
+in its high one, in all layouts of safetensors files. GGUF blocks are `gguf.blocks`.
 """
 
 from __future__ import annotations
@@ -189,15 +190,25 @@ def _e2m1_codes(info: TensorInfo, rows: slice | None) -> Tensor:
 def _whole_codes(info: TensorInfo, rows: slice | None) -> Tensor:
     if info.weight.dtype == "I8":
         return _float_codes(info, rows)
-    (written,) = info.extras
+    *zero_points, written = info.extras
     shape = tuple(written.tensor().tolist())
     if shape != info.shape:
         reason = (
             f"{info.name} holds {list(info.shape)} numbers, its weight_shape says {list(shape)}"
         )
         raise damaged(info.weight.file.name, reason)
-    codes = info.weight.part(rows, None).contiguous().view(torch.uint8)  # little-endian words
-    if info.format is Format.INT4:
+    codes = _unpacked(info.weight.part(rows, None), info.format)
+    for packed in zero_points:
+        down = _unpacked(packed.tensor().T, info.format)[:, : info.shape[0]]
+        zeros = down.T if rows is None else down.T[rows]
+        codes -= zeros.repeat_interleave(info.shape[1] // zeros.shape[1], dim=1)
+    return codes
+
+
+def _unpacked(words: Tensor, form: Format) -> Tensor:
+    """Whole numbers with their sign, as float32 [R, K], of int32 [R, W] that hold them."""
+    codes = words.contiguous().view(torch.uint8)  # little-endian
+    if form is Format.INT4:
         return _nibbles(codes).to(torch.float32).sub_(8)
     return codes.to(torch.float32).sub_(128)
 

@@ -25,10 +25,15 @@ _SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class IntGroups:
-    """Whole numbers of `bits` bits, with a scale per `group` columns (None: per row or for all)."""
+    """Whole numbers of `bits` bits, with a scale per `group` columns (None: per row or for all).
+
+    Attributes:
+        zero_points: whether each scale has a number that stands for zero.
+    """
 
     bits: int
     group: int | None
+    zero_points: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +172,10 @@ _METHODS: Mapping[str, Mapping[str, Check]] = {
     "compressed-tensors": _COMPRESSED,
 }
 _WEIGHTS: Mapping[str, Check] = {
-    "symmetric": _one_of(None, True),
+    "symmetric": _one_of(None, True, False),
     "dynamic": _one_of(None, False),
     "actorder": _one_of(None, False, "weight", "static"),
-    "zp_dtype": _any,  # of zero points, which symmetric weights do not have
+    "zp_dtype": _any,  # of zero points before they were packed
     "block_structure": _one_of(None, _FP8_BLOCK, "128x128"),
 }
 
@@ -236,6 +241,9 @@ class _Reader:
         )
         if not all(type(number) is int for number in (bits, size) if number is not None):
             raise self.wrong(f"weights with {shown}")
+        has_zeros = weights.get("symmetric") is False
+        if has_zeros and (kind != "int" or strategy not in ("group", "channel")):
+            raise self.wrong(f"symmetric = False of weights with {shown}")
         if (kind, bits) == ("float", 8) and strategy in (None, "tensor", "channel", "block"):
             return None
         if (kind, bits, size) in (
@@ -245,9 +253,9 @@ class _Reader:
             return None
         if kind == "int" and bits in (4, 8):
             if strategy == "group" and isinstance(size, int) and size > 0:
-                return IntGroups(bits, size)
+                return IntGroups(bits, size, has_zeros)
             if strategy in ("tensor", "channel"):
-                return IntGroups(bits, None)
+                return IntGroups(bits, None, has_zeros)
         raise self.wrong(f"weights with {shown}")
 
     def _items(self, value: Any, name: str) -> list[tuple[str, Any]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from moet_desk.errors import fail
-from moet_desk.store.state_file import read_record, write_record
+from moet_desk.store.state_file import change_record, read_record
 
 
 def read_key(path: Path, origin: str) -> str:
@@ -32,9 +34,10 @@ def save_key(path: Path, origin: str, key: str) -> None:
     Raises:
         MoetError: MD-DISK-02 or MD-DISK-03.
     """
-    kept = read_record(path).get("keys")
-    keys = dict(kept) if isinstance(kept, dict) else {}
-    keys[origin] = key
-    write_record(
-        path, {"schema": 1, "keys": {name: value for name, value in keys.items() if value}}
-    )
+
+    def changed(record: Mapping[str, Any]) -> Mapping[str, Any]:
+        kept = record.get("keys")
+        keys = {**(kept if isinstance(kept, dict) else {}), origin: key}
+        return {"schema": 1, "keys": {name: value for name, value in keys.items() if value}}
+
+    change_record(path, changed)

@@ -6,8 +6,9 @@ nothing in it is worth a start that fails. Any thread; imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,18 @@ def read_record(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def change_record(path: Path, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    """Put what `change` makes of the record in its place.
+
+    Raises:
+        MoetError: MD-DISK-02 or MD-DISK-03; the old record is still there. Also if it cannot be
+            read just now: what else it holds would be lost.
+    """
+    with disk_errors(path), contextlib.suppress(FileNotFoundError):
+        path.read_bytes()
+    write_record(path, change(read_record(path)))
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:

@@ -33,6 +33,7 @@ from moet_desk.ui.live_answer import LiveAnswer
 from moet_desk.ui.text import clean_line
 
 SAVE_PERIOD_S = 1.0
+SAVE_AGAIN_S = 5.0
 TITLE_CHARS = 60
 
 
@@ -44,6 +45,8 @@ class Conversation:
         self._chats = chats
         self._saved_s = 0.0
         self._saved_chars = 0
+        self._unsaved: dict[int, tuple[int | None, Turn]] = {}  # id -> chat and answer
+        self._tried_s = 0.0
         self._new_draft = Draft()  # of the chat that is not stored yet
         self._opened_draft = Draft()
         self._stopping = False
@@ -58,6 +61,7 @@ class Conversation:
         self.problem: MoetError | None = None  # of the last answer
         self.store_problem: MoetError | None = None  # saving failed; the chat goes on in memory
         self.context_used = 0
+        self._guard(self._read_new_draft)
 
     # -- chats ---------------------------------------------------------------------------------
 
@@ -72,6 +76,7 @@ class Conversation:
         Raises:
             MoetError: it is not there or cannot be read; the open chat stays.
         """
+        self.save_again()
         chat = self._chats.get_chat(chat_id)
         self._leave()
         self._reset()
@@ -108,6 +113,7 @@ class Conversation:
         if chat_id == self.chat_id:
             self.new()
         self._chats.delete_chat(chat_id)
+        self._unsaved = {k: kept for k, kept in self._unsaved.items() if kept[0] != chat_id}
 
     def list_chats(self, query: str, *, limit: int = 200) -> Sequence[tuple[StoredChat, str]]:
         """Stored chats, newest first, that contain `query`, each with a stretch of its text."""
@@ -120,13 +126,17 @@ class Conversation:
         """The unsent prompt that the open chat had when it was opened."""
         return self._new_draft if self.chat_id is None else self._opened_draft
 
+    def _read_new_draft(self) -> None:
+        text, files = self._chats.new_draft()
+        self._new_draft = Draft(text, tuple(map(Attachment.from_stored, files)))
+
     def save_draft(self, text: str, files: tuple[Attachment, ...] = ()) -> None:
         """Keep an unsent prompt and its files with its chat."""
-        draft, before = Draft(text, files), self.draft
-        if self.chat_id is None:
+        draft, before, chat_id = Draft(text, files), self.draft, self.chat_id
+        if chat_id is None:
             self._new_draft = draft
-            return
-        chat_id, self._opened_draft = self.chat_id, draft
+        else:
+            self._opened_draft = draft
         if text != before.text:
             self._guard(lambda: self._chats.save_draft(chat_id, text))
         if files != before.files:  # they may be megabytes
@@ -243,7 +253,8 @@ class Conversation:
         return draft
 
     def _start(self, draft: Draft) -> None:
-        if self.chat_id is None:
+        is_new = self.chat_id is None
+        if is_new:
             names = ", ".join(file.name for file in draft.files)
             self.chat_id = self._chats.create_chat(
                 clean_line(draft.text.strip() or names, TITLE_CHARS),
@@ -251,8 +262,11 @@ class Conversation:
                 system=self.wishes.system,
                 settings=self.wishes.to_stored(),
             )
-            self._new_draft = self._opened_draft = Draft()
         self._add("user", draft, Status.DONE)
+        if is_new:  # what was its draft is a message now
+            self._guard(lambda: self._chats.save_draft(None, ""))
+            self._guard(lambda: self._chats.save_draft_files(None, []))
+            self._new_draft = self._opened_draft = Draft()
         self._answer()
 
     def _add(self, role: str, draft: Draft, status: Status) -> Turn:
@@ -346,7 +360,7 @@ class Conversation:
         now_s, n_chars = self._bridge.clock.monotonic(), len(turn.text) + len(turn.thought)
         if now_s - self._saved_s >= SAVE_PERIOD_S and n_chars > self._saved_chars:
             self._saved_s, self._saved_chars = now_s, n_chars
-            self._save(turn, Status.WRITING)
+            self._save(turn)
         return Pulled(text, ended=False, thought=thought)
 
     def _status_of(self, live: LiveAnswer) -> Status:
@@ -380,18 +394,33 @@ class Conversation:
             turn.meta["system"] = self.wishes.system  # it may be another one later
         self.problem = error
         self.live = None
-        self._save(turn, status)
+        self._save(turn)
 
-    def _save(self, turn: Turn, status: Status) -> None:
-        self._guard(
-            lambda: self._chats.update_message(
+    def save_when_due(self) -> None:
+        """Try again to save what could not be saved, now and then."""
+        if self._unsaved and self._bridge.clock.monotonic() - self._tried_s >= SAVE_AGAIN_S:
+            self.save_again()
+
+    def save_again(self) -> None:
+        """Save what could not be saved."""
+        if self._unsaved:
+            self._guard(self._save_all)
+
+    def _save(self, turn: Turn) -> None:
+        self._unsaved[turn.id] = (self.chat_id, turn)
+        self.save_again()
+
+    def _save_all(self) -> None:
+        self._tried_s = self._bridge.clock.monotonic()
+        for _, turn in tuple(self._unsaved.values()):
+            self._chats.update_message(
                 turn.id,
                 content=turn.text,
-                status=status.value,
+                status=turn.status.value,
                 meta=turn.meta,
                 reasoning=turn.thought,
             )
-        )
+            del self._unsaved[turn.id]
 
     def _guard(self, save: Callable[[], None]) -> None:
         """Save; a store that cannot (full disk) must not end the answer in front of the reader."""
@@ -400,11 +429,13 @@ class Conversation:
         except MoetError as error:
             self.store_problem = error
         else:
-            self.store_problem = None
+            if not self._unsaved:
+                self.store_problem = None
 
     def keep(self) -> None:
         """Stop the answer, and store what was written of it."""
         self._leave()
+        self.save_again()
 
     def close(self) -> None:
         """The window closes: keep what was written and close the store."""

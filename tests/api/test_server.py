@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import errno
 import socket
 
 import httpx
@@ -23,6 +25,23 @@ def test_start__port_in_use__names_the_next_free_one(
     second.start()
     assert second.options.port > taken
     second.stop()
+
+
+def test_accept__no_descriptors_left__goes_on_when_there_are(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, refused = socket.socket.accept, [0]
+
+    def full(listener: socket.socket) -> object:
+        if listener.getsockname()[1] == endpoint.options.port and refused[0] < 2:
+            refused[0] += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0.02)
+    monkeypatch.setattr(socket.socket, "accept", full)
+    assert httpx.get(f"{endpoint.address}/health", timeout=10).status_code == 200
+    assert refused == [2]
 
 
 def test_stop__then_start__same_port_again(engine: FakeEngine) -> None:

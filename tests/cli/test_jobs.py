@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moet_desk.store.jobs import Job, start_pack
+from moet_desk.store.jobs import Job, JobState, JobStore, start_pack
 from moet_desk.store.library import Library, embedded_source
 from tests.cli.conftest import environment
 
@@ -84,9 +84,28 @@ def test_wrong_arguments__error_from_the_catalogue(tmp_path: Path) -> None:
 
 
 def test_killed__says_how_it_ended(data_dir: Path, tmp_path: Path) -> None:
+    """As Linux does when memory runs out."""
     job = start_pack(embedded_source(), "demo", data_dir)
+    assert int(Path(f"/proc/{job.pid}/oom_score_adj").read_text()) >= 500  # before the window
     subprocess.run(["kill", "-9", str(job.pid)], check=True)
     run_to_end(job)
     assert job.error is not None
-    assert job.error.code == "MD-BUG-01"
+    assert job.error.code == "MD-JOB-03"
     assert "signal 9" in job.error.cause
+    view = JobStore(data_dir / "jobs").find("pack-demo")
+    assert view.state is JobState.PAUSED
+    assert view.reason is not None
+    assert view.reason.code == "MD-JOB-03"
+    assert "jobs resume pack-demo" in view.reason.do
+
+
+def test_crashed__says_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "pack-x.log").write_text("Fatal Python error: Bus error\n\n")
+    (tmp_path / "jobs" / "pack-x.json").write_text(
+        '{"id": "pack-x", "kind": "pack", "model": "x", "arguments": []}'
+    )
+    reason = JobStore(tmp_path / "jobs").find("pack-x").reason
+    assert reason is not None
+    assert reason.code == "MD-BUG-01"
+    assert "Fatal Python error: Bus error" in reason.cause

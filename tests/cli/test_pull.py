@@ -316,7 +316,7 @@ def test_job__paused_resumed_killed_resumed__done(
     os.kill(resumed["pid"], signal.SIGKILL)
     os.waitpid(resumed["pid"], 0)
     killed = wait_for(moet, lambda job: job["pid"] is None)
-    assert (killed["state"], killed["reason"]["code"]) == ("paused", "MD-BUG-01")
+    assert (killed["state"], killed["reason"]["code"]) == ("paused", "MD-JOB-03")
 
     record = data_dir / "jobs" / "pull-tiny.json"
     record.write_text(record.read_text().replace("20000", "100000000"))

@@ -235,6 +235,33 @@ def test_engine_fails__exit_code_and_error_document(
     assert engine.n_open == 0
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(
+            answers=("some text", "other text"),
+            tokens_per_s=1e6,
+            failures={
+                0: ScriptedFailure("MD-NVME-04", after_tokens=1),
+                1: ScriptedFailure("MD-GPU-07", after_tokens=1, ends_engine=True),
+            },
+        )
+    ],
+)
+def test_interactive__card_lost__what_was_said_and_the_end_with_its_exit_code(
+    moet: Command, engine: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe_in(monkeypatch, "one\ntwo\nthree\n")
+    result = moet("run", "-i")
+    assert result.code == ExitCode.ENGINE
+    assert result.out == "someother"
+    assert "MD-NVME-04" in result.err  # that turn failed, and the talk went on
+    assert "MD-GPU-07" in result.err
+    assert "Traceback" not in result.err
+    assert len(engine.requests) == 2
+    assert engine.n_open == 0
+
+
 @pytest.mark.parametrize("script", [Script(load_failure=ScriptedFailure("MD-RAM-01"))])
 def test_loading_fails__its_exit_code(
     moet: Command, engine: Recorder, monkeypatch: pytest.MonkeyPatch

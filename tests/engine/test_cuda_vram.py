@@ -25,16 +25,21 @@ from moet_desk.engine.cuda.prefill import CudaPrefiller
 from moet_desk.engine.cuda.slot_memory import growable_slots
 from moet_desk.engine.cuda.vmm import DriverError
 from moet_desk.engine.cuda.vram import CardMemory, VramKeeper
+from moet_desk.engine.decode import Decoder
 from moet_desk.engine.handle import (
+    EngineHandle,
     EngineOptions,
     GenerateRequest,
+    Sampling,
     start_engine,
 )
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.engine.promotion import Promotion
+from moet_desk.engine.serving import Serving
 from moet_desk.engine.vram_arbiter import CALM_S, LEAST_FREE, Terms, Why
 from moet_desk.errors import MoetError
 from moet_desk.store.pack_format import Plane
+from moet_desk.telemetry import Event, Failed, Finished, TextDelta
 from moet_desk.units import GIB, MIB
 from tests.engine.fake_card import RUBBISH, FakeCard
 
@@ -496,6 +501,54 @@ def test_engine__limit_set_while_idle__slots_go_and_the_snapshot_says_so(
     finally:
         engine.close()
     assert (card.free, card.ranges) == (4 * GIB, {})
+
+
+def ask(engine: EngineHandle) -> list[Event]:
+    sampling = Sampling(temperature=0)
+    return list(engine.submit(GenerateRequest(prompt="A goat", max_tokens=3, sampling=sampling)))
+
+
+def test_engine__a_step_finds_no_memory__request_fails_with_the_catalogue_next_one_works(
+    demo_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults: list[Fault] = []
+    intact, tended = Decoder.step, Serving._tend_card
+
+    def step(self: Decoder, *given: Any) -> None:
+        if faults:
+            faults.pop()()
+        intact(self, *given)
+
+    def tend(self: Serving) -> None:
+        if faults:
+            faults.pop()()
+        tended(self)
+
+    room: list[bool] = []
+    monkeypatch.setattr(Decoder, "step", step)
+    monkeypatch.setattr(Serving, "_make_room", lambda self: room.append(True))
+    engine = start_engine(demo_pack, EngineOptions(save_heat=False, context=64))
+    try:
+        assert engine.wait_ready(60)
+        want = ask(engine)
+        assert isinstance(want[-1], Finished)
+        faults.append(out_of_memory)
+        last = ask(engine)[-1]
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, MoetError)
+        assert last.error.code == "MD-GPU-11"
+        assert room == [True]
+        monkeypatch.setattr(Decoder, "step", intact)
+        monkeypatch.setattr(Serving, "_tend_card", tend)
+        faults.append(out_of_memory)
+        assert text_of(ask(engine)) == text_of(want)
+        soon(lambda: room == [True, True])
+    finally:
+        engine.close()
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
 def test_pool__of_a_fixed_size__as_before(demo_pack: Path) -> None:

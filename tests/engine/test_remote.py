@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from moet_desk.api.guard import EndpointOptions
 from moet_desk.api.server import Endpoint
+from moet_desk.engine import remote_wire
 from moet_desk.engine.handle import (
     GenerateRequest,
     Grammar,
@@ -314,6 +316,45 @@ def test_failures__end_the_stream_with_the_right_error(
     assert code_of(last) == code
     assert isinstance(last, Failed)
     assert words in str(last.error)
+
+
+def begins(connection: socket.socket) -> None:
+    head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+    connection.sendall(f"{head}{delta(content='half')}\n\n".encode())
+
+
+def test_connection__reset_in_an_answer__text_so_far_and_an_error() -> None:
+    may_reset = threading.Event()
+
+    def reset(connection: socket.socket, _head: bytes) -> None:
+        begins(connection)
+        may_reset.wait(10)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    with server_that(LISTED, reset) as server:
+        stream = connect(server).submit(HELLO)
+        assert stream.wait(10)
+        may_reset.set()
+        text, last = read(stream)
+    assert text == "half"
+    assert code_of(last) == "MD-CONN-01"
+
+
+def test_server__silent_in_an_answer__text_so_far_and_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_wire, "_SILENCE_S", 0.2)
+    heard = threading.Event()
+
+    def silent(connection: socket.socket, _head: bytes) -> None:
+        begins(connection)
+        heard.wait(10)
+
+    with server_that(LISTED, silent) as server:
+        text, last = read(connect(server).submit(HELLO))
+        heard.set()
+    assert text == "half"
+    assert code_of(last) == "MD-CONN-01"
 
 
 def test_refusal__a_server_that_repeats_the_key__it_is_not_shown() -> None:

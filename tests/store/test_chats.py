@@ -251,6 +251,38 @@ def test_write__disk_is_full__said_and_nothing_lost(store: ChatStore) -> None:
     assert [m.content for m in store.get_chat(chat_id).messages] == ["kept"]
 
 
+def test_write__another_program_holds_the_file__said_and_written_when_it_lets_go(
+    store: ChatStore, path: Path
+) -> None:
+    chat_id = store.create_chat("t")
+    store._connection.execute("PRAGMA busy_timeout = 20")
+    with sqlite3.connect(path) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(MoetError, match="another program is using it") as caught:
+            store.add_message(chat_id, "user", "kept")
+        other.rollback()
+    assert caught.value.code == "MD-CHAT-02"
+    store.add_message(chat_id, "user", "kept")
+    assert [m.content for m in store.get_chat(chat_id).messages] == ["kept"]
+
+
+@pytest.mark.parametrize("jump", [timedelta(days=-400), timedelta(hours=9), timedelta(days=9000)])
+def test_clock_jumps__messages_stay_in_their_order(
+    store: ChatStore, path: Path, jump: timedelta
+) -> None:
+    chat_id = store.create_chat("t")
+    store.add_message(chat_id, "user", "one")
+    assert isinstance(store._now, Clock)
+    store._now.now += jump
+    answer = store.add_message(chat_id, "assistant", "", status="writing")
+    store.update_message(answer, content="two", status="done", meta={})
+    store.close()
+    again = ChatStore.open(path, now=Clock())
+    again.add_message(chat_id, "user", "three")
+    assert [m.content for m in again.get_chat(chat_id).messages] == ["one", "two", "three"]
+    assert [chat.id for chat in again.list_chats()] == [chat_id]
+
+
 def test_backup_copy__while_open__is_a_valid_store(
     store: ChatStore, path: Path, tmp_path: Path
 ) -> None:
@@ -308,6 +340,22 @@ def test_branches_files_and_settings__come_back(store: ChatStore, path: Path) ->
     assert [m.parent for m in chat.messages] == [None, question, question]
     assert chat.messages[0].files == chat.draft_files == tuple(files)
     assert chat.messages[1].reasoning == "I think it is one."
+
+
+def test_new_draft__of_no_chat_yet__kept_beside_those_of_chats(
+    store: ChatStore, path: Path
+) -> None:
+    assert store.new_draft() == ("", ())
+    chat_id = store.create_chat("t")
+    store.save_draft(None, "for later \ud800")
+    store.save_draft_files(None, [{"name": "a.md"}])
+    store.save_draft(chat_id, "of a chat")
+    store.close()
+    again = ChatStore.open(path)
+    assert again.new_draft() == ("for later ?", ({"name": "a.md"},))
+    assert again.get_chat(chat_id).draft == "of a chat"
+    again.save_draft(None, "")
+    assert again.new_draft() == ("", ({"name": "a.md"},))
 
 
 def test_delete_chat__thousands_of_messages_in_a_row__all_gone(store: ChatStore) -> None:

@@ -28,6 +28,7 @@ from moet_desk.store.pack_format import (
 )
 from moet_desk.store.pack_meta import read_meta
 from moet_desk.store.pack_reader import PackReader
+from tests.faults import n_open_files
 from tests.store.tiny import flip_bit
 
 
@@ -106,6 +107,33 @@ def test_read_row__disk_error__names_layer_expert_and_reason(
     facts = caught.value.facts
     assert (facts["layer"], facts["expert"], facts["model"]) == (2, 2, "tiny")
     assert facts["reason"] == "Input/output error"
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_read_row__drive_came_back_as_another_device__file_is_opened_anew(
+    direct: bool, tiny_pack: Path, tmp_path: Path
+) -> None:
+    with PackReader.open(tiny_pack, direct=direct) as reader:
+        stride = reader.meta.base_stride
+        want, got = mmap.mmap(-1, stride), mmap.mmap(-1, stride)
+        reader.read_row(Plane.BASE, 6, want)
+        for fds in (reader._fds, reader._direct_fds):
+            for fd in fds.values():  # what was open can no longer be read
+                dead = os.open(tmp_path, os.O_RDONLY)
+                os.dup2(dead, fd, inheritable=False)
+                os.close(dead)
+        n_files = n_open_files()
+        reader.read_row(Plane.BASE, 6, got)
+        assert got[:] == want[:]
+        assert n_open_files() == n_files
+        tiny_pack.rename(tmp_path / "gone")
+        dead = os.open(tmp_path, os.O_RDONLY)
+        for fds in (reader._fds, reader._direct_fds):
+            if Plane.BASE in fds:
+                os.dup2(dead, fds[Plane.BASE], inheritable=False)
+        os.close(dead)
+        with pytest.raises(MoetError, match="No such file"):
+            reader.read_row(Plane.BASE, 6, got)
 
 
 def test_read_row__file_cut_while_open__is_a_read_error(tiny_pack: Path) -> None:

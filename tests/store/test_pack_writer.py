@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import os
 import shutil
 import subprocess
@@ -28,6 +29,16 @@ from moet_desk.store.pack_verify import verify_pack
 from moet_desk.store.pack_writer import write_pack
 from moet_desk.store.quant_formats import decode, fp4_of
 from moet_desk.store.sources import TensorIndex
+from tests.faults import (
+    FOLDERS,
+    MAPS,
+    RENAMES,
+    Refusal,
+    n_open_files,
+    opens,
+    opens_to_write,
+    refused,
+)
 from tests.store.conftest import TINY
 from tests.store.tiny import PARTS, Tiny, flip_bit, plan_of, snapshot, write_source, write_weights
 
@@ -417,6 +428,31 @@ def test_write_pack__disk_refuses_at_any_call__resumes_to_the_same_bytes(
         assert kept_and_dropped(steps)[0] == kept
         assert snapshot(dest) == snapshot(tiny_pack)
     assert failures >= 1
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        opens(errno.EMFILE),
+        opens_to_write(errno.EROFS),
+        Refusal(FOLDERS, errno.EACCES),
+        Refusal(RENAMES, errno.EIO),
+        Refusal(MAPS, errno.ENOMEM),
+    ],
+    ids=str,
+)
+def test_write_pack__the_kernel_refuses__catalogue_error_then_the_same_bytes(
+    refusal: Refusal, tiny_source: Path, tiny_pack: Path, tmp_path: Path
+) -> None:
+    plan, dest, n_files = plan_of(TINY, tiny_source), tmp_path / "p", n_open_files()
+    with pytest.raises(MoetError) as caught:
+        refused(refusal, lambda: write_pack(tiny_source, plan, dest))
+    assert caught.value.code in ("MD-DISK-03", "MD-SRC-02")
+    del caught  # with the frames that hold the source's mapping
+    gc.collect()
+    assert n_open_files() == n_files
+    resume(tiny_source, dest)
+    assert snapshot(dest) == snapshot(tiny_pack)
 
 
 def test_write_pack__disk_full__says_how_far_it_came(tiny_source: Path, tmp_path: Path) -> None:

@@ -334,10 +334,10 @@ def test_pull__unknown_quantisation__refused_before_headers_are_fetched(
 ) -> None:
     source = tmp_path / "origin"
     plan, _ = write_with_dense(source, "int4-32")
-    config = (source / "config.json").read_text().replace('"symmetric": true', '"symmetric": false')
+    config = (source / "config.json").read_text().replace('"symmetric": true', '"symmetric": "no"')
     (source / "config.json").write_text(config)
     hub.repos[NAME] = Repo(source)
-    with pytest.raises(MoetError, match="symmetric = False") as caught:
+    with pytest.raises(MoetError, match="symmetric = 'no'") as caught:
         pull_all(asked(tmp_path), line_to(hub.url), planner(plan))
     assert caught.value.code == "MD-SRC-09"
     assert not any(path.endswith(".safetensors") for path, _ in hub.requests)

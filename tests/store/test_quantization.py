@@ -70,6 +70,8 @@ MIXED = {
         "model.layers.1.mlp": {"quant_algo": "NVFP4", "group_size": 16},
     },
 }  # fmt: skip
+ZEROS = copy.deepcopy(KIMI)
+ZEROS["config_groups"]["group_0"]["weights"]["symmetric"] = False
 NO_INTS: frozenset[IntGroups] = frozenset()
 
 
@@ -87,6 +89,7 @@ def read(table: Any) -> Quantization:
         (MODELOPT, NO_INTS),
         (MIXED, NO_INTS),
         (KIMI, frozenset({IntGroups(4, 32)})),
+        (ZEROS, frozenset({IntGroups(4, 32, zero_points=True)})),
     ],
 )
 def test_read__as_published__method_and_whole_numbers(
@@ -144,7 +147,8 @@ WEIGHTS = "config_groups.group_0.weights"
         (KIMI, "config_groups.group_0", ["Linear"], "group_0"),
         (KIMI, "config_groups.group_0.rotate", True, "the key 'rotate' = True"),
         (KIMI, WEIGHTS, "int4", "weights of group_0 = 'int4'"),
-        (KIMI, f"{WEIGHTS}.symmetric", False, "symmetric = False"),
+        (GLM_FP8, f"{WEIGHTS}.symmetric", False, "symmetric = False"),
+        (MODELOPT, f"{WEIGHTS}.symmetric", False, "symmetric = False"),
         (KIMI, f"{WEIGHTS}.symmetric", 1, "symmetric = 1"),
         (KIMI, f"{WEIGHTS}.dynamic", True, "dynamic = True"),
         (KIMI, f"{WEIGHTS}.actorder", "group", "actorder = 'group'"),

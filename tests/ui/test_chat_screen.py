@@ -151,6 +151,27 @@ async def test_failure__panel_in_the_transcript__try_again_works() -> None:
     assert "MD-ENG-04" not in screen
 
 
+async def test_card_lost__text_and_next_message_are_kept_and_the_panel_says_what_to_do() -> None:
+    facts = {"name": "NVIDIA X", "reason": "an illegal memory access was encountered"}
+    lost = ScriptedFailure("MD-GPU-07", facts, 3, ends_engine=True)
+    stage = Stage(Script(answers=("Some text that breaks.",), failures={0: lost}))
+    async with stage.open(80, 30) as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.ask(pilot, "waiting one")
+        await stage.play(pilot, 2.0)
+        stage.app.pull_gauges()
+        await stage.settle(pilot)
+        screen = dump(stage.app)
+        assert "The graphics card stopped answering   MD-GPU-07" in screen
+        assert "Start the engine again" not in screen  # this process has lost the card for good
+        assert "✗ fault" in screen
+        assert prompt_of(stage).text == "waiting one"
+    chat = next(iter(stage.chats.chats.values()))
+    assert [m.status for m in chat.messages] == ["done", "failed"]
+    assert chat.messages[1].content.startswith("Some text th")
+
+
 async def test_context_full__forget_oldest__goes_on() -> None:
     stage = Stage(Script(answers=("word " * 120,), context=460, tokens_per_s=400))
     async with stage.open(80, 40) as pilot:

@@ -11,9 +11,10 @@ from moet_desk.engine.handle import Quality
 from moet_desk.engine.scripted import Script, ScriptedEngine, ScriptedFailure
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.chats import ChatStore
+from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.bridge import Bridge, Phase
 from moet_desk.ui.chat_records import ChatStoreLike, Draft, Pulled, Sent, Status, Wishes
-from moet_desk.ui.conversation import Conversation
+from moet_desk.ui.conversation import SAVE_AGAIN_S, Conversation
 from tests.ui.support import FakeChats, HeldClock
 
 LONG = "word " * 400
@@ -235,9 +236,89 @@ def test_draft__per_chat__kept() -> None:
     assert talk.draft == Draft("in the chat")
 
 
+def test_draft__of_a_new_chat__there_when_the_app_opens_again_and_gone_when_sent() -> None:
+    chats, file = FakeChats(), Attachment("notes.md", "# é", 4)
+    Desk(Script(), chats=chats).conversation.save_draft("unsent", (file,))
+    desk = Desk(Script(answers=("A.",)), chats=chats)
+    talk = desk.conversation
+    assert talk.draft == Draft("unsent", (file,))
+    talk.send("unsent", (file,))
+    assert chats.new_draft() == ("", [])
+    assert talk.draft == Draft()
+    desk.finish()
+    talk.save_draft("in the chat")
+    assert Desk(Script(), chats=chats).conversation.draft == Draft()
+
+
+def test_draft__store_cannot_take_the_message__stays_stored() -> None:
+    class Full(FakeChats):
+        def add_message(self, *_: Any, **__: Any) -> int:
+            raise fail("MD-DISK-02", path="p", done="3 messages")
+
+    chats = Full()
+    talk = Desk(Script(answers=("A.",)), chats=chats).conversation
+    talk.save_draft("unsent")
+    with pytest.raises(MoetError):
+        talk.send("unsent")
+    assert chats.new_draft()[0] == "unsent"
+
+
 class FullDisk(FakeChats):
     def update_message(self, message_id: int, **changes: Any) -> None:
         raise fail("MD-DISK-02", path="chats.sqlite3", done="3 messages")
+
+
+class FullForAWhile(FakeChats):
+    is_full = True
+
+    def update_message(self, message_id: int, **changes: Any) -> None:
+        if self.is_full:
+            raise fail("MD-DISK-02", path="chats.sqlite3", done="3 messages")
+        super().update_message(message_id, **changes)
+
+
+@pytest.mark.parametrize("how", ["time", "next answer", "leaving", "opening"])
+def test_store_can_save_again__answers_that_were_not_saved_are(how: str) -> None:
+    chats = FullForAWhile()
+    desk = Desk(Script(answers=("An answer.", "Another.")), chats=chats)
+    talk = desk.conversation
+    talk.send("q")
+    desk.finish()
+    chat_id = talk.chat_id
+    assert chat_id is not None
+    talk.save_draft("a draft can be saved")
+    assert talk.store_problem is not None
+    chats.is_full = False
+    talk.save_when_due()  # just tried
+    assert talk.store_problem is not None
+    if how == "time":
+        desk.time.seconds += SAVE_AGAIN_S
+        talk.save_when_due()
+    elif how == "next answer":
+        talk.send("q")
+        desk.finish()
+    elif how == "leaving":
+        talk.keep()
+    else:
+        talk.open(chat_id)
+        assert talk.turns[1].text == "An answer."
+    stored = chats.get_chat(chat_id).messages[1]
+    assert (stored.content, stored.status) == ("An answer.", "done")
+    assert talk.store_problem is None
+
+
+def test_chat_deleted_with_an_answer_not_saved__nothing_is_owed() -> None:
+    chats = FullForAWhile()
+    desk = Desk(Script(answers=("An answer.", "Another.")), chats=chats)
+    talk = desk.conversation
+    talk.send("q")
+    desk.finish()
+    assert talk.chat_id is not None
+    talk.delete(talk.chat_id)
+    chats.is_full = False
+    talk.send("q")
+    desk.finish()
+    assert talk.store_problem is None
 
 
 def test_store_cannot_save__answer_goes_on_and_it_is_reported() -> None:

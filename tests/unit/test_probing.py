@@ -295,6 +295,14 @@ def test_gpus__driver_fails_half_way__says_so_and_closes(monkeypatch: pytest.Mon
     assert not nvml.is_open
 
 
+def test_gpus__driver_goes_while_it_is_asked__says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml()
+    nvml.nvmlDeviceGetMemoryInfo = nvml.unknown
+    monkeypatch.setattr(nvml, "nvmlShutdown", lambda: nvml.unknown(0))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert "driver fails" in gpus.look_for_gpus().problem
+
+
 def test_gpus__without_the_package__says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "nvidia-ml-py" in gpus.look_for_gpus().problem

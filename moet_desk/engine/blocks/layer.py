@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from moet_desk.engine.blocks.attention import MlaBlock
@@ -12,6 +14,24 @@ from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.spec import Gdn, Layer, Mla, MoeFfn, PooledAttention
 from moet_desk.kernels.reference import rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where new tokens of a sequence stand.
+
+    Attributes:
+        cos, sin: of their positions, [T, rope dims / 2] float32.
+        kv: where entries of all layers are.
+        sequence: which of them are this sequence's.
+        eps: of the norms.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    kv: KvCache
+    sequence: KvSequence
+    eps: float
 
 
 class Block:
@@ -54,33 +74,16 @@ class Block:
         else:
             self._ffn = SwigluFfn(weights.below("mlp." if half is None else f"mlps{at}."))
 
-    def __call__(
-        self,
-        x: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        kv: KvCache,
-        sequence: KvSequence,
-        experts: Experts,
-    ) -> Tensor:
-        """Shapes: x [T, H]; cos, sin [T, rope dims / 2]; returns [T, H], all float32."""
-        x, normed = self.attend(x, eps, cos, sin, kv, sequence)
+    def __call__(self, x: Tensor, at: Place, experts: Experts) -> Tensor:
+        """Shapes: x [T, H]; returns [T, H], float32."""
+        x, normed = self.attend(x, at)
         return x + self.feed(normed, experts)
 
-    def attend(
-        self,
-        x: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        kv: KvCache,
-        sequence: KvSequence,
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Tensor, at: Place) -> tuple[Tensor, Tensor]:
         """The stream behind the attention, and what the feed-forward part reads."""
-        normed = rms_norm(x, self._attention_norm, eps)
-        x = x + self._attention(normed, cos, sin, kv, sequence)
-        return x, rms_norm(x, self._ffn_norm, eps)
+        normed = rms_norm(x, self._attention_norm, at.eps)
+        x = x + self._attention(normed, at.cos, at.sin, at.kv, at.sequence)
+        return x, rms_norm(x, self._ffn_norm, at.eps)
 
     def feed(self, normed: Tensor, experts: Experts) -> Tensor:
         """What the feed-forward part adds."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from moet_desk.engine.blocks.ffn import Experts, MoeBlock
-from moet_desk.engine.blocks.layer import Block
+from moet_desk.engine.blocks.layer import Block, Place
 from moet_desk.engine.blocks.weights import Weights
-from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.spec import Layer, MoeFfn
 
 
@@ -34,18 +33,9 @@ class ShortcutBlock:
         )
         self._moe = MoeBlock(layer.ffn, weights.below(layer.ffn.name), moe_layer=moe_layer)
 
-    def __call__(
-        self,
-        x: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        kv: KvCache,
-        sequence: KvSequence,
-        experts: Experts,
-    ) -> Tensor:
+    def __call__(self, x: Tensor, at: Place, experts: Experts) -> Tensor:
         """As `Block`."""
-        x, normed = self._first.attend(x, eps, cos, sin, kv, sequence)
+        x, normed = self._first.attend(x, at)
         beside = self._moe(normed, experts)
         x = x + self._first.feed(normed, experts)
-        return self._second(x, eps, cos, sin, kv, sequence, experts) + beside
+        return self._second(x, at, experts) + beside

@@ -22,7 +22,7 @@ import torch
 from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
-from moet_desk.engine.card_faults import card_fault, is_out_of_memory
+from moet_desk.engine.card_faults import is_out_of_memory
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.delta import DeviceStates
@@ -38,6 +38,8 @@ from moet_desk.engine.cuda.load_pools import (
 )
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
 from moet_desk.engine.cuda.pinned import PinnedMemory
+from moet_desk.engine.cuda.pool_states import PooledStates
+from moet_desk.engine.cuda.pooled_sizes import pooled_mixers
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
 from moet_desk.engine.cuda.prefill import ChunkModel, CudaPrefiller
 from moet_desk.engine.cuda.residency import CudaResidency
@@ -59,14 +61,15 @@ from moet_desk.engine.model_shape import (
     index_layers,
     kv_token_bytes,
     loads_head,
+    n_kv_layers,
     rings_of,
     running_layers,
     wishes_of,
 )
-from moet_desk.engine.planned_model import dense_saving
+from moet_desk.engine.planned_model import dense_saving, loaded_bytes
 from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import Spec
-from moet_desk.errors import MoetError, fail
+from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.mailbox import MAILBOX
 from moet_desk.kernels.triton import fetch
@@ -112,14 +115,6 @@ class CudaCore:
     readers: ThreadPoolExecutor
     prefix_bytes: int  # of RAM
     dense_format: DenseFormat
-
-    def lost(self) -> str:
-        """Why the card cannot be used any more; empty if it can. Waits for what was launched."""
-        try:
-            self.model.settle()
-        except RuntimeError as error:
-            return card_fault(error) or str(error)
-        return ""
 
     def close(self) -> None:
         """Release files, threads and memory."""
@@ -189,8 +184,7 @@ def _load(
     undo: ExitStack,
 ) -> CudaCore:
     report.begin("Read the pack index")
-    opened = _open(pack, options, device)
-    undo.callback(opened.reader.close)
+    opened = _open(pack, options, device, undo)
     reader, spec, plan = opened.reader, opened.spec, opened.plan
     report.end()
     pinned = PinnedMemory(progress=lambda _: None)
@@ -201,13 +195,14 @@ def _load(
     sizes = _pool_sizes(opened, options)
     pools = make_pools(sizes, arena, device)
     undo.callback(release_pools, pools)
-    states: DeviceStates | None = None
-    if spec.delta:
-        states = DeviceStates(spec.delta, options.max_running, device)
+    states = states_of(
+        spec, opened.form, options.max_running, plan.kv_pages, device, with_head=opened.with_head
+    )
     kv = KvCache(
-        spec.attention, n_layers=spec.n_kv_layers + opened.with_head, n_pages=plan.kv_pages,
-        page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
+        spec.attention, n_layers=n_kv_layers(spec, with_head=opened.with_head),
+        n_pages=plan.kv_pages, page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
         index_layers=index_layers(spec, with_head=opened.with_head), slots=states,
+        recurrent=spec.recurrent,
         rings=rings_of(spec, plan, options.max_running),
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32, device=device)
@@ -251,6 +246,25 @@ def _load(
     )  # fmt: skip
 
 
+def states_of(
+    spec: Spec,
+    form: KvFormat,
+    n_slots: int,
+    n_pages: int,
+    device: torch.device,
+    *,
+    with_head: bool,
+) -> DeviceStates | PooledStates | None:
+    """States of the layers that have one, for so many sequences; None if there are no such."""
+    if spec.delta:
+        return DeviceStates(spec.delta, n_slots, device)
+    mixers = pooled_mixers(spec, with_head=with_head)
+    if not mixers:
+        return None
+    pages = {"n_pages": n_pages, "page_tokens": KV_PAGE_TOKENS}
+    return PooledStates(mixers, n_slots, form, **pages, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class _Opened:
     """A pack that is about to be loaded.
@@ -281,19 +295,16 @@ class _Opened:
         return _all_in_ram(self.plan, len(self.order))
 
 
-def _open(pack: Path, options: EngineOptions, device: torch.device) -> _Opened:
+def _open(pack: Path, options: EngineOptions, device: torch.device, undo: ExitStack) -> _Opened:
     """Read the index and plan the tiers; says how prompts and rows on disk will be read."""
     reader = PackReader.open(pack)
+    undo.callback(reader.close)
     config, path = reader.config(), str(pack / "config.json")
     has_mtp = packed_head(config, reader.meta.moe_layers, reader.dense.names(), path=path)
     spec = spec_for(config, path=path, has_mtp=has_mtp)
-    try:
-        check_kernels(spec)
-        check_head(spec, options)
-    except MoetError:
-        reader.close()
-        raise
-    form = device_kv_format(options.kv_format)
+    check_kernels(spec)
+    check_head(spec, options)
+    form = device_kv_format(options.kv_format, spec)
     with_head = loads_head(spec, options, on_card=True)
     dense_format, plan, prefix_bytes, keep = _plan(
         reader, spec, form, options, device, with_head=with_head
@@ -403,9 +414,9 @@ def _plan(
     )
     ram, prefix_bytes = split_ram(ram, options.prefix_bytes)
     budget = DeviceBudget(vram_budget(free, options.vram_bytes), ram)
-    token_bytes = kv_token_bytes(spec, form, with_head=with_head)
+    token_bytes = kv_token_bytes(spec, form, with_head=with_head, on_card=True)
     sizes = RowSizes(reader.layout, reader.meta.base_stride, reader.meta.fine_stride)
-    dense_bytes = (reader.path / "dense.safetensors").stat().st_size
+    dense_bytes = loaded_bytes(reader.path)
     fit = fit_device(
         options.dense_format,
         partial(device_shape, spec, sizes, form, dense_bytes=dense_bytes, with_head=with_head),

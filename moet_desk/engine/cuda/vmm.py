@@ -251,10 +251,7 @@ class CudaDriver:
 
     def settle(self) -> None:
         """See `MemoryDriver`."""
-        try:
-            torch.cuda.synchronize(self._device)
-        except RuntimeError as error:
-            raise DriverError("torch.cuda.synchronize", 0, str(error)) from error
+        torch.cuda.synchronize(self._device)
 
     def view(self, address: int, n_bytes: int) -> Tensor:
         """See `MemoryDriver`."""

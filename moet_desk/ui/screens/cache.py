@@ -1,6 +1,6 @@
 """The Cache screen: where every expert is, who answers, and how much time is spent waiting.
 
-It draws the snapshots the app hands it four times a second, only while it is in front; Space
+It draws the snapshots the app hands it twice a second, only while it is in front; Space
 freezes the picture. UI thread.
 """
 
@@ -16,7 +16,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import Screen
 from textual.widgets import Static
 
 from moet_desk.telemetry import (
@@ -31,6 +30,7 @@ from moet_desk.telemetry import (
 from moet_desk.ui.bridge import GAUGE_PERIOD_S, Clock, PicturePace
 from moet_desk.ui.cache_cells import ENDS, LIST_HEAD, Measure, measures
 from moet_desk.ui.desk import JobView
+from moet_desk.ui.lean_screen import LeanScreen
 from moet_desk.ui.theme import RAMP_STEPS, Glyphs, tier_variable
 from moet_desk.ui.widgets.cache_lists import ExpertList, LayerStrips
 from moet_desk.ui.widgets.frame import SmallWindow, TabLine
@@ -71,7 +71,7 @@ class Picture(Enum):
     LIST = "list"
 
 
-class CacheScreen(Screen[None]):
+class CacheScreen(LeanScreen):
     """See the module's paragraph. `show` is called by the app's gauge timer."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

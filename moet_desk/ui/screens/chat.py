@@ -9,7 +9,8 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Input, Markdown
 
 from moet_desk.engine.handle import Quality
-from moet_desk.errors import MoetError, fail
+from moet_desk.errors import MoetError
+from moet_desk.store.durable import write_new
 from moet_desk.ui.attachments import Attachment, pasted, read_attachment
 from moet_desk.ui.chat_records import Draft, Sent, Turn
 from moet_desk.ui.commands import Command, Verb, parse, parse_temperature
@@ -185,11 +186,9 @@ class ChatScreen(ChatView):
         text = make(conversation.turns, model=model, system=system)
         path = Path.cwd() / f"chat-{now:%Y%m%d-%H%M%S}.{kind}"
         try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as problem:
-            reason = problem.strerror or str(problem)
-            self.toast(fail("MD-DISK-03", path=str(path), reason=reason))
+            write_new(path, text)
+        except MoetError as problem:
+            self.toast(problem)
             return
         self.notify(f"Saved as {path}", markup=False, timeout=10)
 

@@ -214,7 +214,7 @@ class History:
         self._moved, self._due_s = None, 0.0
 
     def add(self, snapshot: EngineSnapshot, now_s: float) -> None:
-        """Take a snapshot; called at 4 Hz, keeps one value a second."""
+        """Take a snapshot; called twice a second, keeps one value of each."""
         if now_s < self._due_s:
             return
         self._due_s = now_s + 1.0

@@ -1,0 +1,26 @@
+"""Words for what a disk refuses to write. Any thread."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from moet_desk.errors import MoetError, fail
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def unwritable(path: Path, problem: OSError, *, done: str = "a part") -> MoetError:
+    """The error of the catalogue for a file that cannot be written.
+
+    Args:
+        path: of the file.
+        problem: what the system said.
+        done: how far the work had come, e.g. "64 of 288 rows".
+
+    Returns:
+        MD-DISK-02 if the disk is full, else MD-DISK-03.
+    """
+    if problem.errno in _FULL:
+        return fail("MD-DISK-02", path=str(path), done=done)
+    return fail("MD-DISK-03", path=str(path), reason=problem.strerror or str(problem))
