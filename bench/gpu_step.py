@@ -75,12 +75,12 @@ def gate() -> None:
     made = ShapeBench(setup, pinned.allocate, lambda _: None)
     made.loader.set_popularity(0.004)
     made.steps(200)
-    sequence, plain_ms, gated_ms = made._sequence(), [], []
+    sequence, plain_ms, gated_ms = made._sequence(1), [], []
     for _ in range(500):
         began = time.perf_counter()
-        made._step(sequence)
+        made._step(sequence, 1)
         middle = time.perf_counter()
-        made._step(sequence)
+        made._step(sequence, 1)
         assert not judge.is_unsure(row, made.model.confidence(1)[0])
         plain_ms.append(1e3 * (middle - began))
         gated_ms.append(1e3 * (time.perf_counter() - middle))

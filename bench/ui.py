@@ -40,7 +40,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def app(shape: str, mode: str, report: str, seconds: float) -> None:
     """Run the app on a scripted engine and write the main thread's CPU time into a file."""
     from moet_desk.engine.scripted import DEFAULT_ANSWER, Script, ScriptedEngine
-    from moet_desk.ui.app import Look, MoetDeskApp
+    from moet_desk.ui.app import MoetDeskApp
+    from moet_desk.ui.look import Look
     from tests.ui.desk import FakeDesk
     from tests.ui.support import FakeChats
 

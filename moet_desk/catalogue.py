@@ -83,6 +83,17 @@ class GdnFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NgramFacts:
+    """Tables of n-grams beside the embedding, in bfloat16; see `engine.spec.Ngrams`. The smallest
+    has `ratio` rows per token id, and one more.
+    """
+
+    longest: int
+    splits: int
+    ratio: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueEntry:
     """A model as its makers published it. Fields are explained at the head of the file."""
 
@@ -117,6 +128,7 @@ class CatalogueEntry:
     mla: MlaFacts | None = None
     gqa: GqaFacts | None = None
     gdn: GdnFacts | None = None
+    ngrams: NgramFacts | None = None
 
     @property
     def layout(self) -> ExpertLayout:
@@ -134,6 +146,21 @@ class CatalogueEntry:
         return round(self.dense_gib * GIB)
 
     @property
+    def table_numbers(self) -> int:
+        """Weights in tables of n-grams."""
+        if self.ngrams is None or self.mla is None:
+            return 0
+        n_tables = self.ngrams.splits * (self.ngrams.longest - 1)
+        least = self.ngrams.ratio * self.mla.vocab + 1
+        rows = sum(least + 2 * table for table in range(n_tables))
+        return rows * (self.hidden // n_tables)
+
+    @property
+    def table_bytes(self) -> int:
+        """The same in bytes."""
+        return 2 * self.table_numbers
+
+    @property
     def state_bytes(self) -> int:
         """What a sequence takes beside KV, whatever its length."""
         return round(self.state_mib * MIB)
@@ -147,16 +174,18 @@ class CatalogueEntry:
     def weight_bytes(self) -> int:
         """Of the repository's weights, counted from their forms; an MTP head is not counted."""
         bits = self.expert_bits or {"fp8": 8.0, "bf16": 16.0}[self.dense_form]
-        return round((self.params_b - self.dense_params_b) * GB * bits / 8) + self.dense_bytes
+        experts = (self.params_b - self.dense_params_b) * GB - self.table_numbers
+        return round(experts * bits / 8) + self.dense_bytes + self.table_bytes
 
     @property
     def pack_bytes(self) -> int:
-        """What its pack will take on the drive: both rows of every expert, and the dense weights.
+        """What its pack will take on the drive: both rows of every expert, and the other weights.
 
         The MTP head's rows are not counted.
         """
         layout = self.layout
-        return self.n_rows * (layout.base_stride + layout.fine_stride) + self.dense_bytes
+        rows = self.n_rows * (layout.base_stride + layout.fine_stride)
+        return rows + self.dense_bytes + self.table_bytes
 
     def kv_token_bytes(self, form: KvFormat) -> int:
         """KV bytes of a token in the layers that keep every token; float32 takes twice of what
@@ -202,13 +231,15 @@ def parse(text: str) -> tuple[CatalogueEntry, ...]:
 
 def _entry(table: Mapping[str, Any]) -> CatalogueEntry:
     fields = dict(table)
-    mla, gqa, gdn = (fields.pop(name, None) for name in ("mla", "gqa", "gdn"))
+    parts = ("mla", "gqa", "gdn", "ngrams")
+    mla, gqa, gdn, ngrams = (fields.pop(name, None) for name in parts)
     fields["unknown"] = tuple(fields.get("unknown", ()))
     return CatalogueEntry(
         **fields,
         mla=None if mla is None else MlaFacts(**mla),
         gqa=None if gqa is None else GqaFacts(**gqa),
         gdn=None if gdn is None else GdnFacts(**gdn),
+        ngrams=None if ngrams is None else NgramFacts(**ngrams),
     )
 
 

@@ -67,9 +67,16 @@ def pinned_budget(available: int, total: int, *, is_wsl: bool) -> int:
     return min(budget, total // 2) if is_wsl else budget
 
 
-def vram_budget(free: int) -> int:
-    """Bytes the tiers may take of a card's memory, when the user did not say."""
-    return int(VRAM_SHARE * free)
+def vram_budget(free: int, limit: int | None = None) -> int:
+    """Bytes the tiers may take of a card's memory: the user's limit, never more than is free."""
+    return int(VRAM_SHARE * free) if limit is None else min(limit, free)
+
+
+def vram_kept(free: int, budget: int) -> int:
+    """Bytes of a card that a plan with this budget leaves free on purpose. A lower limit leaves
+    more, but not so that it stays free.
+    """
+    return min(free - budget, free - vram_budget(free))
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +278,11 @@ STEP_ROWS = 8
 """Rows of the widest step on a device: its experts of one layer must all have slots at once."""
 
 
+def least_slots(top_k: int, n_rows: int) -> int:
+    """Slots of each plane without which a device cannot compute a step."""
+    return min(STEP_ROWS * top_k, n_rows)
+
+
 CHUNK_SHARE = 1 / 12
 """Most of the VRAM that reading prompts may take: a larger chunk brings every expert less often,
 but its memory is lost to the slots that decode lives on.
@@ -306,7 +318,7 @@ def plan_device_tiers(shape: ModelShape, budget: DeviceBudget, wishes: Wishes) -
     Raises:
         MoetError: as `plan_tiers`.
     """
-    least = min(STEP_ROWS * shape.top_k, shape.n_rows)
+    least = least_slots(shape.top_k, shape.n_rows)
     _least(wishes.base_slots, least)
     _least(wishes.fine_slots, least)
     context = _context(shape, wishes)

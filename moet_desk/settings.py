@@ -172,6 +172,15 @@ class Memory:
     ram: Annotated[
         int | None, _About("RAM the program may use in all.", _R, "bytes", least=64 * 2**20)
     ] = None
+    vram_limit: Annotated[
+        int | None,
+        _About(
+            "Most of a card's memory the program may use; experts move out and in as it changes.",
+            _N,
+            "bytes",
+            least=2**30,
+        ),
+    ] = None
     threads: Annotated[
         int | None, _About("CPU threads that compute.", _R, "threads", least=1, largest=1024)
     ] = None

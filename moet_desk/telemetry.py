@@ -203,6 +203,26 @@ class TierSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class VramView:
+    """A card's memory, which the slots follow.
+
+    Attributes:
+        free: bytes that nobody had at the last look.
+        slots, planned: bytes of slots now, and when the model was loaded.
+        limit: bytes that the engine may take in all; None: what there is.
+        changes: how often slots were given back or came again.
+        why: what the newest change followed from, or why there can be none.
+    """
+
+    free: int = 0
+    slots: int = 0
+    planned: int = 0
+    limit: int | None = None
+    changes: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ReadTimes:
     """How long the newest reads of single rows from disk took, with the check of their bytes."""
 
@@ -253,6 +273,7 @@ class EngineSnapshot:
     draft_choice: DraftChoice = field(default_factory=DraftChoice)
     tokens_per_step: float | None = None  # of one answer, over the last 3 s of decoding
     sizes: TierSizes = field(default_factory=TierSizes)
+    vram: VramView | None = None  # None: slots have a fixed size
     reads: ReadTimes | None = None  # None: no row was read since the model was loaded
     cache: CacheView | None = None
     loading: tuple[LoadStep, ...] = ()

@@ -25,8 +25,9 @@ from textual.binding import Binding
 from moet_desk.cli import cli
 from moet_desk.errors import CATALOGUE, ErrorSpec, ExitCode
 from moet_desk.settings import SETTINGS, Setting
-from moet_desk.ui.app import MoetDeskApp, binding_ids
+from moet_desk.ui.app import MoetDeskApp
 from moet_desk.ui.commands import WORDS
+from moet_desk.ui.keymap import binding_ids
 from moet_desk.ui.palette import show_key
 from moet_desk.ui.screens.attach import AttachDialog
 from moet_desk.ui.screens.cache import CacheScreen

@@ -62,6 +62,10 @@ def _numbers(now: EngineSnapshot) -> Iterator[tuple[str, str, str, float | None]
     yield "base_slots_used", "gauge", "2-bit slots in use.", sizes.base_slots_used
     yield "fine_slots", "gauge", "4-bit slots.", sizes.fine_slots
     yield "fine_slots_used", "gauge", "4-bit slots in use.", sizes.fine_slots_used
+    if (vram := now.vram) is not None:
+        yield "slot_bytes", "gauge", "Of the card, in slots.", vram.slots
+        yield "vram_free_bytes", "gauge", "Of the card, nobody's.", vram.free
+        yield "slot_changes_total", "counter", "Slots given back or got again.", vram.changes
     yield "arena_rows", "gauge", "Rows that fit RAM.", sizes.arena_rows
     yield "arena_rows_used", "gauge", "Rows in RAM.", sizes.arena_rows_used
 

@@ -168,7 +168,7 @@ def make_record(
     in_ram = setup.in_ram()
     steps, bandwidth = figures.steps, figures.bandwidth
     marks = quantiles(steps.times_ms, n=20)
-    groups = figures.by_group
+    groups, kernels = figures.by_group, figures.by_kernel
     return {
         "command": command_line(),
         "shape": shape.name,
@@ -195,6 +195,11 @@ def make_record(
             "median": rounded(steps.median_ms, 3), "p05": rounded(marks[0], 3),
             "p95": rounded(marks[-1], 3),
             "by_group": groups and {name: rounded(ms, 3) for name, ms in groups.items()},
+            "by_kernel": kernels
+            and {
+                name: {"launches": rounded(launches, 1), "ms": rounded(ms, 3)}
+                for name, (launches, ms) in kernels.items()
+            },
         },
         "bytes_per_step": {
             "vram": figures.vram_bytes, "pcie": figures.pcie_bytes,

@@ -134,6 +134,7 @@ def engine_options(settings: Settings, locations: Locations | None = None) -> En
         fine_slots=memory.fine_slots,
         arena_rows=memory.arena_rows,
         ram_bytes=memory.ram,
+        vram_bytes=memory.vram_limit,
         kv_format=memory.kv_format,
         dense_format=memory.dense_format,
         threads=memory.threads,

@@ -44,7 +44,8 @@ def options_for(facts: MachineFacts, options: EngineOptions, wishes: PlanWishes)
     if wishes.keep_free is None:
         return options
     if gpu is not None:
-        return replace(options, vram_bytes=max(1, gpu.gpu.vram_free - wishes.keep_free))
+        most = max(1, gpu.gpu.vram_free - wishes.keep_free)
+        return replace(options, vram_bytes=min(most, options.vram_bytes or most))
     return replace(options, ram_bytes=max(1, facts.memory.available - wishes.keep_free))
 
 
@@ -177,10 +178,12 @@ def _billions(value: float) -> str:
 
 
 def fit_of(answer: ModelPlan | Refusal) -> Fit:
-    """How a plan does; BEST is given by comparing, in `ranked`."""
+    """How a plan does, by the slow end of its forecast: who is sent for hundreds of GB must not be
+    disappointed. BEST is given by comparing, in `ranked`.
+    """
     if isinstance(answer, Refusal):
         return Fit.NO_ROOM
-    return Fit.GOOD if answer.forecast.tok_per_s[1] >= USABLE_TOK_PER_S else Fit.SLOW
+    return Fit.GOOD if answer.forecast.tok_per_s[0] >= USABLE_TOK_PER_S else Fit.SLOW
 
 
 def reason_words(answer: ModelPlan | Refusal) -> str:

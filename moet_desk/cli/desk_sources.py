@@ -163,11 +163,18 @@ def planned(
 
     has_mtp = packed_head(config, maker.plan.moe_layers, maker.plan.dense, path=config_path)
     sizes = pack_sizes(maker)
+    by_row = maker.plan.by_row
+    table = sum(
+        maker.index.info(tensor).bytes
+        for tensor in maker.plan.dense
+        if by_row and tensor.startswith(by_row)
+    )
     return PlannedModel(
         name=name,
         spec=spec_for(config, path=config_path, has_mtp=has_mtp),
         sizes=RowSizes.of(maker.layout),
-        dense_bytes=sizes[DENSE_FILE],
+        dense_bytes=sizes[DENSE_FILE] - table,
+        table_bytes=table,
         dense_saving=saving(
             (info.name, info.shape, info.bytes)
             for info in map(maker.index.info, maker.plan.dense)

@@ -89,12 +89,11 @@ def _packs(invocation: Invocation) -> tuple[PackFact, ...]:
 
 def _dense(pack: Path) -> tuple[int, int] | tuple[None, None]:
     """Bytes of the dense weights, as stored and rounded; None if the file cannot be read."""
-    from moet_desk.engine.planned_model import dense_saving
+    from moet_desk.engine.planned_model import dense_saving, loaded_bytes
     from moet_desk.errors import MoetError
-    from moet_desk.store.pack_format import DENSE_FILE
 
     try:
-        stored = (pack / DENSE_FILE).stat().st_size
+        stored = loaded_bytes(pack)
         return stored, stored - dense_saving(pack)
     except (OSError, MoetError):
         return None, None

@@ -87,7 +87,9 @@ def plan(
         answers__quality=quality,
         engine__device=device,
     ).settings
-    options: EngineOptions = replace(engine_options(settings), vram_bytes=vram)
+    options: EngineOptions = replace(
+        engine_options(settings), vram_bytes=settings.memory.vram_limit if vram is None else vram
+    )
     wanted = find_model(invocation, model)
     facts = machine_facts(invocation, machine)
     answer = plan_model(facts, wanted, options)

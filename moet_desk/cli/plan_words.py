@@ -109,6 +109,10 @@ def tier_rows(model: PlannedModel, plan: ModelPlan) -> list[Row]:
         rows.append(("read prompts", "RAM", show_memory(plan.prefix_bytes), what))
     rows += [base, fine, ("total", "RAM", show_memory(plan.ram_used), may)]
     rows.append(("only there", "drive", show_disk(sizes.nvme_only), "read while answering"))
+    if model.spec.ngrams is not None:
+        n_rows = model.spec.ngrams.n_tables
+        what = f"of n-grams: {n_rows} rows are read for a token, not in the forecast"
+        rows.append(("tables", "drive", show_disk(model.table_bytes), what))
     rows.append(("pack", "drive", show_disk(model.pack_bytes), "all experts and the dense stack"))
     return rows
 
@@ -202,6 +206,7 @@ def as_fields(
         "disk": {
             "download_bytes": model.download_bytes,
             "pack_bytes": model.pack_bytes,
+            "table_bytes": model.table_bytes,
             "free_bytes": drive.free if drive is not None else None,
             "installed": model.is_installed,
         },

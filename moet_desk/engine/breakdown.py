@@ -14,16 +14,18 @@ from dataclasses import dataclass
 
 import torch
 
+from moet_desk.engine.card_faults import is_out_of_memory
 from moet_desk.errors import MoetError, fail
 from moet_desk.errors.disk import refused
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """The error of the catalogue, and whether it ends the engine."""
+    """The error of the catalogue, whether it ends the engine, and whether the card was full."""
 
     error: MoetError
     ends_engine: bool = False
+    no_room: bool = False
 
 
 def card_answers() -> bool:
@@ -49,8 +51,9 @@ def breakdown_of(
     """
     if isinstance(error, MoetError):
         return Breakdown(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        return Breakdown(fail("MD-GPU-11", name=card, reason=_wanted_memory(error)))
+    if is_out_of_memory(error):
+        what = f"what this answer needs beside the model ({_wanted_memory(error)})"
+        return Breakdown(fail("MD-GPU-11", what=what), no_room=True)
     if _is_ram(error):
         return Breakdown(fail("MD-RAM-04"))
     if isinstance(error, OSError):

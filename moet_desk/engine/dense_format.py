@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from moet_desk.engine.families.tensors import NGRAM_TABLES
 from moet_desk.errors import MoetError
 from moet_desk.kernels.row_sizes import GROUP
 from moet_desk.plan import DeviceBudget, ModelShape, TierPlan, Wishes, plan_device_tiers
@@ -27,18 +28,26 @@ PLAIN = ("BF16", "F16", "F32")
 
 _KEPT = (
     "embed_tokens", "lm_head", ".gate", ".router", "router.classifier", "shared_expert_gate",
-    "eh_proj", "_proj_bias",
+    "eh_proj", ".e_proj", ".h_proj", "_proj_bias", "_fn", ".tid2eid",
 )  # fmt: skip
+_KEPT_BELOW = ".indexer.", ".compressor."
 _SCALE_BYTES = 2
 
 
 def may_round(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a dense tensor can be rounded: a matrix of a product that chooses nothing.
 
-    Routers and indexers choose experts and tokens, embedding and head choose words: these stay.
+    Routers and indexers choose experts and tokens, embedding and head choose words: these stay, and
+    so do pools' compressors and connections of streams, which go through a softmax. Of tables of
+    n-grams rows are read as they are.
     """
     is_matrix = len(shape) == 2 and shape[1] % GROUP == 0
-    return is_matrix and ".indexer." not in name and not name.endswith(_KEPT)
+    is_kept = (
+        name.startswith(NGRAM_TABLES)
+        or any(part in name for part in _KEPT_BELOW)
+        or name.endswith(_KEPT)
+    )
+    return is_matrix and not is_kept
 
 
 def rounded_bytes(shape: tuple[int, ...]) -> int:

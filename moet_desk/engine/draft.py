@@ -268,7 +268,7 @@ def room_of(request: Drafted) -> int:
 def state_of(request: Drafted) -> DraftState:
     """What is kept of the request; nothing yet at first."""
     if request.draft is None:
-        request.draft = DraftState(replace(request.kv, length=0, slot=None, base=0))
+        request.draft = DraftState(replace(request.kv, length=0, base=0))
     return request.draft
 
 

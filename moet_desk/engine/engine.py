@@ -55,11 +55,18 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitVram:
+    """Command: take so many bytes of the card at most."""
+
+    n_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Command: stop everything and end the thread."""
 
 
-Command = Submit | Cancel | Close
+Command = Submit | Cancel | LimitVram | Close
 
 
 def launch(pack: Path, options: EngineOptions) -> Engine:
@@ -147,6 +154,10 @@ class Engine:
             raise self._error
         return done
 
+    def limit_vram(self, n_bytes: int | None) -> None:
+        """See `EngineHandle.limit_vram`."""
+        self._commands.put(LimitVram(n_bytes))
+
     def close(self) -> None:
         """See `EngineHandle.close`."""
         self._commands.put(Close())
@@ -220,6 +231,8 @@ class Engine:
                 return False
             if isinstance(command, Submit):
                 serving.add(command.request)
+            elif isinstance(command, LimitVram):
+                serving.limit_vram(command.n_bytes)
             else:
                 serving.cancel(command.request_id)
 

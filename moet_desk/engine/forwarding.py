@@ -38,5 +38,8 @@ class Forwarding:
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         return self._handle.wait_ready(timeout_s)
 
+    def limit_vram(self, n_bytes: int | None) -> None:
+        self._handle.limit_vram(n_bytes)
+
     def close(self) -> None:
         self._handle.close()

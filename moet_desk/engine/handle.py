@@ -300,6 +300,14 @@ class EngineHandle(Protocol):
         """
         ...
 
+    def limit_vram(self, n_bytes: int | None) -> None:
+        """From now on take so many bytes of a card's memory at most; None: what is free there.
+
+        Experts move out or in between steps; nothing else is as flexible, so a limit below the rest
+        counts as the least. Without a card, and where slots have a fixed size, nothing happens.
+        """
+        ...
+
     def close(self) -> None:
         """Stop requests (they end as cancelled), save heat, release memory, end the thread."""
         ...
@@ -315,7 +323,7 @@ class EngineOptions:
     arena_rows: int | None = None
     prefill_chunk: int | None = None
     ram_bytes: int | None = None  # what all tiers together may take, on a GPU: the pinned ones
-    vram_bytes: int | None = None  # what the engine may take of the card
+    vram_bytes: int | None = None  # most that the engine may take of the card
     device: str = "cpu"  # auto | cpu | cuda; resolved when the engine thread loads
     kv_format: str = "auto"  # auto | nvfp4 | fp8 | bf16 | f32
     dense_format: str = "auto"  # auto | stored | int8

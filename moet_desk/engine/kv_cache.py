@@ -47,6 +47,8 @@ class KvSequence:
         ring: pages in layers with a window.
         choice: while tokens are read, what the newest layer with an indexer chose for them, bool
             [T, S]; None: all that they may see.
+        tokens: ids of the tokens, where the model's embedding looks back at them; those from
+            `length` on mean nothing.
         slot, base: of its states on a device, if it has some there (`recurrent.StateSlots`).
     """
 
@@ -58,11 +60,18 @@ class KvSequence:
     slot: int | None = None
     base: int = 0
     ring: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
     def ring_pages(self) -> list[int]:
         """The page of a layer with a window for each page of the others."""
         times = -(-len(self.pages) // max(1, len(self.ring)))
         return (self.ring * times)[: len(self.pages)]
+
+    def remember(self, at: int, ids: Sequence[int]) -> None:
+        """Tokens from place `at` on, in place of what was there."""
+        missing = at - len(self.tokens)
+        self.tokens += [0] * missing  # a measurement begins behind tokens that never were
+        self.tokens[at:] = ids
 
     def fork(self) -> KvSequence:
         """The same tokens on the same pages, to read ahead of them: neither sees the other's
@@ -95,8 +104,8 @@ class KvCache:
         form: storage format of an entry.
         device: where the pages are.
         index_layers: layers, of `n_layers`, whose attention has an indexer.
-        recurrent: mixers of the layers that have a state instead, on a CPU.
-        slots: such states on a device.
+        recurrent: mixers of the layers that have a state instead.
+        slots: such states on a device, and the pooled entries beside them.
         rings: layers, of `n_layers`, that keep the last entries alone.
     """
 
@@ -136,7 +145,9 @@ class KvCache:
         key = (n_pages, page_tokens, index_key_bytes(form, self._index_dim))
         self._index = {i: torch.zeros(key, dtype=torch.uint8, device=device) for i in index_layers}
         self._pools = {
-            i: _pool_of(mixer, n_pages, page_tokens, form, device)
+            i: _pool_of(
+                mixer, n_pages, page_tokens, form, None if slots is None else slots.pooled(i)
+            )
             for i, mixer in enumerate(recurrent)
             if isinstance(mixer, PooledAttention) and mixer.pool is not None
         }
@@ -200,7 +211,7 @@ class KvCache:
         """Give a sequence's pages back."""
         self._free = sorted(self._free + sequence.pages)
         self._free_ring += sequence.ring
-        sequence.pages, sequence.ring = [], []
+        sequence.pages, sequence.ring, sequence.tokens = [], [], []
         sequence.length = 0
         sequence.states.clear()
         if self._slots is not None and sequence.slot is not None:
@@ -432,15 +443,17 @@ def _pool_of(
     n_pages: int,
     page_tokens: int,
     form: KvFormat,
-    device: torch.device | None,
+    held: tuple[PageRows, PageRows | None] | None,
 ) -> _Pool:
     pool = mixer.pool
     if pool is None:
         raise TypeError("a layer without pooled entries")
+    if held is not None:
+        return _Pool(mixer, pool.ratio, *held)
     n_bytes = mixer.entry_bytes(form)
-    entries = PageRows.make(n_pages, page_tokens, pool.ratio, n_bytes, device)
+    entries = PageRows.make(n_pages, page_tokens, pool.ratio, n_bytes, None)
     keys = None
     if pool.indexer is not None:
         n_bytes = pooled_key_bytes(form, pool.indexer.head_dim)
-        keys = PageRows.make(n_pages, page_tokens, pool.ratio, n_bytes, device)
+        keys = PageRows.make(n_pages, page_tokens, pool.ratio, n_bytes, None)
     return _Pool(mixer, pool.ratio, entries, keys)

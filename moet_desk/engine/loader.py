@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -43,6 +44,7 @@ from moet_desk.engine.model_shape import (
     wishes_of,
 )
 from moet_desk.engine.mtp import MtpHead
+from moet_desk.engine.planned_model import loaded_bytes
 from moet_desk.engine.prefill import Prefiller, PrefillExperts
 from moet_desk.engine.residency import Residency
 from moet_desk.engine.spec import Spec
@@ -63,6 +65,9 @@ from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
 from moet_desk.telemetry import LoadStep
 
+if TYPE_CHECKING:
+    from moet_desk.engine.cuda.vram import VramKeeper
+
 
 @dataclass(frozen=True, slots=True)
 class Core:
@@ -80,6 +85,7 @@ class Core:
     prefix_bytes: int  # of RAM
     dense_format: DenseFormat
     device: str = "cpu"
+    vram: VramKeeper | None = None  # there is no card
 
     def close(self) -> None:
         """Release files and memory."""
@@ -118,7 +124,10 @@ def _load(pack: Path, options: EngineOptions, report: LoadReport, undo: ExitStac
     report.end()
 
     report.begin("Dense layers", total=_dense_bytes(reader))
-    weights = Weights(_counted(reader, report, cpu_dense_format(options.dense_format)))
+    weights = Weights(
+        _counted(reader, report, cpu_dense_format(options.dense_format)),
+        table=reader.dense_rows,
+    )
     model = model_of(spec, weights, context=plan.context)
     experts = load_form(spec, weights)
     kv = KvCache(
@@ -187,7 +196,7 @@ def _has_mtp(reader: PackReader) -> bool:
 
 
 def _dense_bytes(reader: PackReader) -> int:
-    return (reader.path / "dense.safetensors").stat().st_size
+    return loaded_bytes(reader.path)
 
 
 def _plan(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moet_desk.engine.blocks.ffn import Experts
 from moet_desk.engine.blocks.layer import Block, Place
+from moet_desk.engine.blocks.ngrams import NgramEmbedding
 from moet_desk.engine.blocks.shortcut import ShortcutBlock
 from moet_desk.engine.blocks.weights import Weights
 from moet_desk.engine.kv_cache import KvCache, KvSequence
@@ -39,6 +40,9 @@ class Model:
         weights = replace(weights, norm_offset=spec.norm_offset)
         self._embedding = weights("model.embed_tokens")  # [V, H]
         self._head = self._embedding if spec.tied_head else weights("lm_head")
+        self._ngrams: NgramEmbedding | None = None
+        if spec.ngrams is not None:
+            self._ngrams = NgramEmbedding(spec.ngrams, spec.vocab, weights)
         self._final_norm = weights.norm("model.norm")
         self._rope = RopeTable(spec.attention.rope, context)
         self._blocks: list[Block | ShortcutBlock] = []
@@ -75,12 +79,22 @@ class Model:
         """
         start, n_tokens = sequence.length, ids.shape[0]
         at = self.place(n_tokens, kv, sequence)
-        x = self.embed(ids)
+        x = self._first(ids, sequence)
         for block in self._blocks:
             x = block(x, at, experts)
             yield
         sequence.length, sequence.choice = start + n_tokens, None
         return rms_norm(x, self._final_norm, at.eps)
+
+    def _first(self, ids: Tensor, sequence: KvSequence) -> Tensor:
+        """What goes into the first layer, [T, H]: vectors of the tokens, and of n-grams if there
+        are such. Raises as `NgramEmbedding`.
+        """
+        x = self.embed(ids)
+        if self._ngrams is None:
+            return x
+        sequence.remember(sequence.length, ids.tolist())
+        return self._ngrams(x, sequence.tokens)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Vectors of tokens: ids [T] int64 -> [T, H] float32."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from moet_desk.engine.cuda.chunk_sizes import BLOCK_ROWS, chunk_choices
+from moet_desk.engine.cuda.pooled_sizes import pooled_mixers
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.spec import (
     STATES_KEPT,
@@ -24,9 +25,17 @@ from moet_desk.engine.spec import (
 )
 from moet_desk.errors import fail
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.kv_sizes import index_key_bytes
+from moet_desk.kernels.kv_sizes import SHARED_BLOCK, index_key_bytes
 from moet_desk.kernels.row_sizes import ExpertLayout
-from moet_desk.plan import ModelShape, TierPlan, Windows, Wishes, choose_kv_format, kv_tokens
+from moet_desk.plan import (
+    KV_PAGE_TOKENS,
+    ModelShape,
+    TierPlan,
+    Windows,
+    Wishes,
+    choose_kv_format,
+    kv_tokens,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +63,14 @@ def wishes_of(options: EngineOptions) -> Wishes:
 
 def without_kernels(spec: Spec) -> str:
     """The part of a model that only a CPU computes so far; empty if there is none."""
-    if spec.streams is not None:
-        return "residual streams and pooled attention"
+    mixer = spec.attention
+    if isinstance(mixer, PooledAttention) and not _has_kernels(mixer):
+        return f"pooled attention with heads of {mixer.head_dim}, {mixer.rope.dim} of which rotate"
     return ""
+
+
+def _has_kernels(mixer: PooledAttention) -> bool:
+    return mixer.head_dim % SHARED_BLOCK == 0 and mixer.rope.dim == SHARED_BLOCK
 
 
 def mtp_of(spec: Spec) -> Layer:
@@ -96,19 +110,29 @@ def running_layers(spec: Spec, *, with_head: bool) -> tuple[int, ...]:
     return spec.main_moe_layers
 
 
-def kv_token_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
-    """KV bytes of one token in the layers that keep every token, the MTP head's too if loaded."""
+def kv_token_bytes(
+    spec: Spec, form: KvFormat, *, with_head: bool = False, on_card: bool = False
+) -> int:
+    """KV bytes of one token in the layers that keep every token, the MTP head's too if loaded. On a
+    card a pooled entry has a page for itself, if it is of more tokens than a page.
+    """
     mixer = spec.attention
     if isinstance(mixer, PooledAttention):
         layers = (m for m in spec.recurrent if isinstance(m, PooledAttention))
+        each = [m.token_bytes(form) * (_pages_of(m) if on_card else 1) for m in layers]
         # windows alone grow by nothing; sizes are divided by this
-        return max(1, ceil(sum(m.token_bytes(form) for m in layers)))
+        return max(1, ceil(sum(each)))
     n_layers = spec.n_kv_layers + with_head - len(ring_layers(spec))
     n_bytes = n_layers * mixer.entry_bytes(form)
     if isinstance(mixer, Mla) and mixer.indexer is not None:
         keys = len(index_layers(spec, with_head=with_head))
         n_bytes += keys * index_key_bytes(form, mixer.indexer.head_dim)
     return n_bytes
+
+
+def _pages_of(mixer: PooledAttention) -> int:
+    """Pages that share a pooled entry."""
+    return 1 if mixer.pool is None else max(1, mixer.pool.ratio // KV_PAGE_TOKENS)
 
 
 def n_kv_layers(spec: Spec, *, with_head: bool) -> int:
@@ -157,9 +181,11 @@ def state_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
     return STATES_KEPT * n_bytes
 
 
-def slot_bytes(spec: Spec) -> int:
+def slot_bytes(spec: Spec, form: KvFormat, *, with_head: bool = False) -> int:
     """The same on a card, which keeps one state and what led away from it."""
-    return sum(mixer.slot_bytes for mixer in spec.delta)
+    pooled = pooled_mixers(spec, with_head=with_head)
+    n_bytes = sum(mixer.slot_bytes(form) for mixer in pooled)
+    return n_bytes + sum(mixer.slot_bytes for mixer in spec.delta)
 
 
 def kv_places(spec: Spec) -> tuple[int, ...]:
@@ -186,9 +212,12 @@ def _n_rows(spec: Spec, *, with_head: bool) -> int:
     return len(running_layers(spec, with_head=with_head)) * spec.moe_ffn.router.n_experts
 
 
-def device_kv_format(wanted: str) -> KvFormat:
+def device_kv_format(wanted: str, spec: Spec) -> KvFormat:
     """Storage format of KV on a device; "auto" leaves it to us."""
-    return KvFormat.BF16 if wanted == "auto" else KvFormat(wanted)
+    if wanted != "auto":
+        return KvFormat(wanted)
+    is_pooled = isinstance(spec.attention, PooledAttention)
+    return KvFormat.FP8 if is_pooled else KvFormat.BF16  # the former as released
 
 
 def cpu_kv_format(wanted: str, spec: Spec, wishes: Wishes, ram_bytes: int) -> KvFormat:
@@ -221,9 +250,9 @@ def device_shape(
         fine_stride=sizes.fine_stride,
         slot_bytes=0,
         dense_bytes=dense_bytes,
-        kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head),
+        kv_token_bytes=kv_token_bytes(spec, form, with_head=with_head, on_card=True),
         model_context=spec.context,
-        state_bytes=slot_bytes(spec),
+        state_bytes=slot_bytes(spec, form, with_head=with_head),
         chunks=chunks,
         windows=replace(windows_of(spec, form), most_rows=BLOCK_ROWS),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from moet_desk.catalogue import CatalogueEntry
 from moet_desk.engine.dense_format import PLAIN, saving
 from moet_desk.engine.families import packed_head, runs, spec_for
-from moet_desk.engine.families.tensors import dense_shapes
+from moet_desk.engine.families.tensors import NGRAM_TABLES, dense_shapes
 from moet_desk.engine.model_shape import (
     RowSizes,
     cpu_shape,
@@ -27,6 +27,7 @@ from moet_desk.engine.spec import (
     Mixer,
     Mla,
     MoeFfn,
+    Ngrams,
     QkNorm,
     Rope,
     Router,
@@ -48,13 +49,14 @@ class PlannedModel:
     """What is to be planned.
 
     Attributes:
-        dense_bytes: weights that are no routed experts, as stored.
+        dense_bytes: weights that are no routed experts and are loaded, as stored.
         dense_saving: what rounding them to 8 bits would save.
         not_yet: why it does not run here today; empty if it does.
         stands_in: whether a card has no kernels for its attention, so that what reading a prompt
             takes there is estimated with MLA of as many heads.
         kv_stated: KV bytes of a token by format, where the spec cannot say them.
         state_bytes: of a request, whatever its length, where the spec cannot say it.
+        table_bytes: of tables of n-grams, which stay on the drive: rows are read from there.
         pack_bytes: on the drive.
         download_bytes: of the source; None: not known, or it is here already.
         is_installed: whether its pack is on this computer.
@@ -66,6 +68,7 @@ class PlannedModel:
     dense_bytes: int
     pack_bytes: int
     dense_saving: int = 0
+    table_bytes: int = 0
     not_yet: str = ""
     stands_in: bool = False
     kv_stated: Mapping[KvFormat, int] | None = None
@@ -115,16 +118,33 @@ def from_pack(pack: Path) -> PlannedModel:
         config = json.loads(path.read_bytes())
         names = [entry.name.removesuffix(".weight") for entry in _dense_entries(pack)]
         has_mtp = packed_head(config, meta.moe_layers, names, path=str(path))
-        dense_bytes = (pack / DENSE_FILE).stat().st_size
+        dense_bytes, table = (pack / DENSE_FILE).stat().st_size, table_bytes(pack)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise fail("MD-PACK-07", path=str(path), reason=str(error), model=pack.name) from error
     spec = spec_for(config, path=str(path), has_mtp=has_mtp)
     sizes = RowSizes(ExpertLayout(meta.hidden, meta.inter), meta.base_stride, meta.fine_stride)
     rows = meta.n_rows * (meta.base_stride + meta.fine_stride)
     return PlannedModel(
-        name=pack.name, spec=spec, sizes=sizes, dense_bytes=dense_bytes,
-        dense_saving=dense_saving(pack), pack_bytes=rows + dense_bytes, is_installed=True,
+        name=pack.name, spec=spec, sizes=sizes, dense_bytes=dense_bytes - table,
+        dense_saving=dense_saving(pack), table_bytes=table, pack_bytes=rows + dense_bytes,
+        is_installed=True,
     )  # fmt: skip
+
+
+def loaded_bytes(pack: Path) -> int:
+    """Bytes of a pack's dense weights that are loaded: all but tables of n-grams.
+
+    Raises:
+        MoetError: MD-PACK-07 there is no such file, or it is damaged.
+    """
+    table = table_bytes(pack)
+    return (pack / DENSE_FILE).stat().st_size - table
+
+
+def table_bytes(pack: Path) -> int:
+    """Bytes of a pack's tables of n-grams. Raises as `loaded_bytes`."""
+    entries = _dense_entries(pack)
+    return sum(entry.end - entry.begin for entry in entries if entry.name.startswith(NGRAM_TABLES))
 
 
 def dense_saving(pack: Path) -> int:
@@ -168,6 +188,7 @@ def from_catalogue(entry: CatalogueEntry) -> PlannedModel:
         dense_saving=_stated_saving(entry, spec),
         sizes=RowSizes.of(entry.layout),
         dense_bytes=entry.dense_bytes,
+        table_bytes=entry.table_bytes,
         pack_bytes=entry.pack_bytes,
         not_yet=not_yet,
         stands_in=stands_in,
@@ -191,11 +212,18 @@ def spec_of(entry: CatalogueEntry) -> Spec:
         moe = replace(moe, shared_gate=True, shared_name="shared_expert.")
     dense = DenseFfn(facts.dense_inter if facts else entry.inter)
     around = dense if entry.mla is not None and entry.mla.per_layer > 1 else None
+    ngrams = None
+    if entry.ngrams is not None and facts is not None:
+        n_tables = entry.ngrams.splits * (entry.ngrams.longest - 1)
+        ngrams = Ngrams(
+            entry.ngrams.longest, entry.ngrams.splits, entry.ngrams.ratio * facts.vocab + 1,
+            width=entry.hidden // n_tables, end=0,
+        )  # fmt: skip
     n_dense = entry.layers - entry.moe_layers
     mixers = _mixers_of(entry)
     return Spec(
         model_type=entry.family, vocab=facts.vocab if facts else 1, hidden=entry.hidden,
-        context=entry.context, norm_eps=1e-6, tied_head=False, mtp=None,
+        context=entry.context, norm_eps=1e-6, tied_head=False, mtp=None, ngrams=ngrams,
         layers=tuple(
             Layer(i, mixers[i], dense if i < n_dense else moe, around) for i in range(entry.layers)
         ),

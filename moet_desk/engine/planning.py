@@ -226,8 +226,8 @@ def _on_device(
     memory = machine.memory
     ram = options.ram_bytes or pinned_budget(memory.available, memory.total, is_wsl=machine.is_wsl)
     ram, prefix_bytes = split_ram(ram, options.prefix_bytes)
-    budget = DeviceBudget(options.vram_bytes or vram_budget(gpu.vram_free), ram)
-    form = device_kv_format(options.kv_format)
+    budget = DeviceBudget(vram_budget(gpu.vram_free, options.vram_bytes), ram)
+    form = device_kv_format(options.kv_format, model.spec)
     with_head = loads_head(model.spec, options, on_card=True)
     token_bytes = model.kv_token_bytes(form, with_head=with_head)
     fit = fit_device(

@@ -104,6 +104,7 @@ class PrefixCache:
             pages.put_in(sequence, n_tokens, entries)
             n_tokens += self.chunk
             used.append(key)
+        sequence.tokens[:] = prefix.ids[:n_tokens]
         for key in reversed(used):  # the beginning is the newest: it is needed by all that follows
             if key in self._kept:
                 self._kept.move_to_end(key)

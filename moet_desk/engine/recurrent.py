@@ -17,8 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.spec import Gdn, Pool, PooledAttention, Stateful
 from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kv_sizes import MOST_PENDING
 from moet_desk.kernels.reference import OpenWindow, Running
 
 
@@ -219,3 +221,35 @@ class StateSlots(Protocol):
     def from_bytes(self, flat: NDArray[np.uint8], slot: int, length: int) -> None:
         """Set what `to_bytes` gave; the base is the caller's."""
         ...
+
+    def pooled(self, layer: int) -> tuple[PageRows, PageRows | None] | None:
+        """Where a layer's pooled entries lie on the pages, and the keys of its indexer; None if it
+        has none.
+        """
+        ...
+
+
+class SlotList:
+    """Slots that are free, the lowest first."""
+
+    def __init__(self, n_slots: int) -> None:
+        self._free = list(range(n_slots))
+
+    def take(self) -> int | None:
+        """See `StateSlots`."""
+        return self._free.pop(0) if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        """See `StateSlots`."""
+        self._free = sorted([*self._free, slot])
+
+
+def pending_of(base: int, length: int) -> int:
+    """Parts that a state behind `base` tokens lacks.
+
+    Raises:
+        ValueError: a sequence may not go back so far, or went on without its states.
+    """
+    if not 0 <= length - base <= MOST_PENDING:
+        raise ValueError(f"no state was kept behind {length} tokens, but behind {base}")
+    return length - base

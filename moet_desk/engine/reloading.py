@@ -32,13 +32,17 @@ class Reloadable:
         self._changing = threading.Lock()  # one load or unload at a time
         self._calls = 0  # into the handle that must not be closed under them
         self._quiet = threading.Condition()
+        self._limits: list[int | None] = []  # of the card's memory, the newest last
         self._handle: EngineHandle | None = start()
 
     def load(self) -> None:
         """Begin to load the model; nothing if it is there."""
         with self._changing:
             if self._handle is None:
-                self._handle = self._start()
+                handle = self._start()
+                for limit in self._limits[-1:]:
+                    handle.limit_vram(limit)
+                self._handle = handle
 
     def unload(self) -> None:
         """Put the model away: answers end as cancelled, and its memory is free on return. Waits
@@ -109,6 +113,13 @@ class Reloadable:
             time.sleep(timeout_s or 0.0)
             return False
         return handle.wait_ready(timeout_s)
+
+    def limit_vram(self, n_bytes: int | None) -> None:
+        """See `EngineHandle.limit_vram`; it counts for a model that is loaded later too."""
+        with self._changing:
+            self._limits = [n_bytes]
+            if self._handle is not None:
+                self._handle.limit_vram(n_bytes)
 
     def close(self) -> None:
         """See `EngineHandle.close`."""

@@ -165,6 +165,9 @@ class RemoteEngine:
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         return True
 
+    def limit_vram(self, n_bytes: int | None) -> None:
+        """The other server's card is its own affair."""
+
     def close(self) -> None:
         """Cut all answers; they end as cancelled."""
         with self._lock:

@@ -22,6 +22,7 @@ from moet_desk.errors import fail
 from moet_desk.telemetry import (
     CacheView,
     EngineSnapshot,
+    EngineState,
     Finished,
     FinishReason,
     TextDelta,
@@ -96,8 +97,18 @@ class ReplayEngine:
         times = self._picture.times
         self._snapshot = self._picture.show(int(np.searchsorted(times, place_s, "right")) - 1)
         self._speak(place_s)
+        if self.ended:
+            self._come_to_rest()
         cues, self._cues = self._cues, []
         return cues
+
+    def _come_to_rest(self) -> None:
+        """Behind its end nothing is written any more, even if it was cut off in an answer."""
+        self.close()
+        if self._snapshot.state in (EngineState.READING, EngineState.WRITING):
+            self._snapshot = replace(
+                self._snapshot, state=EngineState.READY, requests_running=0, requests_waiting=0
+            )
 
     def pause(self, paused: bool) -> None:
         """See `Playback`."""
@@ -184,6 +195,9 @@ class ReplayEngine:
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """At once."""
         return True
+
+    def limit_vram(self, n_bytes: int | None) -> None:
+        """A recording takes nothing of a card."""
 
     def close(self) -> None:
         """End an answer that is being said."""

@@ -47,6 +47,7 @@ from moet_desk.telemetry import (
     TierCounters,
     TierSizes,
     Usage,
+    VramView,
 )
 
 _WINDOW = 64  # steps behind the shown shares, as in the real engine
@@ -110,6 +111,7 @@ class Script:
     rerun_every: int = 5
     rerun_share: float = 0.5
     running: int = 1
+    vram: VramView | None = None
     gate: GateInfo = field(default_factory=GateInfo)
     prompts: PromptReading = PromptReading.CPU
     drafts: DraftChoice = field(default_factory=DraftChoice)
@@ -292,7 +294,7 @@ class ScriptedEngine:
         self.script = script or Script()
         self._now_s = 0.0
         self._credit_s = 0.0
-        self._cache = _Cache(self.script)
+        self._cache, self._vram = _Cache(self.script), self.script.vram
         self._jobs: deque[_Job] = deque()
         self._numbers = itertools.count()
         self._load_s = 0.0
@@ -389,6 +391,12 @@ class ScriptedEngine:
         if self._error is not None:
             raise self._error
         return ready
+
+    def limit_vram(self, n_bytes: int | None) -> None:
+        """Show the limit, if the script has a card."""
+        if self._vram is not None:
+            self._vram = replace(self._vram, limit=n_bytes)
+            self._snapshot = replace(self._snapshot, vram=self._vram)
 
     def close(self) -> None:
         """End all requests as cancelled and stop the thread."""
@@ -592,6 +600,7 @@ class ScriptedEngine:
             tier_share=self._cache.shares(),
             counters=counters,
             sizes=self._cache.sizes() if loaded else TierSizes(),
+            vram=self._vram,
             cache=self._cache.view() if loaded else None,
             loading=() if self._ready.is_set() else self._loading(),
             error=self._error.to_dict() if self._error is not None else None,

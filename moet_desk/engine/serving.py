@@ -18,6 +18,7 @@ import torch
 from moet_desk import __version__, hardware
 from moet_desk.engine import heat
 from moet_desk.engine.breakdown import breakdown_of
+from moet_desk.engine.card_faults import is_out_of_memory
 from moet_desk.engine.checks import check_gate, check_ids, check_stops
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.gate_file import gate_in_use
@@ -42,7 +43,7 @@ from moet_desk.engine.thinking import budget_of
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.pack_reader import PackReader
 from moet_desk.store.saved_prefixes import SavedPrefixes
-from moet_desk.telemetry import EngineSnapshot, EngineState, LoadStep
+from moet_desk.telemetry import CPU, EngineSnapshot, EngineState, LoadStep
 
 if TYPE_CHECKING:
     from moet_desk.engine.cuda.loader import CudaCore
@@ -226,7 +227,8 @@ class Serving:
         for request in self._scheduler.take_ended():
             self.core.kv.release(request.kv)
             self._ended.append(request.id)
-        self._promote(writing)
+        self._between_steps(lambda: self._promote(writing))
+        self._between_steps(self._tend_card)
 
     def take_ended(self) -> list[str]:
         """Ids of requests that ended since the last call."""
@@ -241,9 +243,17 @@ class Serving:
     def idle(self, now: float) -> None:
         """Housekeeping while there is nothing to do."""
         if self._hot_set is not None and self._uses_fine:
-            self._hot_set.idle_turn()
+            self._between_steps(self._hot_set.idle_turn)
+        self._between_steps(self._tend_card)
         if now - self._saved > SAVE_HEAT_EVERY_S:
             self._save_heat(now)
+
+    def limit_vram(self, n_bytes: int | None) -> None:
+        """See `EngineHandle.limit_vram`."""
+        if self.core.vram is not None:
+            self.core.vram.limit(n_bytes)
+        elif self.core.device != CPU:
+            log.info("memory.vram_limit counts when the model is loaded again")
 
     def close(self) -> None:
         """Cancel what runs, save heat, release memory."""
@@ -327,6 +337,26 @@ class Serving:
             bug = fail("MD-ENG-04", reason=reason, model=self.info.name)
             for request in requests:
                 request.fail(bug if found is None else found.error)
+            if found is not None and found.no_room:
+                self._make_room()
+
+    def _between_steps(self, work: Callable[[], object]) -> None:
+        """Work that nobody asked for: when the card is full, it is left for another time."""
+        try:
+            work()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("the card is full: %s", error)
+            self._make_room()
+
+    def _tend_card(self) -> None:
+        if self.core.vram is not None:
+            self.core.vram.turn(time.monotonic())
+
+    def _make_room(self) -> None:
+        if self.core.vram is not None:
+            self.core.vram.make_room()
 
     # -- what others see ---------------------------------------------------------------------
 
@@ -372,6 +402,7 @@ class Serving:
             draft_choice=self.core.decoder.drafting.policy.view(),
             tokens_per_step=meter.tokens_per_step(self._shown),
             sizes=residency.sizes(),
+            vram=None if self.core.vram is None else self.core.vram.view(),
             reads=self.core.arena.read_times(),
             cache=residency.view(),
             generation=self._generation,

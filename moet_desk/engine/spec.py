@@ -14,10 +14,12 @@ from fractions import Fraction
 from moet_desk.kernels.kinds import SWIGLU, Glu, KvFormat, RopeScaling, Score
 from moet_desk.kernels.kv_sizes import (
     DELTA_RING,
+    POOL_STATES,
     gqa_entry_bytes,
     mla_entry_bytes,
     pooled_key_bytes,
     shared_entry_bytes,
+    window_ring,
 )
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -243,6 +245,11 @@ class PooledAttention:
         """Of a sequence in one layer: what is seen of the tokens before the next, and the sums."""
         return (self.window - 1) * self.entry_bytes(form) + 4 * self.open_numbers
 
+    def slot_bytes(self, form: KvFormat) -> int:
+        """Of a sequence in one layer on a card: a ring of entries, and sums at several lengths."""
+        ring = window_ring(self.window) * self.entry_bytes(form)
+        return ring + 4 * POOL_STATES * self.open_numbers
+
 
 Attention = Mla | Gqa
 """Attention that stores an entry of each token. All such layers of a model have the same one, but
@@ -265,6 +272,36 @@ class Streams:
     n: int
     sinkhorn_steps: int
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ngrams:
+    """Tables with a row for each n-gram that ends at a token, beside the embedding (arXiv
+    2601.21204).
+
+    For each size of 2 to `longest` tokens there are `splits` tables. A row's number is that of the
+    n-gram in base `Spec.vocab` modulo the table's rows, which differ by two from table to table. An
+    n-gram does not reach over an `end` token, nor before the first one: what it lacks counts as 0.
+    """
+
+    longest: int
+    splits: int
+    least_rows: int
+    width: int
+    end: int
+
+    @property
+    def n_tables(self) -> int:
+        """Of all sizes; those of bigrams come first."""
+        return self.splits * (self.longest - 1)
+
+    def rows(self, table: int) -> int:
+        """Rows of a table."""
+        return self.least_rows + 2 * table
+
+    def size(self, table: int) -> int:
+        """Tokens of the n-grams that a table is of."""
+        return 2 + table // self.splits
 
 
 def indexer_of(spec: Spec) -> Indexer | None:
@@ -367,7 +404,8 @@ class Layer:
 class Spec:
     """A whole model. `mtp` is the layer of the multi-token-prediction head, if it is shipped.
     `norm_offset` is added to the weights of all norms but those inside of a Gdn. With `streams`, a
-    token has that many residual streams instead of one.
+    token has that many residual streams instead of one. With `ngrams`, what goes into the first
+    layer is the mean of the token's vector and of those of the n-grams that end there.
     """
 
     model_type: str
@@ -380,6 +418,7 @@ class Spec:
     mtp: Layer | None
     norm_offset: float = 0.0
     streams: Streams | None = None
+    ngrams: Ngrams | None = None
 
     @property
     def attention(self) -> Attention | PooledAttention:

@@ -84,12 +84,13 @@ MEMORY_AND_FILES: tuple[ErrorSpec, ...] = (
     ),
     ErrorSpec(
         "MD-GPU-11",
-        "The memory of the graphics card ran out",
-        "{name}: {reason}.",
-        "Close other programs that use the card, or set memory.vram lower, and try again.",
+        "The graphics card ran out of memory",
+        "There was no room for {what}. Experts gave some back, as far as they could.",
+        "Ask again. If it comes back, close other programs that use the card, or lower"
+        " memory.context or memory.vram_limit and load the model again.",
         safe="The text so far is kept.",
         reaction=_ENGINE,
-        exit=ExitCode.ENGINE,
+        exit=ExitCode.NO_ROOM,
         http=503,
     ),
     ErrorSpec(
@@ -116,6 +117,16 @@ MEMORY_AND_FILES: tuple[ErrorSpec, ...] = (
         "Reading row (layer {layer}, expert {expert}) of {path} failed: {reason}.",
         "If the drive was unplugged, plug it in and try again. If not, mend the file: moet-desk"
         " verify {model} --repair --source SOURCE",
+        safe="The request was stopped; nothing was changed.",
+        reaction=_ENGINE,
+        exit=ExitCode.DAMAGED,
+        http=500,
+    ),
+    ErrorSpec(
+        "MD-NVME-05",
+        "A read failed",
+        "Reading row {row} of {tensor} in {path} failed: {reason}.",
+        "Run: moet-desk verify {model} --repair --source SOURCE",
         safe="The request was stopped; nothing was changed.",
         reaction=_ENGINE,
         exit=ExitCode.DAMAGED,

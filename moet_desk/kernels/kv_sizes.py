@@ -14,6 +14,14 @@ SHARED_BLOCK = 64
 """Numbers that share a scale in an FP8 entry of shared attention."""
 POOLED_KEY_BLOCK = 32
 
+POOL_STATES, POOL_ROWS = 16, 512
+"""Of pooled attention on a card: lengths behind which the sums of open windows are kept, and tokens
+that are stored before all of them have looked at their window.
+"""
+
+MOST_PENDING = 8
+"""Tokens that a sequence with states on a card can go back, from where they lie: a step's rows."""
+
 DELTA_RING = 16
 """Tokens in the rings beside a state on a card: the rows of a step and as many pending ones, or the
 convolution's inputs.
@@ -62,6 +70,13 @@ def pooled_key_bytes(fmt: KvFormat, d: int) -> int:
     if fmt in (KvFormat.F32, KvFormat.BF16):
         return vector_bytes(fmt, d)
     return d // 2 + -(-d // POOLED_KEY_BLOCK)
+
+
+def window_ring(window: int) -> int:
+    """Entries of a sequence's ring on a card, for rows that see `window` of them: whole blocks of
+    16, so that what lies behind rings is aligned.
+    """
+    return -(-(window + POOL_ROWS) // 16) * 16
 
 
 def shared_scale_bytes(plain: int) -> int:

@@ -78,6 +78,8 @@ OPS: Mapping[str, Op] = MappingProxyType(
         "index_read": _exact(ref.index_read),
         "shared_attention": Op(ref.shared_attention, tolerance=1e-5),
         "grouped_output": Op(ref.grouped_output, tolerance=1e-5),
+        "seen_entries": _exact(ref.seen_entries),
+        "unit": Op(ref.unit, tolerance=1e-6),
         "shared_write": _exact(ref.shared_write),
         "shared_read": _exact(ref.shared_read),
         "pooled_key_write": Op(ref.pooled_key_write, tolerance=1e-5),

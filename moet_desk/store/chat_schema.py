@@ -84,6 +84,16 @@ END;
 """
 
 
+_NEW_CHAT = """
+CREATE TABLE IF NOT EXISTS new_chat (
+  id INTEGER PRIMARY KEY CHECK (id = 0),
+  draft TEXT NOT NULL DEFAULT '',
+  draft_files TEXT NOT NULL DEFAULT '[]'
+)
+"""
+# Like the search index no version of its own: programs that do not know it leave it as it is.
+
+
 def prepare(connection: sqlite3.Connection, path: Path) -> None:
     """Make the connection durable, refuse a file that is not ours, bring it to our schema.
 
@@ -100,6 +110,9 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     for number in range(version, len(_MIGRATIONS)):
         _migrate(connection, number)
+    with transaction(connection):
+        connection.execute(_NEW_CHAT)
+        connection.execute("INSERT OR IGNORE INTO new_chat (id) VALUES (0)")
 
 
 def _refuse_foreign(connection: sqlite3.Connection, path: Path, version: int) -> None:

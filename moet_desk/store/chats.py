@@ -231,13 +231,25 @@ class ChatStore:
         """Give a chat another title. Raises MD-CHAT-03."""
         self._change_chat(chat_id, "title", title)
 
-    def save_draft(self, chat_id: int, draft: str) -> None:
-        """Keep the unsent prompt of a chat. Raises MD-CHAT-03."""
-        self._change_chat(chat_id, "draft", draft)
+    def new_draft(self) -> tuple[str, tuple[Mapping[str, Any], ...]]:
+        """Return the unsent prompt of the chat that is not stored yet, and the files beside it."""
+        with self._reading() as connection:
+            row = connection.execute("SELECT * FROM new_chat WHERE id = 0").fetchone()
+        return _text(row["draft"]), _objects(row["draft_files"])
 
-    def save_draft_files(self, chat_id: int, files: Sequence[Mapping[str, Any]]) -> None:
+    def save_draft(self, chat_id: int | None, draft: str) -> None:
+        """Keep the unsent prompt of a chat, None: of the one not stored yet. Raises MD-CHAT-03."""
+        if chat_id is None:
+            self._change_new("draft", _clean(draft))
+        else:
+            self._change_chat(chat_id, "draft", draft)
+
+    def save_draft_files(self, chat_id: int | None, files: Sequence[Mapping[str, Any]]) -> None:
         """Keep the files beside the unsent prompt of a chat. Raises MD-CHAT-03."""
-        self._change_chat(chat_id, "draft_files", _json(files))
+        if chat_id is None:
+            self._change_new("draft_files", _json(files))
+        else:
+            self._change_chat(chat_id, "draft_files", _json(files))
 
     def save_settings(self, chat_id: int, *, system: str, settings: Mapping[str, Any]) -> None:
         """Keep how the answers of a chat are asked for. Raises MD-CHAT-03."""
@@ -353,6 +365,10 @@ class ChatStore:
             if is_indexed:
                 values[f"phrase{i}"] = '"' + word.replace('"', '""') + '"'
         return ("WHERE " + " AND ".join(parts) if parts else ""), values
+
+    def _change_new(self, column: str, value: str) -> None:
+        with self._writing() as connection:
+            connection.execute(f"UPDATE new_chat SET {column} = ? WHERE id = 0", (value,))
 
     def _change_chat(self, chat_id: int, column: str, value: str | int) -> None:
         stored = _clean(value) if isinstance(value, str) else value

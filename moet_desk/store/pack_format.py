@@ -98,7 +98,8 @@ class PackPlan:
     Files may merge a layer's experts into `gate_up_proj` and `down_proj` (`plan_view`); if
     `alternating`, rows of gate and up take turns there, else all of gate comes first.
     `renames` are beginnings of names in files and what stands for them here; the first that fits
-    counts.
+    counts. `by_row` are beginnings of names of dense matrices that are never loaded: rows are read
+    when they are needed, so these must be stored as plain floats.
     """
 
     model_type: str
@@ -113,6 +114,7 @@ class PackPlan:
     ignored: tuple[str, ...] = ()
     alternating: bool = False
     renames: tuple[tuple[str, str], ...] = ()
+    by_row: tuple[str, ...] = ()
 
     @property
     def n_rows(self) -> int:

@@ -33,6 +33,7 @@ from moet_desk.store.pack_meta import (
 )
 from moet_desk.store.pack_rows import row_digest
 from moet_desk.store.quant_formats import decode
+from moet_desk.store.row_table import RowTable
 from moet_desk.store.sources import TensorIndex
 from moet_desk.store.stored_tensors import Format
 
@@ -67,6 +68,7 @@ class PackReader:
         self._digests = digests
         self._fds = dict(fds)
         self._direct_fds = dict(direct_fds)
+        self._dense_fd: int | None = None  # for rows of its matrices, once some are asked for
 
     @classmethod
     def open(cls, path: Path, *, direct: bool = False) -> PackReader:
@@ -199,6 +201,22 @@ class PackReader:
             return info.weight.tensor().clone()
         return decode(self.dense, name)
 
+    def dense_rows(self, name: str) -> RowTable:
+        """What reads single rows of a dense matrix; not from several threads.
+
+        Raises:
+            MoetError: MD-PACK-07 the pack has no such tensor, or its file is gone.
+        """
+        path = self.path / DENSE_FILE
+        if name not in self.dense:
+            raise unreadable(path, f"it has no tensor {name}")
+        if self._dense_fd is None:
+            try:
+                self._dense_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise unreadable(path, error.strerror or str(error)) from error
+        return RowTable(self.dense.info(name), self._dense_fd)
+
     def config(self) -> dict[str, Any]:
         """The model's config.json.
 
@@ -222,6 +240,9 @@ class PackReader:
         """Close the row files. Dense tensors stay mapped while somebody holds a view of them."""
         _close(self._fds)
         _close(self._direct_fds)
+        if self._dense_fd is not None:
+            os.close(self._dense_fd)
+            self._dense_fd = None
 
     def __enter__(self) -> PackReader:
         return self

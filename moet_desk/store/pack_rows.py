@@ -21,6 +21,7 @@ from moet_desk.kernels.layouts import GROUP, ExpertLayout, pack_expert
 from moet_desk.store.pack_format import DIGEST_BYTES, PackPlan, Plane
 from moet_desk.store.plan_view import view_of
 from moet_desk.store.quant_formats import TILE_WEIGHTS, check_finite, fp4_of
+from moet_desk.store.row_table import ROW_FORMATS
 from moet_desk.store.sources import DTYPES, Format, RawTensor, TensorIndex
 
 _CHUNK_BYTES = 8 << 20
@@ -165,6 +166,8 @@ def _check_plan(index: TensorIndex, plan: PackPlan) -> set[str]:
             raise fail("MD-SRC-05", tensor=name, format=info.stored_as)
         if info.shape != tuple(want):
             raise fail("MD-SRC-04", tensor=name, got=list(info.shape), want=list(want))
+        if plan.by_row and name.startswith(plan.by_row) and info.format not in ROW_FORMATS:
+            raise fail("MD-SRC-05", tensor=name, format=info.stored_as)
     unknown = [
         name for name in index.names() if name not in wanted and not name.startswith(plan.ignored)
     ]

@@ -1,6 +1,6 @@
 """The only crossing between the engine, the pack job and the screens.
 
-It pulls: the screens call it on timers (text 10 times a second, gauges 4 times) and it reads
+It pulls: the screens call it on timers (text 10 times a second, gauges twice) and it reads
 streams and snapshots; nothing is ever pushed into a widget. It owns the start (pack, open, load),
 the reading side of one answer, and the rule that slows flushing down when drawing is slow. It
 knows no widget. All runs on the UI thread, but for `open_engine`, which gets its own thread.
@@ -30,9 +30,10 @@ from moet_desk.telemetry import (
 from moet_desk.ui.live_answer import LiveAnswer, as_moet_error
 
 TEXT_PERIOD_S = 0.1
-GAUGE_PERIOD_S = 0.25
+GAUGE_PERIOD_S = 0.5
+START_PERIOD_S = 0.25
 CALM_PERIOD_S = 1.0
-"""Of the gauges, with less motion."""
+"""Of the gauges: usually, while a model is loaded and on screens of lists, and with less motion."""
 
 
 class PackJob(Protocol):
@@ -115,16 +116,16 @@ class FlushPace:
 
 
 class PicturePace:
-    """How often a moving picture is drawn: so often that drawing takes this much of a core.
+    """How often something is drawn: so often that drawing takes this share of a core.
 
-    Never more often than the gauges move, never less than once a second.
+    Never more often than `base_s`, never less than `slowest_s`.
     """
 
     SHARE = 0.015
-    SLOWEST_S = 1.0
 
-    def __init__(self, base_s: float) -> None:
+    def __init__(self, base_s: float, *, share: float = SHARE, slowest_s: float = 1.0) -> None:
         self._base_s = self.period_s = base_s
+        self._share, self._slowest_s = share, slowest_s
         self._due_s = 0.0
 
     def due(self, now_s: float) -> bool:
@@ -136,7 +137,7 @@ class PicturePace:
 
     def record(self, cpu_s: float) -> None:
         """Take what a picture has cost into account, half of it each time."""
-        wanted = min(self.SLOWEST_S, max(self._base_s, cpu_s / self.SHARE))
+        wanted = min(self._slowest_s, max(self._base_s, cpu_s / self._share))
         self.period_s = (self.period_s + wanted) / 2
 
 
@@ -337,6 +338,13 @@ class Bridge:
         return LiveAnswer(
             stream, self.clock.monotonic, quality=request.quality, log_dir=self._log_dir
         )
+
+    def limit_vram(self, n_bytes: int | None) -> None:
+        """Have the model take so much of a card's memory at most; one that is being opened too."""
+        opening = None if self._opening is None else self._opening.handle
+        handle = self._handle or opening
+        if handle is not None:
+            handle.limit_vram(n_bytes)
 
     def count_tokens(self, text: str) -> int | None:
         """Tokens of a text; None without a model. May take a second: call it in a thread."""

@@ -61,6 +61,7 @@ class Conversation:
         self.problem: MoetError | None = None  # of the last answer
         self.store_problem: MoetError | None = None  # saving failed; the chat goes on in memory
         self.context_used = 0
+        self._guard(self._read_new_draft)
 
     # -- chats ---------------------------------------------------------------------------------
 
@@ -125,13 +126,17 @@ class Conversation:
         """The unsent prompt that the open chat had when it was opened."""
         return self._new_draft if self.chat_id is None else self._opened_draft
 
+    def _read_new_draft(self) -> None:
+        text, files = self._chats.new_draft()
+        self._new_draft = Draft(text, tuple(map(Attachment.from_stored, files)))
+
     def save_draft(self, text: str, files: tuple[Attachment, ...] = ()) -> None:
         """Keep an unsent prompt and its files with its chat."""
-        draft, before = Draft(text, files), self.draft
-        if self.chat_id is None:
+        draft, before, chat_id = Draft(text, files), self.draft, self.chat_id
+        if chat_id is None:
             self._new_draft = draft
-            return
-        chat_id, self._opened_draft = self.chat_id, draft
+        else:
+            self._opened_draft = draft
         if text != before.text:
             self._guard(lambda: self._chats.save_draft(chat_id, text))
         if files != before.files:  # they may be megabytes
@@ -248,7 +253,8 @@ class Conversation:
         return draft
 
     def _start(self, draft: Draft) -> None:
-        if self.chat_id is None:
+        is_new = self.chat_id is None
+        if is_new:
             names = ", ".join(file.name for file in draft.files)
             self.chat_id = self._chats.create_chat(
                 clean_line(draft.text.strip() or names, TITLE_CHARS),
@@ -256,8 +262,11 @@ class Conversation:
                 system=self.wishes.system,
                 settings=self.wishes.to_stored(),
             )
-            self._new_draft = self._opened_draft = Draft()
         self._add("user", draft, Status.DONE)
+        if is_new:  # what was its draft is a message now
+            self._guard(lambda: self._chats.save_draft(None, ""))
+            self._guard(lambda: self._chats.save_draft_files(None, []))
+            self._new_draft = self._opened_draft = Draft()
         self._answer()
 
     def _add(self, role: str, draft: Draft, status: Status) -> Turn:

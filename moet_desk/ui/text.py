@@ -7,10 +7,12 @@ and a streamed answer is cut only where both parts render as the whole does. Any
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import Enum
 from functools import cache
 
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 from moet_desk.marked_text import MarkedText
 
@@ -128,15 +130,18 @@ def find_split(text: str) -> int | None:
     Returns:
         Index of the first character after the cut, or None if there is no such place.
     """
-    tokens = markdown_parser().parse(text)
+    start = last_block(markdown_parser().parse(text), text)
+    return sum(len(line) + 1 for line in text.split("\n")[:start]) or None
+
+
+def last_block(tokens: Sequence[Token], text: str) -> int:
+    """The line where the last top-level block of a parsed text begins whose first line is complete.
+
+    See `find_split`. 0: there is no such block but the first one.
+    """
+    last_line = text.count("\n")
     starts = [t.map[0] for t in tokens if t.level == 0 and t.map is not None and t.nesting >= 0]
-    lines = text.split("\n")
-    for start in reversed(starts):
-        if start == 0:
-            return None
-        if start < len(lines) - 1:
-            return sum(len(line) + 1 for line in lines[:start])
-    return None
+    return next((start for start in reversed(starts) if start < last_line), 0)
 
 
 def split_segments(text: str) -> list[str]:

@@ -16,7 +16,7 @@ from moet_desk.api.server import Endpoint
 from moet_desk.engine.handle import GenerateRequest
 from moet_desk.engine.scripted import Script, ScriptedEngine
 from moet_desk.errors import CATALOGUE, fail
-from moet_desk.telemetry import EngineSnapshot, EngineState
+from moet_desk.telemetry import EngineSnapshot, EngineState, VramView
 from tests.api.fakes import FakeEngine
 
 
@@ -62,6 +62,13 @@ def test_metrics__every_line_is_well_formed_and_a_family_stands_once() -> None:
     assert re.search(r"^moet_desk_tokens_total [1-9]", text, re.MULTILINE)
     assert len(re.findall(r"^moet_desk_state.* 1$", text, re.MULTILINE)) == 1
     assert all(name.endswith("_total") == (kind == "counter") for name, kind in families)
+
+
+def test_metrics__a_card__what_slots_take_of_it() -> None:
+    text = metrics_text(EngineSnapshot(vram=VramView(free=7, slots=5, changes=3)))
+    for name, value in (("slot_bytes", 5), ("vram_free_bytes", 7), ("slot_changes_total", 3)):
+        assert re.search(rf"^moet_desk_{name} {value}$", text, re.MULTILINE), name
+    assert "vram_free_bytes" not in metrics_text(EngineSnapshot())
 
 
 def test_metrics__nothing_known_yet__is_left_out(endpoint: Endpoint) -> None:

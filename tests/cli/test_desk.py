@@ -16,8 +16,10 @@ from moet_desk.cli.desk import APP_FILE, AppDesk
 from moet_desk.cli.desk_jobs import steps_of
 from moet_desk.cli.desk_machine import _LINE_OF_CHECK, doctor_view, machine_view, show_folder
 from moet_desk.cli.desk_plans import (
+    USABLE_TOK_PER_S,
     catalogue_offer,
     context_choices,
+    fit_of,
     keep_free_choices,
     options_for,
     plan_view,
@@ -27,7 +29,7 @@ from moet_desk.cli.desk_sources import Known, pull_arguments, repository_in
 from moet_desk.doctor import CHECKS, examine
 from moet_desk.engine.handle import EngineOptions, Quality
 from moet_desk.engine.planned_model import from_catalogue
-from moet_desk.engine.planning import plan_model
+from moet_desk.engine.planning import ModelPlan, plan_model
 from moet_desk.errors import MoetError
 from moet_desk.machine import MachineFacts, Rates, from_json
 from moet_desk.probing.rates import read_rates, save_rates
@@ -225,6 +227,18 @@ def test_choices__rise_and_hold_the_value_in_use() -> None:
     assert context_choices(3000) == (1024, 2048, 3000)
     assert 7 in keep_free_choices(GIB, 7)
     assert max(keep_free_choices(3 * GIB, 0)) == 2 * GIB
+
+
+@pytest.mark.parametrize(("name", "fit"), [("deepseek-v4-flash", Fit.GOOD), ("glm-5.2", Fit.SLOW)])
+def test_offers__a_forecast_around_the_speed_of_reading__counts_by_its_slow_end(
+    name: str, fit: Fit
+) -> None:
+    answer = plan_model(recorded("5090-128gb"), model(name), OPTIONS)
+    assert isinstance(answer, ModelPlan)
+    low, high = answer.forecast.tok_per_s
+    assert high > USABLE_TOK_PER_S
+    assert (low > USABLE_TOK_PER_S) is (fit is Fit.GOOD)
+    assert fit_of(answer) is fit
 
 
 def test_offers__ranked__largest_good_one_is_best() -> None:

@@ -94,10 +94,9 @@ def test_breakdown__words__say_what_the_driver_said_in_one_line() -> None:
     assert refused.error.cause == "/a: Too many open files."
     full = breakdown_of(NO_VRAM, card="NVIDIA X")
     assert full is not None
-    assert full.error.cause == (
-        "NVIDIA X: Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.99 GiB of which"
-        " 18.81 MiB is free."
-    )
+    assert full.no_room
+    assert "(Tried to allocate 20.00 MiB. GPU 0 has a total" in full.error.cause
+    assert "of which 18.81 MiB is free)" in full.error.cause
 
 
 def test_card_answers__no_card_in_use__is_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,9 @@ from tests.engine.test_dense_weights import Reader
 LAYER = "model.layers.0."
 KEPT = (
     "lm_head", "model.embed_tokens", LAYER + "mlp.gate", LAYER + "mlp.router.classifier",
-    LAYER + "self_attn.indexer.wq_b", LAYER + "eh_proj",
+    LAYER + "self_attn.indexer.wq_b", LAYER + "eh_proj", LAYER + "attn.compressor.wkv",
+    LAYER + "attn.compressor.ape", LAYER + "hc_attn_fn", "model.hc_head_fn", LAYER + "e_proj",
+    LAYER + "ffn.gate.tid2eid",
 )  # fmt: skip
 
 

@@ -157,11 +157,11 @@ def test_head__left_alone_for_a_while__catches_up_in_reads_of_its_size() -> None
     assert mtp.behind(request) == 0
 
 
-def test_head__sequence_with_states_on_a_card__its_own_count_has_none() -> None:
+def test_head__sequence_with_states_on_a_card__its_own_count_in_the_same_slot() -> None:
     request = Half()
     request.kv = KvSequence([4, 5], length=9, slot=2, base=8)
     own = state_of(request).sequence
-    assert (own.pages, own.length, own.slot, own.base) == ([4, 5], 0, None, 0)
+    assert (own.pages, own.length, own.slot, own.base) == ([4, 5], 0, 2, 0)
     assert (request.kv.slot, request.kv.base) == (2, 8)
 
 

@@ -15,8 +15,10 @@ from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.model_shape import (
     RowSizes,
     device_shape,
+    kv_token_bytes,
     loads_head,
     running_layers,
+    slot_bytes,
     wishes_of,
 )
 from moet_desk.kernels.kinds import KvFormat
@@ -57,5 +59,12 @@ def test_shapes__mtp_head__counts_where_it_is_loaded(
         spec, sizes, KvFormat.NVFP4, wishes_of(options), dense_bytes=1, with_head=with_head
     )
     assert found.n_rows == (43 + loaded) * 256
-    assert found.kv_token_bytes == (43 + loaded) * 352
+    each = spec.layers[0].mixer.slot_bytes(KvFormat.NVFP4)  # a window, as the head's
+    assert found.state_bytes == slot_bytes(spec, KvFormat.NVFP4) + loaded * each
+    glm = SHAPES["glm-5.2"](8192).with_head().spec
+    found = device_shape(
+        glm, sizes, KvFormat.NVFP4, wishes_of(options), dense_bytes=1, with_head=with_head
+    )
+    token = kv_token_bytes(glm, KvFormat.NVFP4)
+    assert (found.kv_token_bytes > token) == bool(loaded)
     assert len(running_layers(spec, with_head=with_head)) == 43 + loaded

@@ -24,7 +24,7 @@ from moet_desk.engine.handle import (
 from moet_desk.engine.reloading import Reloadable
 from moet_desk.engine.scripted import Script, ScriptedEngine
 from moet_desk.errors import MoetError
-from moet_desk.telemetry import EngineState, Finished, FinishReason, TextDelta
+from moet_desk.telemetry import EngineState, Finished, FinishReason, TextDelta, VramView
 
 REQUEST = GenerateRequest(prompt="The goat has", max_tokens=6, sampling=Sampling(temperature=0))
 
@@ -85,6 +85,25 @@ def test_unloaded__refuses_and_shows_no_model_until_it_is_loaded() -> None:
     assert (len(made), len(engine.encode(REQUEST))) == (2, 12)
     engine.close()
     assert engine.model() is None
+
+
+def test_limit_vram__before_the_model_is_loaded_again__counts_for_it_too() -> None:
+    made: list[ScriptedEngine] = []
+
+    def start() -> EngineHandle:
+        made.append(ScriptedEngine(Script(vram=VramView(free=9, limit=7))))
+        return made[-1]
+
+    engine = Reloadable("m", start)
+    engine.unload()
+    engine.load()
+    assert made[1]._vram == VramView(free=9, limit=7)  # nobody asked for another one
+    engine.limit_vram(5)
+    assert made[1]._vram == VramView(free=9, limit=5)
+    engine.unload()
+    engine.limit_vram(None)
+    engine.load()
+    assert made[2]._vram == VramView(free=9, limit=None)
 
 
 def test_unload__an_engine_that_froze_what_it_holds__is_freed_all_the_same() -> None:

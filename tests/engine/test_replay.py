@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moet_desk.engine.handle import GenerateRequest, RequestStream
@@ -12,9 +13,18 @@ from moet_desk.engine.playback import Question, Rewound
 from moet_desk.engine.recorder import TraceRecorder
 from moet_desk.engine.replay import ReplayEngine
 from moet_desk.engine.scripted import Script, ScriptedEngine
-from moet_desk.engine.trace_file import read_trace
+from moet_desk.engine.trace_file import Ended, Trace, read_trace
 from moet_desk.errors import MoetError
-from moet_desk.telemetry import Event, Finished, FinishReason, LoadStep, Story, TextDelta, Tier
+from moet_desk.telemetry import (
+    EngineState,
+    Event,
+    Finished,
+    FinishReason,
+    LoadStep,
+    Story,
+    TextDelta,
+    Tier,
+)
 from tests.engine.test_trace_file import write
 
 ASK = GenerateRequest(prompt="Why?")
@@ -180,6 +190,39 @@ def test_words__closed_meanwhile__the_answer_ends(player: ReplayEngine, clock: H
     player.close()
     (ended,) = stream.take()
     assert isinstance(ended, Finished)
+
+
+def test_end__recorded_in_the_middle_of_an_answer__nothing_is_written_any_more(
+    tmp_path: Path, clock: Held
+) -> None:
+    write(tmp_path / "a.mdtrace")
+    trace = read_trace(tmp_path / "a.mdtrace")
+    assert isinstance(trace.words[-1], Ended)
+    writing = [
+        replace(frame.snapshot, state=EngineState.WRITING, requests_running=1)
+        for frame in trace.frames
+    ]
+    frames = [
+        msgspec.structs.replace(frame, snapshot=snapshot)
+        for frame, snapshot in zip(trace.frames, writing, strict=True)
+    ]
+    player = ReplayEngine(Trace(trace.header, frames, trace.words[:-1]), clock=clock)
+    clock.seconds += 1.5
+    player.advance()
+    stream = answer(player)
+    assert player.snapshot().state is EngineState.WRITING
+    clock.seconds += 1.0
+    player.advance()
+    assert (player.snapshot().state, player.snapshot().requests_running) == (EngineState.READY, 0)
+    said, ended = stream.take()
+    assert isinstance(said, TextDelta)
+    assert isinstance(ended, Finished)
+    assert ended.reason is FinishReason.CANCELLED
+    player.advance()
+    assert stream.take() == []
+    player.seek(0.5)
+    player.advance()
+    assert player.snapshot().state is EngineState.WRITING
 
 
 @pytest.mark.parametrize("name", ["count_tokens", "encode"])

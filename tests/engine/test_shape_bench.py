@@ -21,7 +21,13 @@ from moet_desk.engine.cuda.bandwidth import Bandwidth
 from moet_desk.engine.cuda.blocks import Branch, GqaLaunches, LayerLaunches
 from moet_desk.engine.cuda.buffers import MAX_ROWS
 from moet_desk.engine.cuda.chunk_sizes import chunk_bytes, stage_bytes
-from moet_desk.engine.cuda.kernel_groups import GROUP_OF_KERNEL, Group, group_of, split
+from moet_desk.engine.cuda.kernel_groups import (
+    GROUP_OF_KERNEL,
+    Group,
+    by_kernel,
+    group_of,
+    split,
+)
 from moet_desk.engine.cuda.measured import RESERVE_BYTES, Figures, Setup, Steps
 from moet_desk.engine.cuda.popularity import TOLERANCE, find_popularity
 from moet_desk.engine.cuda.shapes import KNOWN, SHAPES, Shape
@@ -77,7 +83,7 @@ def tiny_spec() -> Spec:
 
 
 def tiny(vram_bytes: int) -> Setup:
-    shape = Shape("tiny", tiny_spec(), None, 1, 2 * 352)
+    shape = Shape("tiny", tiny_spec(), 1, 2 * 352)
     return Setup(shape, CPU, vram_bytes, context=64, prefill=3, warm=1, steps=2, attempts=2)
 
 
@@ -132,10 +138,8 @@ def test_shape__bytes__are_those_of_the_model(name: str) -> None:
     if shape.is_rounded:
         assert "rounded to int8" in str(shape.note)
         assert spec.attention.entry_bytes(KvFormat.NVFP4) == 352
-    elif name in KNOWN:
-        assert shape.note is None
     else:
-        assert "stands in for" in str(shape.note)
+        assert shape.note is None
 
 
 def test_shape__limits__are_those_of_the_kernels() -> None:
@@ -144,10 +148,7 @@ def test_shape__limits__are_those_of_the_kernels() -> None:
         router = shape.spec.moe_ffn.router
         most = min(MAX_ROWS, MOST_PAIRS // router.top_k)
         assert shape.most_rows == most, name
-        own = kv_token_bytes(shape.spec, KvFormat.NVFP4)
-        assert shape.seen(8192) * own == pytest.approx(8192 * shape.kv_token_bytes, rel=0.01)
-        if shape.stands_for is not None:
-            assert f"{shape.seen(1000) / 1000:.2f} entries" in shape.note
+        assert kv_token_bytes(shape.spec, KvFormat.NVFP4) == shape.kv_token_bytes
         # FP8 scales of gate and up must not share a block
         for layer in shape.spec.layers:
             ffn = layer.ffn
@@ -355,7 +356,7 @@ def test_figures__roofline__the_slower_bus_counts() -> None:
 def test_groups__every_kernel_of_the_step_s_modules__is_in_the_table() -> None:
     modules = (
         "attention cache delta dense experts fetch gates indexer kv_entries latent norms prepare"
-        " quant route sampling"
+        " quant route sampling heads pooled_keys pooling seen shared_attention streams"
     )
     for name in modules.split():
         module = importlib.import_module(f"moet_desk.kernels.triton.{name}")
@@ -373,6 +374,10 @@ def test_split__kernels__by_group_with_the_rest_as_gaps() -> None:
         "sampling": 0, "norms_other": 0.25, "gaps_host": 2.75,
     }  # fmt: skip
     assert split(times, n_steps=1, step_ms=2.0)["gaps_host"] == 0
+    twice = by_kernel([*times, ("_down_kernel", 3000.0)], n_steps=2)
+    assert list(twice.items()) == [
+        ("_down_kernel", (1.0, 2.0)), ("_gemv_kernel", (0.5, 1.5)), ("Memcpy HtoD", (0.5, 0.25)),
+    ]  # fmt: skip
     assert group_of("_rms_norm_kernel_0d1d2") is Group.OTHER
     assert group_of("_fetch_kernel_0d1") is Group.FETCH
 
@@ -544,7 +549,7 @@ def test_measure__states_and_windows__steps_begin_where_the_last_one_did(
     mixers = (Gdn(1, 2, 16, 16, 4, 1e-6, fused=True), replace(full, window=8), full)
     ffns = (DenseFfn(32), DenseFfn(32), moe)
     layers = tuple(map(Layer, range(3), mixers, ffns))
-    shape = Shape("tiny", replace(spec, layers=layers), None, 1, 36, is_fp8=False)
+    shape = Shape("tiny", replace(spec, layers=layers), 1, 36, is_fp8=False)
     setup = Setup(shape, CPU, RESERVE_BYTES + 2**27, context=512, prefill=0, warm=0, steps=1)
     assert setup.ring_pages == 2
     bench = measuring.ShapeBench(setup, plain_memory, lambda _: None)

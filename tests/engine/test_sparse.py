@@ -245,6 +245,9 @@ def test_spec__glm_5_2__indexers_where_they_are_published() -> None:
     assert spec_for({**listed, "index_topk_pattern": pattern}, path="", has_mtp=True) == spec
     older = spec_for(listed, path="", has_mtp=True)  # GLM-5 says nothing: all layers
     assert index_layers(older, with_head=False) == tuple(range(78))
+    for name in ("indexed_attention", "deepseek_sparse_attention"):  # as transformers writes it
+        named = {**GLM_52, "layer_types": [name] * 78}
+        assert spec_for(named, path="", has_mtp=True) == spec
 
 
 def test_spec__deepseek_v32__halves_in_the_indexer_pairs_in_the_attention() -> None:
@@ -270,6 +273,7 @@ def test_spec__deepseek_v32__halves_in_the_indexer_pairs_in_the_attention() -> N
         ({"index_topk_pattern": "S" * 78}, "first layer"),
         ({"index_topk_pattern": "FX" * 39}, "78 of full or shared"),
         ({"layer_types": ["full_attention"] * 78}, "layer_types"),
+        ({"layer_types": ["deepseek_sparse_attention"] * 77}, "layer_types"),
         ({"mlp_layer_types": ["sparse"] * 78}, "mlp_layer_types"),
         ({"index_topk_freq": 0}, "index_topk_freq is 0"),
         ({"index_kpool": 4}, "index_kpool"),

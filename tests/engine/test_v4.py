@@ -255,7 +255,7 @@ CODE: dict[str, tuple[Any, str, Any]] = {
         pooled_block._Turn, "__call__",
         lambda self, x, positions, back=False: x if back else TURN(self, x, positions),
     ),
-    "no norm of queries": (pooled_block, "_unit", lambda heads, eps: heads),
+    "no norm of queries": (pooled_block, "unit", lambda heads, eps: heads),
     "first half of the own window": (
         pooled_block._Compressor, "read",
         lambda self, joined, start, window, read=pooled_block._Compressor.read: read(
@@ -363,7 +363,7 @@ def test_kv_formats__chunk_then_decode__the_wider_the_nearer(small: Case) -> Non
 # -- on a graphics card --------------------------------------------------------------------------
 
 
-def test_card__auto__the_cpu_computes_and_the_plan_says_why(
+def test_card__heads_without_kernels__the_cpu_computes_and_the_plan_says_why(
     small: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pack, _, _ = small
@@ -371,7 +371,10 @@ def test_card__auto__the_cpu_computes_and_the_plan_says_why(
     plan = plan_model(desk, model, EngineOptions(device="auto"))
     assert isinstance(plan, ModelPlan)
     assert plan.device == "cpu"
-    assert "for residual streams and pooled attention a card has no kernels" in plan.why
+    assert (
+        "for pooled attention with heads of 48, 16 of which rotate a card has no kernels"
+        in plan.why
+    )
     assert plan.shape.state_bytes == state_bytes(model.spec, plan.kv_format)
     assert plan.kv_format is KvFormat.FP8
     refused = plan_model(desk, model, EngineOptions(device="cuda"))

@@ -19,20 +19,20 @@ from tests.engine.test_v4 import SMALL
 from tests.engine.tiny_v4 import random_v4, released_name, save_v4
 
 LENGTH = 24
-HEAD_ONLY = {
-    **SMALL, "num_hidden_layers": 1, "compress_ratios": [0], "num_hash_layers": 0,
-}  # fmt: skip
+HEAD_ONLY = {"num_hidden_layers": 1, "compress_ratios": [0], "num_hash_layers": 0}
 
 
-def with_head(init: float, folder: Path) -> tuple[Any, dict[str, Tensor], Path]:
+def with_head(
+    init: float, folder: Path, config: dict[str, Any] = SMALL
+) -> tuple[Any, dict[str, Tensor], Path]:
     """transformers' one layer of the head, the head's own tensors, and a pack of all."""
-    model, layer = random_v4(SMALL, init), random_v4(HEAD_ONLY, init)
+    model, layer = random_v4(config, init), random_v4({**config, **HEAD_ONLY}, init)
     spread = torch.Generator().manual_seed(9)
     with torch.no_grad():  # two random models of one seed begin alike
         for value in layer.model.layers[0].parameters():
             value.add_(init * torch.randn(value.shape, generator=spread))
         layer.lm_head.weight.copy_(model.lm_head.weight)
-    hidden = SMALL["hidden_size"]
+    hidden = config["hidden_size"]
     own = {
         "e_proj.weight": init * torch.randn(hidden, hidden, generator=spread),
         "h_proj.weight": init * torch.randn(hidden, hidden, generator=spread),
@@ -48,7 +48,7 @@ def with_head(init: float, folder: Path) -> tuple[Any, dict[str, Tensor], Path]:
         name = released_name(saved)
         if name not in ("embed.weight", "head.weight"):
             more["mtp.0." + name.removeprefix("layers.0.")] = value
-    save_v4(model, SMALL, folder / "source", more)
+    save_v4(model, config, folder / "source", more)
     return layer, own, pack_source(folder / "source", folder / "pack")
 
 

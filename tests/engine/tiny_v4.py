@@ -35,6 +35,11 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 """As released, sizes scaled down: all kinds of layers, with a table of experts and without."""
 
+ON_CARD: dict[str, Any] = {
+    **CONFIG, "head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64,
+}  # fmt: skip
+"""The same with heads that a card's kernels take."""
+
 _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 
 

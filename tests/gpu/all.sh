@@ -27,8 +27,10 @@ tests() { # NAME ARGUMENTS...
     run "$name" python3 -m pytest -o addopts= -v -m gpu -p no:cacheprovider "$@"
 }
 
-tests tests tests/gpu --ignore tests/gpu/test_engine_faults.py -n 4 --dist loadfile
+tests tests tests/gpu --ignore tests/gpu/test_engine_faults.py --ignore tests/gpu/test_arbiter.py \
+    -n 4 --dist loadfile
 tests faults tests/gpu/test_engine_faults.py
+tests arbiter tests/gpu/test_arbiter.py
 run memcheck sh tests/gpu/sanitize.sh memcheck
 run racecheck sh tests/gpu/sanitize.sh racecheck
 exit $failed

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine import model_shape
+from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
+from moet_desk.engine.cuda.step import StepRow
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
 from tests.engine.test_longcat import save_longcat_head
 from tests.engine.test_mtp_parity import packed_with_head
+from tests.engine.test_v4_head import with_head
 from tests.engine.tiny_models import (
     CONFIGS,
     DELTA_CONFIGS,
@@ -28,7 +31,9 @@ from tests.engine.tiny_models import (
     random_model,
     save_source,
 )
+from tests.engine.tiny_v4 import ON_CARD, random_v4, save_v4
 from tests.gpu.test_engine import forced, read_anew
+from tests.kernels.triton.test_chunk import read
 from tests.kernels.triton.test_head import answered
 
 pytestmark = [
@@ -39,6 +44,7 @@ pytestmark = [
 TINY = {**GQA_CONFIGS, "longcat": {**CONFIGS["longcat"], "kv_lora_rank": 32}}
 IDS = torch.randint(3, 256, (40,), generator=torch.Generator().manual_seed(2)).tolist()
 ALL = {**CONFIGS, **DELTA_CONFIGS, **TINY}
+V4 = "deepseek_v4"
 NEAR = 2e-3
 """Of the FP4 experts' logits, over their spread; a wrong part of attention gives 0.1 or more."""
 
@@ -57,7 +63,7 @@ def on_gpu(pack: Path, **given: object) -> CudaCore:
 @pytest.fixture(
     scope="module",
     params=[
-        *((name, form) for name in TINY for form in ("f32", "bf16", "fp8", "nvfp4")),
+        *((name, form) for name in (*TINY, V4) for form in ("f32", "bf16", "fp8", "nvfp4")),
         *((name, form) for name in DELTA_CONFIGS for form in ("f32", "bf16")),
     ],
     ids=lambda param: f"{param[0]}-{param[1]}",
@@ -67,13 +73,20 @@ def case(
 ) -> Iterator[Case]:
     name, form = request.param
     folder = tmp_path_factory.mktemp("family")
-    save_source(random_model(ALL[name], 0.25), folder / "source")
-    pack = pack_source(folder / "source", folder / "pack")
+    pack = packed(name, folder)
     with loaded(pack, kv_format=form) as cpu:
         want = logits_of(cpu, IDS, plane=Plane.FINE, sizes=[1] * len(IDS))
     core = on_gpu(pack, kv_format=form, prefill_chunk=16)
     yield Case(core, want)
     core.close()
+
+
+def packed(name: str, folder: Path) -> Path:
+    if name == V4:
+        save_v4(random_v4(ON_CARD, 0.25), ON_CARD, folder / "source")
+    else:
+        save_source(random_model(ALL[name], 0.25), folder / "source")
+    return pack_source(folder / "source", folder / "pack")
 
 
 def off(got: Tensor, want: Tensor) -> float:
@@ -132,13 +145,11 @@ def test_answers__longcat_with_its_dense_head__equal_those_without(
     core.close()
 
 
-def test_longcat__tiers_and_branches__same_bits(
-    tmp_path_factory: pytest.TempPathFactory,
+@pytest.mark.parametrize("name", ["longcat", V4])
+def test_tiers_and_branches__of_both__same_bits(
+    name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = tmp_path_factory.mktemp("longcat")
-    save_source(random_model(TINY["longcat"], 0.25), folder / "source")
-    pack = pack_source(folder / "source", folder / "pack")
-    found = []
+    pack, found = packed(name, tmp_path_factory.mktemp("tiers")), []
     for tiers in ({}, {"pool_slots": 24, "fine_slots": 24, "arena_rows": 1}):
         core = on_gpu(pack, kv_format="bf16", prefill_chunk=16, **tiers)
         steps = [forced(core, IDS, plane, rows=rows) for plane in Plane for rows in (1, 3)]
@@ -182,3 +193,45 @@ def test_rings__gpt_oss_far_around_them__same_bits_as_keeping_all(
         found.append(torch.cat([prompt, forced(core, ids, Plane.BASE, rows=3)]))
         core.close()
     assert torch.equal(*found)
+
+
+def test_answers__v4_with_its_head__equal_those_without(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    pack = with_head(0.25, tmp_path_factory.mktemp("v4_head"), ON_CARD)[2]
+    core = on_gpu(pack)
+    want = {plane: answered(core, plane).out_ids for plane in Plane}
+    core.close()
+    core = on_gpu(pack, drafts="mtp", draft_depth=2)
+    assert {plane: answered(core, plane).out_ids for plane in Plane} == want
+    assert core.decoder.drafting.acceptance.counters().guessed[0] > 0
+    core.close()
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_v4__far_around_its_rings__near_the_cpu_engine_and_the_same_bits(
+    form: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Rings of 144 entries go round, most windows are not chosen, sums are kept 16 at a time."""
+    pack = packed(V4, tmp_path_factory.mktemp("v4"))
+    ids = torch.randint(3, 256, (700,), generator=torch.Generator().manual_seed(4)).tolist()
+    with loaded(pack, kv_format=form) as cpu:
+        want = logits_of(cpu, ids, plane=Plane.FINE, sizes=[1] * len(ids))
+    core = on_gpu(pack, kv_format=form, prefill_chunk=256, context=1024)
+    near = NEAR * (1 if form == "bf16" else 10)
+    alone = forced(core, ids, Plane.FINE, rows=1)
+    assert off(alone[-300:], want[-300:]) < near
+    assert torch.equal(forced(core, ids, Plane.FINE, rows=3), alone)
+    ends = (257, 400, 512, 699, 700)
+    got = torch.stack([read_anew(core, ids[:n], Plane.FINE) for n in ends])
+    assert off(got, want[[n - 1 for n in ends]]) < 2 * near
+    sequence = core.kv.reserve(len(ids))
+    assert sequence is not None
+    read(core, ids[:600], sequence, Reading.EXACT)
+    sequence.length -= 1  # as a balanced answer does
+    steps = []
+    for token in ids[599:]:
+        steps.append(core.model.run([StepRow(token, sequence)], Plane.FINE)[0].clone())
+        sequence.length += 1
+    assert off(torch.stack(steps), want[599:]) < 2 * near
+    core.close()

@@ -6,6 +6,7 @@ request by the test.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
@@ -103,17 +104,34 @@ class HubServer:
 def listing(repo: Repo, folder: Path, name: str, commit: str) -> dict[str, object]:
     siblings = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        data = path.read_bytes()
-        entry: dict[str, object] = {
-            "rfilename": path.relative_to(folder).as_posix(),
-            "size": len(data),
-        }
-        entry["blobId"] = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        if len(data) >= LFS_FROM:
-            sha256 = hashlib.sha256(data).hexdigest()
-            entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 130}
+        sha256, sha1 = sums(path)
+        size = path.stat().st_size
+        rfilename = path.relative_to(folder).as_posix()
+        entry: dict[str, object] = {"rfilename": rfilename, "size": size, "blobId": sha1}
+        if size >= LFS_FROM:
+            entry["lfs"] = {"sha256": sha256, "size": size, "pointerSize": 130}
         siblings.append(entry)
     return {"id": name, "sha": commit, "siblings": siblings, "gated": repo.gated}
+
+
+def sums(path: Path) -> tuple[str, str]:
+    """A file's sha256, and its name among git's blobs. Read once while the file stays as it is."""
+    status = path.stat()
+    return _sums(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+@functools.lru_cache(256)
+def _sums(path: Path, size: int, *state: int) -> tuple[str, str]:
+    data = path.read_bytes()
+    blob = hashlib.sha1(b"blob %d\0" % size)
+    blob.update(data)
+    return hashlib.sha256(data).hexdigest(), blob.hexdigest()
+
+
+def read_part(path: Path, start: int, end: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(end - start)
 
 
 def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
@@ -202,23 +220,23 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 code = "RevisionNotFound" if folder is None else "EntryNotFound"
                 self.answer(404, b"", {"X-Error-Code": code})
                 return
-            data = (folder / name).read_bytes()
-            sha256 = hashlib.sha256(data).hexdigest()
+            path = folder / name
+            sha256, size = sums(path)[0], path.stat().st_size
             extra = {"X-Repo-Commit": revision, "ETag": f'"{sha256}"', "X-Linked-Etag": sha256}
             wanted = self.headers.get("Range", "")
             if not wanted or (fault is not None and fault.kind == "whole"):
-                self.body(data, name, 200, extra, fault)
+                self.body(path.read_bytes(), name, 200, extra, fault)
                 return
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             start = int(first)
-            end = min(int(last) + 1, len(data)) if last else len(data)
+            end = min(int(last) + 1, size) if last else size
             if fault is not None and fault.kind == "other":
-                start = min(start + 1, len(data) - 1)
-            if start >= len(data):
-                self.answer(416, b"", extra | {"Content-Range": f"bytes */{len(data)}"})
+                start = min(start + 1, size - 1)
+            if start >= size:
+                self.answer(416, b"", extra | {"Content-Range": f"bytes */{size}"})
                 return
-            extra["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
-            self.body(data[start:end], name, 206, extra, fault)
+            extra["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+            self.body(read_part(path, start, end), name, 206, extra, fault)
 
         def body(
             self, data: bytes, name: str, status: int, extra: dict[str, str], fault: Fault | None

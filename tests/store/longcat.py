@@ -1,4 +1,6 @@
-"""A tiny random LongCat-Flash checkpoint in the released layout: names, dtypes, index, MTP head."""
+"""Tiny random checkpoints of LongCat-Flash and Lite in the released layout: names, dtypes, index,
+MTP head.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +42,22 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 10000000.0,
     "max_position_embeddings": 512,
 }
+LITE: dict[str, Any] = {
+    **CONFIG,
+    "architectures": ["LongcatFlashNgramForCausalLM"],
+    "model_type": "longcat_flash_ngram",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "eos_token_id": 2,
+    "rope_theta": 5000000.0,
+    "rope_scaling": {
+        "type": "yarn", "factor": 10, "beta_fast": 32, "beta_slow": 1, "mscale": 1,
+        "mscale_all_dim": 1, "original_max_position_embeddings": 64,
+    },
+    "ngram_vocab_size_ratio": 3,
+    "emb_neighbor_num": 5,
+    "emb_split_num": 2,
+}  # fmt: skip
 _HEAD = "model.mtp.layers.0."
 _TEMPLATE = (
     "{% for m in messages %}{{ '[Round 0] USER:' if m.role == 'user' else ' ASSISTANT:' }}"
@@ -48,10 +66,12 @@ _TEMPLATE = (
 )
 
 
-def write_longcat(folder: Path, *, tokenizer: Path, shards: int = 3) -> None:
-    """Products and norms in bfloat16, the router and its bias in float32."""
+def write_longcat(
+    folder: Path, *, tokenizer: Path, shards: int = 3, config: dict[str, Any] = CONFIG
+) -> None:
+    """Products, norms and tables in bfloat16, the router and its bias in float32."""
     generator = torch.Generator().manual_seed(0)
-    plan = plan_for(CONFIG, path="config.json", names=[])
+    plan = plan_for(config, path="config.json", names=[])
     shapes: dict[str, tuple[int, ...]] = {**plan.dense, **_head_shapes()}
     wide, narrow = (plan.inter, plan.hidden), (plan.hidden, plan.inter)
     for layer in plan.moe_layers:
@@ -65,7 +85,7 @@ def write_longcat(folder: Path, *, tokenizer: Path, shards: int = 3) -> None:
         tensors[name if name.endswith("bias") else f"{name}.weight"] = stored
     folder.mkdir(parents=True)
     write_weights(folder, tensors, shards=shards, by_layer=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": _TEMPLATE}))
     shutil.copy(tokenizer, folder / "tokenizer.json")
 

@@ -342,6 +342,22 @@ def test_branches_files_and_settings__come_back(store: ChatStore, path: Path) ->
     assert chat.messages[1].reasoning == "I think it is one."
 
 
+def test_new_draft__of_no_chat_yet__kept_beside_those_of_chats(
+    store: ChatStore, path: Path
+) -> None:
+    assert store.new_draft() == ("", ())
+    chat_id = store.create_chat("t")
+    store.save_draft(None, "for later \ud800")
+    store.save_draft_files(None, [{"name": "a.md"}])
+    store.save_draft(chat_id, "of a chat")
+    store.close()
+    again = ChatStore.open(path)
+    assert again.new_draft() == ("for later ?", ({"name": "a.md"},))
+    assert again.get_chat(chat_id).draft == "of a chat"
+    again.save_draft(None, "")
+    assert again.new_draft() == ("", ({"name": "a.md"},))
+
+
 def test_delete_chat__thousands_of_messages_in_a_row__all_gone(store: ChatStore) -> None:
     chat_id = store.create_chat("long")
     rows = [(chat_id, i, "user", "m", "done", i or None, 1.0) for i in range(3000)]

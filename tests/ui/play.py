@@ -13,8 +13,9 @@ import time
 
 from moet_desk.engine.scripted import DEFAULT_ANSWER, Script, ScriptedEngine, ScriptedFailure
 from moet_desk.telemetry import LoadStep
-from moet_desk.ui.app import Look, MoetDeskApp
+from moet_desk.ui.app import MoetDeskApp
 from moet_desk.ui.bridge import PackJob
+from moet_desk.ui.look import Look
 from moet_desk.ui.setup_steps import Setup
 from tests.ui.desk import FakeDesk
 from tests.ui.support import FakeChats, FakePack

@@ -15,9 +15,10 @@ from textual.app import App
 from moet_desk.engine.handle import EngineHandle
 from moet_desk.engine.scripted import Script, ScriptedEngine
 from moet_desk.errors import MoetError
-from moet_desk.ui.app import Look, MoetDeskApp
+from moet_desk.ui.app import MoetDeskApp
 from moet_desk.ui.bridge import Clock, PackJob, Phase
 from moet_desk.ui.chat_records import Wishes
+from moet_desk.ui.look import Look
 from moet_desk.ui.setup_steps import Setup
 from tests.ui.desk import FakeDesk, FakeEndpoint
 
@@ -67,6 +68,7 @@ class FakeChats:
         self.chats: dict[int, FakeChat] = {}
         self.saves: list[tuple[str, str]] = []
         self.closed = False
+        self.new = FakeChat(0, "")  # holds the draft of the chat that is not stored yet
         self._next = 1
 
     def _id(self) -> int:
@@ -139,11 +141,14 @@ class FakeChats:
     def save_settings(self, chat_id: int, *, system: str, settings: Mapping[str, Any]) -> None:
         self.chats[chat_id].system, self.chats[chat_id].settings = system, settings
 
-    def save_draft_files(self, chat_id: int, files: Sequence[Mapping[str, Any]]) -> None:
-        self.chats[chat_id].draft_files = files
+    def new_draft(self) -> tuple[str, Sequence[Mapping[str, Any]]]:
+        return self.new.draft, self.new.draft_files
 
-    def save_draft(self, chat_id: int, draft: str) -> None:
-        self.chats[chat_id].draft = draft
+    def save_draft_files(self, chat_id: int | None, files: Sequence[Mapping[str, Any]]) -> None:
+        (self.new if chat_id is None else self.chats[chat_id]).draft_files = files
+
+    def save_draft(self, chat_id: int | None, draft: str) -> None:
+        (self.new if chat_id is None else self.chats[chat_id]).draft = draft
 
     def close(self) -> None:
         self.closed = True

@@ -14,14 +14,9 @@ from moet_desk.engine.scripted import Script, ScriptedEngine
 from moet_desk.errors import ExitCode, fail
 from moet_desk.locations import TerminalFacts
 from moet_desk.settings import Answers, Settings, Ui
-from moet_desk.ui.app import (
-    Look,
-    MoetDeskApp,
-    binding_ids,
-    exit_code_of,
-    look_of,
-    wishes_of,
-)
+from moet_desk.ui.app import MoetDeskApp, exit_code_of
+from moet_desk.ui.keymap import binding_ids
+from moet_desk.ui.look import Look, look_of, wishes_of
 from moet_desk.ui.palette import COMMANDS, GO, show_key
 from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen

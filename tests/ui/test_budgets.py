@@ -8,12 +8,16 @@ import time
 from statistics import median
 
 import pytest
+from textual.color import Color
+from textual.css.stylesheet import Stylesheet
+from textual.widgets._footer import FooterKey
 
 from bench.long_chat import measure
 from moet_desk.engine.scripted import DEFAULT_ANSWER
 from moet_desk.marked_text import MarkedText
-from moet_desk.ui.app import Look
+from moet_desk.ui.look import Look
 from moet_desk.ui.widgets.blocks import AnswerBlock
+from moet_desk.ui.widgets.key_line import KeyLine
 from moet_desk.ui.widgets.transcript import Transcript
 from tests.ui.support import Stage
 
@@ -79,3 +83,58 @@ def test_first_picture__fresh_interpreter__within_a_second_and_a_half_of_cpu() -
         [sys.executable, "-c", FIRST_PICTURE], capture_output=True, text=True, check=True
     )
     assert float(out.stdout) < 1.5
+
+
+@pytest.mark.asyncio
+async def test_screens__each_seen_for_the_first_time__the_style_sheet_is_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        read = 0
+        reparse = Stylesheet.reparse
+
+        def counted(sheet: Stylesheet) -> None:
+            nonlocal read
+            read += 1
+            reparse(sheet)
+
+        monkeypatch.setattr(Stylesheet, "reparse", counted)
+        for key in ("f3", "f4", "f5", "f6", "f7", "f8"):
+            await pilot.press(key)
+        await stage.settle(pilot)
+        assert stage.app.current_mode == "log"
+        assert read == 0
+        stage.app.theme = "moet-light"
+        await stage.settle(pilot)
+        assert read == 1
+        await pilot.press("f4")
+        await stage.settle(pilot)
+        assert read == 2  # drawn before the theme was changed
+        background = stage.app.screen.styles.background
+        assert background == Color.parse(stage.app.current_theme.background or "")
+
+
+@pytest.mark.asyncio
+async def test_key_line__same_keys__stays_as_it_is_and_follows_the_focus() -> None:
+    stage = Stage()
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press("f4")
+        await stage.settle(pilot)
+        line = stage.app.screen.query_one(KeyLine)
+        keys = list(line.children)
+        assert keys
+        await pilot.press("down", "up")
+        await stage.settle(pilot)
+        assert list(line.children) == keys
+        await pilot.press("slash")
+        await stage.settle(pilot)
+        await stage.settle(pilot)
+        assert list(line.children) != keys
+        words = [key.description for key in line.query(FooterKey)]
+        assert words == [key.words for key in line._wanted()]
+        await pilot.click(line.query(FooterKey).last())
+        await stage.settle(pilot)
+        assert len(stage.app.screen_stack) == 2  # the help

@@ -13,9 +13,9 @@ from moet_desk.engine.scripted import Script
 from moet_desk.engine.trace_file import read_trace
 from moet_desk.errors import fail
 from moet_desk.telemetry import CacheView, DraftChoice, LoadStep
-from moet_desk.ui.app import Look
 from moet_desk.ui.cache_cells import Measure
 from moet_desk.ui.chat_records import Wishes
+from moet_desk.ui.look import Look
 from moet_desk.ui.playback import Tape
 from moet_desk.ui.widgets.heatmap import Heatmap
 from tests.ui.support import Stage, dump

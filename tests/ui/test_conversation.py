@@ -11,6 +11,7 @@ from moet_desk.engine.handle import Quality
 from moet_desk.engine.scripted import Script, ScriptedEngine, ScriptedFailure
 from moet_desk.errors import MoetError, fail
 from moet_desk.store.chats import ChatStore
+from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.bridge import Bridge, Phase
 from moet_desk.ui.chat_records import ChatStoreLike, Draft, Pulled, Sent, Status, Wishes
 from moet_desk.ui.conversation import SAVE_AGAIN_S, Conversation
@@ -233,6 +234,33 @@ def test_draft__per_chat__kept() -> None:
     assert talk.draft == Draft()
     talk.open(chat_id)
     assert talk.draft == Draft("in the chat")
+
+
+def test_draft__of_a_new_chat__there_when_the_app_opens_again_and_gone_when_sent() -> None:
+    chats, file = FakeChats(), Attachment("notes.md", "# é", 4)
+    Desk(Script(), chats=chats).conversation.save_draft("unsent", (file,))
+    desk = Desk(Script(answers=("A.",)), chats=chats)
+    talk = desk.conversation
+    assert talk.draft == Draft("unsent", (file,))
+    talk.send("unsent", (file,))
+    assert chats.new_draft() == ("", [])
+    assert talk.draft == Draft()
+    desk.finish()
+    talk.save_draft("in the chat")
+    assert Desk(Script(), chats=chats).conversation.draft == Draft()
+
+
+def test_draft__store_cannot_take_the_message__stays_stored() -> None:
+    class Full(FakeChats):
+        def add_message(self, *_: Any, **__: Any) -> int:
+            raise fail("MD-DISK-02", path="p", done="3 messages")
+
+    chats = Full()
+    talk = Desk(Script(answers=("A.",)), chats=chats).conversation
+    talk.save_draft("unsent")
+    with pytest.raises(MoetError):
+        talk.send("unsent")
+    assert chats.new_draft()[0] == "unsent"
 
 
 class FullDisk(FakeChats):

@@ -14,7 +14,8 @@ import pytest
 from textual.widgets import OptionList
 
 from moet_desk.engine.scripted import Script
-from moet_desk.ui.app import Look, binding_ids
+from moet_desk.ui.keymap import binding_ids
+from moet_desk.ui.look import Look
 from moet_desk.ui.screens.cache import Picture
 from moet_desk.ui.widgets.filter_line import FilterLine
 from moet_desk.ui.widgets.prompt import Prompt

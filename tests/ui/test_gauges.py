@@ -19,8 +19,9 @@ from moet_desk.telemetry import (
     ReadTimes,
     TierCounters,
     TierSizes,
+    VramView,
 )
-from moet_desk.ui.screens.cache import resident_words
+from moet_desk.ui.screens.cache import resident_words, vram_words
 from moet_desk.ui.theme import ASCII, UNICODE
 from moet_desk.ui.widgets.gauges import (
     History,
@@ -36,6 +37,7 @@ from moet_desk.ui.widgets.gauges import (
     tier_lines,
     wait_line,
 )
+from moet_desk.units import GIB
 
 
 @given(st.floats(-1, 2), st.integers(0, 50))
@@ -204,6 +206,31 @@ def test_loading_lines__steps__glyph_bar_numbers_seconds() -> None:
     assert "5.0 of 10.0 MiB  2.5 MiB/s" in lines[2]
     assert lines[3].startswith(" · Self-test")
     assert all(cell_len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("vram", "words"),
+    [
+        (None, ""),
+        (VramView(slots=5 * GIB, planned=5 * GIB, why="as it should be"), ""),
+        (
+            VramView(slots=3 * GIB, planned=5 * GIB, why="memory.vram_limit is lower"),
+            "   Slots: 3.0 GiB, planned 5.0 GiB: memory.vram_limit is lower",
+        ),
+    ],
+)
+def test_vram_words__only_where_slots_are_not_as_planned(vram: VramView | None, words: str) -> None:
+    assert vram_words(vram) == words
+
+
+@pytest.mark.parametrize(("width", "shown"), [(110, True), (109, False)])
+def test_move_line__a_card__says_what_is_free_where_there_is_room(
+    width: int, *, shown: bool
+) -> None:
+    snapshot = EngineSnapshot(vram=VramView(free=3 * GIB))
+    line = move_line(snapshot, History(), width=width, glyphs=UNICODE).plain
+    assert ("card: 3.0 GiB free" in line) == shown
+    assert "card" not in move_line(EngineSnapshot(), History(), width=200, glyphs=UNICODE).plain
 
 
 @pytest.mark.parametrize(

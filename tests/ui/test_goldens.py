@@ -17,9 +17,10 @@ from moet_desk import __version__
 from moet_desk.engine.parsers.answers import THINK, AnswerFormat
 from moet_desk.engine.scripted import DEFAULT_ANSWER, Script, ScriptedFailure
 from moet_desk.telemetry import LoadStep
-from moet_desk.ui.app import Look, MoetDeskApp
+from moet_desk.ui.app import MoetDeskApp
 from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.desk import JobState
+from moet_desk.ui.look import Look
 from moet_desk.ui.setup_steps import Setup
 from tests.ui.desk import PULLING
 from tests.ui.support import FakePack, Stage, dump

@@ -17,8 +17,8 @@ from textual.widgets.markdown import MarkdownBlock
 from moet_desk.engine.handle import Quality
 from moet_desk.engine.scripted import DEFAULT_ANSWER, Script
 from moet_desk.marked_text import MarkedText, ranges_of
-from moet_desk.ui.app import Look
 from moet_desk.ui.chat_records import Wishes
+from moet_desk.ui.look import Look
 from moet_desk.ui.markdown_marks import DRAWN, MARKS, mark_tokens
 from moet_desk.ui.text import Cleaner, markdown_parser
 from moet_desk.ui.widgets.blocks import AnswerBlock

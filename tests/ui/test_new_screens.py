@@ -10,7 +10,7 @@ from moet_desk.engine.scripted import Script
 from moet_desk.errors import fail
 from moet_desk.settings import SETTINGS, Endpoint
 from moet_desk.telemetry import EndpointState, EndpointView
-from moet_desk.ui.app import Look
+from moet_desk.ui.look import Look
 from moet_desk.ui.screens.endpoint import EndpointScreen
 from moet_desk.ui.screens.log import LogScreen, at_level
 from moet_desk.ui.screens.settings import SettingsScreen

@@ -11,7 +11,8 @@ import pytest
 from moet_desk.engine.replay import ReplayEngine
 from moet_desk.engine.trace_file import TraceWriter, read_trace
 from moet_desk.telemetry import EngineState
-from moet_desk.ui.app import Look, MoetDeskApp
+from moet_desk.ui.app import MoetDeskApp
+from moet_desk.ui.look import Look
 from moet_desk.ui.playback import show_place
 from moet_desk.ui.screens.cache import CacheScreen
 from moet_desk.ui.screens.chat import ChatScreen

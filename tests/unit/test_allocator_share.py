@@ -13,7 +13,7 @@ from moet_desk.engine.cuda.chunk_sizes import chunk_bytes, stage_bytes
 from moet_desk.engine.cuda.measure import Setup
 from moet_desk.engine.cuda.shapes import KNOWN, SHAPES
 from moet_desk.engine.cuda.synthetic import stored_bytes
-from moet_desk.engine.families.tensors import dense_shapes
+from moet_desk.engine.families.tensors import NGRAM_TABLES, dense_shapes
 from moet_desk.plan import (
     ALLOCATOR_SHARE,
     WORK_BYTES,
@@ -31,13 +31,13 @@ JOINED = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "gate_
 
 def matrices_of(name: str) -> list[int]:
     """Bytes of each dense matrix in the order that they are loaded, with those that one launch
-    reads joined.
+    reads joined. Tables of n-grams stay off the device.
     """
     shape, found = SHAPES[name](64), dict[str, int]()
     for tensor, size in dense_shapes(shape.spec):
         head, _, last = tensor.rpartition(".")
         place = f"{head}.joined" if last in JOINED else tensor
-        if len(size) > 1:
+        if len(size) > 1 and not tensor.startswith(NGRAM_TABLES):
             n_bytes = stored_bytes(tensor, size, is_fp8=shape.is_fp8, is_rounded=shape.is_rounded)
             found[place] = found.get(place, 0) + n_bytes
     return list(found.values())

@@ -10,7 +10,7 @@ import pytest
 from moet_desk.cli import COMMANDS
 from moet_desk.errors import CATALOGUE, ExitCode
 from moet_desk.settings import SETTINGS
-from moet_desk.ui.app import binding_ids
+from moet_desk.ui.keymap import binding_ids
 from tools import generate_docs
 
 

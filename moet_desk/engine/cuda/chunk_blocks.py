@@ -33,7 +33,6 @@ from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prefill_attention import gqa_prefill, mla_prefill
 from moet_desk.kernels.triton.prepare import Rotation, mla_prepare, rotate_queries
 from moet_desk.kernels.triton.quant import plain_shape, rms_norm_quantize
-from moet_desk.kernels.triton.route import route
 
 RoutedExperts = Callable[[int, Tensor, Tensor, Tensor], None]
 """Adds a layer's routed experts: (MoE layer, ids, weights, out), see `ChunkExperts.run`."""
@@ -46,7 +45,7 @@ class ChunkRows:
     Attributes:
         start: position of its first row.
         activations: of the routed experts.
-        positions: int32 [M].
+        positions, tokens: int32 [M].
         table: int32 [1, pages], of the sequence; ring_table: of layers with a window, likewise.
         slot: of the sequence's states, if it has some.
         runs: int32 [2, RUN_COLUMNS], as `ChunkStates` has it.
@@ -55,6 +54,7 @@ class ChunkRows:
     start: int
     activations: Activations
     positions: Tensor
+    tokens: Tensor
     table: Tensor
     ring_table: Tensor
     slot: int
@@ -238,7 +238,7 @@ class ChunkLayer:
             own = wide.take(rows, 1)
             gemm(parts, w_gate, own)
         mid = Room(self._b.parts).take(2, rows, ffn.inter)
-        swiglu_split(gate_up, mid)
+        swiglu_split(gate_up, mid, limit=ffn.limit)
         if own is None:
             gemm(mid, ffn.w_down, x, residual=x)
             return
@@ -259,11 +259,9 @@ class ChunkLayer:
         )  # fmt: skip
         logits = b.router[: x.shape[0]]
         gemm(self._split(normed), moe.w_router, logits, bias=moe.logit_bias)
-        route(
-            logits, moe.bias, ids=b.ids[here], weights=b.weights[here], score=router.score,
-            n_groups=router.n_groups, kept_groups=router.kept_groups,
-            renormalize=router.renormalize, scale=router.scale,
-            n_real=router.n_experts, share=b.share[here],
+        moe.route(
+            logits, chunk.tokens[here], ids=b.ids[here], weights=b.weights[here],
+            share=b.share[here],
         )  # fmt: skip
         if router.n_identity:
             torch.mul(normed, b.share[here, None], out=b.kept[: x.shape[0]])

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.chunk_sizes import ChunkShape
 from moet_desk.engine.cuda.indexer import IndexBuffers
+from moet_desk.engine.cuda.pooled_sizes import CHUNK_SPLITS
+from moet_desk.engine.cuda.stream_buffers import StreamBuffers
 from moet_desk.engine.spec import Spec, indexer_of
 from moet_desk.kernels.triton.prefill_attention import PrefillScratch
 
@@ -35,6 +37,7 @@ class ChunkBuffers:
         parts: flat bfloat16; an input of a dense product in two parts.
         attention: entries of the sequence, decoded.
         index: of sparse attention, if it is.
+        streams: of a model with residual streams; x is what a layer's blocks read and give then.
         mid, mid_codes, mid_scales, part: flat; a batch of experts' pairs.
     """
 
@@ -56,6 +59,7 @@ class ChunkBuffers:
     mid_scales: Tensor
     part: Tensor
     index: IndexBuffers | None
+    streams: StreamBuffers | None
 
     @classmethod
     def make(cls, spec: Spec, rows: int, *, context: int, device: torch.device) -> ChunkBuffers:
@@ -89,6 +93,9 @@ class ChunkBuffers:
             index=None
             if indexer is None
             else IndexBuffers.make(indexer, rows, block=block, entries=context, device=device),
+            streams=StreamBuffers.make(
+                spec, rows, block=block, splits=CHUNK_SPLITS, context=context, device=device
+            ),
         )
 
     @property
@@ -108,7 +115,8 @@ class ChunkBuffers:
         scratch = self.attention
         tensors += [scratch.parts, scratch.ropes, scratch.expanded]
         own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return own + (0 if self.index is None else self.index.n_bytes())
+        own += 0 if self.index is None else self.index.n_bytes()
+        return own + (0 if self.streams is None else self.streams.n_bytes())
 
 
 class Room:

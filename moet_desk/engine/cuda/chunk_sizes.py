@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
+from moet_desk.engine.cuda.pooled_sizes import CHUNK_SPLITS, PooledSizes, pooled_mixers
 from moet_desk.engine.spec import Gdn, Gqa, Mla, PooledAttention, Spec, dense_widths, indexer_of
+from moet_desk.kernels.kv_sizes import POOL_ROWS
 from moet_desk.kernels.row_sizes import GROUP, ExpertLayout
 from moet_desk.plan import ChunkSize
 from moet_desk.store.pack_format import Plane
@@ -34,6 +36,9 @@ DELTA_BLOCK = 64
 
 SCALE_BLOCK = 128
 """Rows of an e4m3 weight that share a scale, as `kernels.triton.dense` has it."""
+
+CONNECTED_COLUMNS = 512
+"""Of all streams that a program multiplies, as `kernels.triton.streams` has it."""
 
 TURNS = 2
 """Batches of both planes that the staging memory holds: one is read while the other is filled."""
@@ -71,6 +76,7 @@ class ChunkShape:
     kv_rank: int
     rope_dim: int
     index: int  # numbers of four bytes that sparse attention needs beside
+    streams: int  # likewise of residual streams and pooled attention
 
     @classmethod
     def of(cls, spec: Spec, rows: int, *, context: int) -> ChunkShape:
@@ -78,8 +84,9 @@ class ChunkShape:
         mixer, moe, block = spec.attention, spec.moe_ffn, min(rows, BLOCK_ROWS)
         entries = -(-context // 64) * 64
         if isinstance(mixer, PooledAttention):
-            raise TypeError("there are no launches for pooled attention")
-        own = _of_mla(mixer, entries) if isinstance(mixer, Mla) else _of_gqa(mixer)
+            own, entries, block = _of_pooled(mixer), 0, min(rows, POOL_ROWS)
+        else:
+            own = _of_mla(mixer, entries) if isinstance(mixer, Mla) else _of_gqa(mixer)
         inter = max([moe.shared_inter, *dense_widths(spec), 1])
         fed = 2 * inter + (spec.hidden + 1 if moe.shared_gate else 0)
         states = [_of_gdn(linear) for linear in spec.delta[:1]]
@@ -95,6 +102,7 @@ class ChunkShape:
             entries=entries,
             per_entry=own.per_entry, kv_rank=own.kv_rank, rope_dim=own.rope_dim,
             index=_of_indexer(spec, rows, block, context),
+            streams=_of_streams(spec, rows, block, context),
         )  # fmt: skip
 
     @property
@@ -107,7 +115,8 @@ class ChunkShape:
         floats += block * (self.hidden + self.n_choices) + self.kept + rows
         floats += self.wide + self.narrow
         halves = self.parts + 2 * self.entries * self.kv_rank
-        floats += self.entries * (self.rope_dim + self.per_entry) + self.index
+        floats += self.entries * (self.rope_dim + self.per_entry)
+        floats += self.index + self.streams
         return codes + _F32 * floats + _BF16 * halves + _INT32 * rows * self.top_k
 
 
@@ -161,6 +170,24 @@ def _of_mla(mixer: Mla, entries: int) -> _Attention:
         kv_rank=mixer.kv_rank,
         rope_dim=mixer.rope_dim,
     )
+
+
+def _of_pooled(mixer: PooledAttention) -> _Attention:
+    low = mixer.out_groups * mixer.out_rank
+    own = mixer.n_heads * mixer.head_dim // mixer.out_groups
+    return _Attention(projected=1, narrow=1, inputs=max(mixer.q_rank, own, low))
+
+
+def _of_streams(spec: Spec, rows: int, block: int, context: int) -> int:
+    """Numbers of `StreamBuffers`."""
+    if spec.streams is None:
+        return 0
+    n, width = spec.streams.n, spec.streams.n * spec.hidden
+    made = 2 * n + n * n
+    connections = -(-width // CONNECTED_COLUMNS) * (made + 1) + made
+    size = PooledSizes.of(pooled_mixers(spec, with_head=True), context)
+    pooled = size.numbers(block, CHUNK_SPLITS)
+    return rows * (width + connections) + pooled
 
 
 def _of_indexer(spec: Spec, rows: int, block: int, context: int) -> int:

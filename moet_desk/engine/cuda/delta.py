@@ -18,10 +18,10 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.chunk_buffers import Room
 from moet_desk.engine.cuda.dense_weights import DenseSource, reordered
+from moet_desk.engine.recurrent import SlotList, pending_of
 from moet_desk.engine.spec import Gdn
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.triton.delta import (
-    MOST_PENDING,
     RING,
     DeltaMemory,
     DeltaRows,
@@ -158,7 +158,7 @@ class GdnLaunches:
         return heads.view(rows, -1)
 
 
-class DeviceStates:
+class DeviceStates(SlotList):
     """States of all layers for some sequences at a time; see `engine.recurrent.StateSlots`.
 
     Args:
@@ -171,7 +171,8 @@ class DeviceStates:
         first = mixers[0]
         if any(shape_of(mixer) != shape_of(first) for mixer in mixers):
             raise ValueError("layers with states of several shapes")
-        self._mixer, self._free = first, list(range(n_slots))
+        super().__init__(n_slots)
+        self._mixer = first
         m, n, dk, dv = first.n_keys, first.n_values, first.key_dim, first.value_dim
 
         def f32(*shape: int) -> Tensor:
@@ -193,11 +194,8 @@ class DeviceStates:
         """Bytes of `to_bytes`."""
         return len(self._layers) * self._mixer.state_bytes(KvFormat.F32)
 
-    def take(self) -> int | None:
-        return self._free.pop(0) if self._free else None
-
-    def give_back(self, slot: int) -> None:
-        self._free = sorted([*self._free, slot])
+    def pooled(self, layer: int) -> None:
+        """See `StateSlots`: these layers have no entries."""
 
     def to_bytes(self, slot: int, base: int, length: int) -> NDArray[np.uint8]:
         pending = pending_of(base, length)
@@ -232,17 +230,6 @@ class DeviceStates:
         weights = DeltaWeights(nothing, nothing, nothing)  # a run without rows reads none
         rows = DeltaRows(memory, runs, positions)
         delta_step(nothing, nothing, weights, rows, nothing, shape_of(mixer))
-
-
-def pending_of(base: int, length: int) -> int:
-    """Parts that a state behind `base` tokens lacks.
-
-    Raises:
-        ValueError: a sequence may not go back so far, or went on without its states.
-    """
-    if not 0 <= length - base <= MOST_PENDING:
-        raise ValueError(f"no state was kept behind {length} tokens, but behind {base}")
-    return length - base
 
 
 def _apart(mixer: Gdn) -> tuple[Tensor, Tensor]:

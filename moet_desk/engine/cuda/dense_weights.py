@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.dense_format import PLAIN, DenseFormat, may_round
+from moet_desk.engine.ngram_rows import Rows
 from moet_desk.kernels.reference import quantize_dense
 from moet_desk.kernels.triton.dense import DenseWeight, WeightKind
 from moet_desk.store.pack_reader import PackReader
@@ -35,6 +36,8 @@ class DenseSource(Protocol):
     def matrix(self, *names: str) -> DenseWeight: ...
 
     def table(self, name: str) -> Tensor: ...
+
+    def rows(self, name: str) -> Rows: ...
 
 
 class DenseLoader:
@@ -99,10 +102,14 @@ class DenseLoader:
         return self._reader.dense_tensor(info.name)
 
     def table(self, name: str) -> Tensor:
-        """The embedding, bfloat16 or float32 [V, H]."""
+        """A matrix as it is, such as the embedding: bfloat16 or float32 [V, H]."""
         info = self._reader.dense.info(name)
         stored = info.weight.tensor() if info.format is Format.BF16 else None
         return self._put(self._reader.dense_tensor(name) if stored is None else stored)
+
+    def rows(self, name: str) -> Rows:
+        """What reads rows of a matrix on the host."""
+        return self._reader.dense_rows(name)
 
     def _put(self, tensor: Tensor) -> Tensor:
         return tensor.contiguous().to(self._device)
@@ -128,9 +135,17 @@ def reordered(weight: DenseWeight, order: Tensor) -> DenseWeight:
     inner = torch.arange(len(order), device=order.device) % SCALE_BLOCK
     if bool((firsts % SCALE_BLOCK == 0).all()) and torch.equal(order, whole + inner):
         return DenseWeight(codes, weight.scales[firsts // SCALE_BLOCK])
+    return DenseWeight(as_float(weight).values[order])
+
+
+def as_float(weight: DenseWeight) -> DenseWeight:
+    """An e4m3 weight decoded to float32."""
+    assert weight.scales is not None, "e4m3 has scales"  # noqa: S101
+    if weight.scale_rows == 1:
+        return DenseWeight(weight.values.float() * weight.scales)
     by_row = weight.scales.repeat_interleave(SCALE_BLOCK, 0)[: weight.n]
     scales = by_row.repeat_interleave(SCALE_BLOCK, 1)[:, : weight.k]
-    return DenseWeight((weight.values.float() * scales)[order])
+    return DenseWeight(weight.values.float() * scales)
 
 
 def _is_rounded(info: TensorInfo) -> bool:

@@ -43,11 +43,25 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_conv_kernel": Group.ATTENTION,
     "_delta_step_kernel": Group.ATTENTION,
     "_gated_norm_kernel": Group.ATTENTION,
+    "_places_kernel": Group.ATTENTION,  # of pooled attention, as those up to the next comment
+    "_list_kernel": Group.ATTENTION,
+    "_turn_kernel": Group.ATTENTION,
+    "_pool_kernel": Group.ATTENTION,
+    "_entry_kernel": Group.ATTENTION,
+    "_key_kernel": Group.ATTENTION,
+    "_query_kernel": Group.ATTENTION,
+    "_score_kernel": Group.ATTENTION,
+    "_shared_decode_kernel": Group.ATTENTION,
+    "_project_kernel": Group.OTHER,  # of streams, as the next three
+    "_connect_kernel": Group.OTHER,
+    "_read_kernel": Group.OTHER,
+    "_after_kernel": Group.OTHER,
     "_gate_kernel": Group.OTHER,
     "_gemv_kernel": Group.DENSE,
     "_swiglu_gemv_kernel": Group.DENSE,
     "_absorb_kernel": Group.DENSE,
     "_route_kernel": Group.ROUTER,
+    "_named_kernel": Group.ROUTER,
     "_lookup_kernel": Group.ROUTER,
     "_fetch_kernel": Group.FETCH,
     "_post_kernel": Group.FETCH,
@@ -92,6 +106,17 @@ def kernel_times(run: Callable[[], None]) -> list[tuple[str, float]]:
         for event in seen.events() or ()
         if event.device_type.name == "CUDA"
     ]
+
+
+def by_kernel(
+    times: Iterable[tuple[str, float]], *, n_steps: int
+) -> dict[str, tuple[float, float]]:
+    """Launches and milliseconds per step by kernel, the longest first; arguments as `split`."""
+    found: dict[str, tuple[float, float]] = {}
+    for kernel, us in times:
+        launches, ms = found.get(kernel, (0.0, 0.0))
+        found[kernel] = launches + 1 / n_steps, ms + us / (1e3 * n_steps)
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
 def split(times: Iterable[tuple[str, float]], *, n_steps: int, step_ms: float) -> dict[str, float]:

@@ -7,33 +7,44 @@ capture of each step graph.
 
 from __future__ import annotations
 
+import gc
 import logging
 import mmap
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from moet_desk import hardware
 from moet_desk.engine import heat
 from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
+from moet_desk.engine.card_faults import is_out_of_memory
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.decode import CudaDecoder
 from moet_desk.engine.cuda.delta import DeviceStates
 from moet_desk.engine.cuda.dense_weights import DenseLoader
 from moet_desk.engine.cuda.draft import DeviceHead
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading, bounce_memory
+from moet_desk.engine.cuda.load_pools import (
+    PoolSizes,
+    fill_slots,
+    keeper_of,
+    make_pools,
+    release_pools,
+)
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
 from moet_desk.engine.cuda.pinned import PinnedMemory
+from moet_desk.engine.cuda.pool_states import PooledStates
+from moet_desk.engine.cuda.pooled_sizes import pooled_mixers
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
 from moet_desk.engine.cuda.prefill import ChunkModel, CudaPrefiller
 from moet_desk.engine.cuda.residency import CudaResidency
 from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.cuda.vram import VramKeeper
 from moet_desk.engine.dense_format import DenseFormat, fit_device
 from moet_desk.engine.draft import MtpDrafter
 from moet_desk.engine.drafting import drafting_of
@@ -50,11 +61,12 @@ from moet_desk.engine.model_shape import (
     index_layers,
     kv_token_bytes,
     loads_head,
+    n_kv_layers,
     rings_of,
     running_layers,
     wishes_of,
 )
-from moet_desk.engine.planned_model import dense_saving
+from moet_desk.engine.planned_model import dense_saving, loaded_bytes
 from moet_desk.engine.sampling import Draw
 from moet_desk.engine.spec import Spec
 from moet_desk.errors import fail
@@ -69,6 +81,7 @@ from moet_desk.plan import (
     pinned_budget,
     split_ram,
     vram_budget,
+    vram_kept,
 )
 from moet_desk.store.arena import Allocate, Arena, plain_memory
 from moet_desk.store.pack_format import Plane
@@ -76,6 +89,9 @@ from moet_desk.store.pack_reader import PackReader
 from moet_desk.telemetry import LoadStep
 
 log = logging.getLogger("moet_desk.engine")
+
+SECOND_SHARE = 0.8
+"""Part of the VRAM budget that the second attempt to load plans with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +104,8 @@ class CudaCore:
     device: str
     kv: KvCache
     arena: Arena
+    pools: Mapping[Plane, DevicePool]
+    vram: VramKeeper | None  # None: the pools have a fixed size
     residency: CudaResidency
     decoder: CudaDecoder
     prefiller: CudaPrefiller
@@ -103,6 +121,7 @@ class CudaCore:
         if self.server is not None:
             self.server.close()
         self.readers.shutdown(wait=False)  # a read that does not end would hold up the exit
+        release_pools(self.pools)
         self.arena.close()
         self.pinned.release()
         self.reader.close()
@@ -126,13 +145,33 @@ def load(
         widths: numbers of rows whose step is captured; others run launch by launch.
 
     Raises:
-        MoetError: as `engine.loader.load`, and MD-GPU-05, MD-GPU-09, MD-GPU-10, MD-RAM-02.
+        MoetError: as `engine.loader.load`, and MD-GPU-05, MD-GPU-09, MD-GPU-10, MD-RAM-02, and
+            MD-GPU-11: the card ran out of memory, with a smaller plan too.
     """
     if options.opportunistic:  # the expert kernels take one plane for all experts of a launch
         raise fail("MD-GPU-09")
-    with ExitStack() as undo:  # what was made before something fails
-        core = _load(pack, options, LoadReport(show), device, widths, undo)
-        undo.pop_all()
+
+    def attempt(options: EngineOptions) -> CudaCore | str:
+        with ExitStack() as undo:  # what was made before something fails
+            try:
+                core = _load(pack, options, LoadReport(show), device, widths, undo)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    return str(error)
+                raise
+            undo.pop_all()
+        return core
+
+    core = attempt(options)
+    if isinstance(core, str):  # what is free, or what the model takes, was not as planned
+        log.warning("the card's memory ran out while loading, so it is planned with less: %s", core)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        less = int(SECOND_SHARE * vram_budget(_free_memory(device), options.vram_bytes))
+        core = attempt(replace(options, vram_bytes=less))
+    if isinstance(core, str):
+        raise fail("MD-GPU-11", what=f"the model ({core.splitlines()[0]})")
     return core
 
 
@@ -153,14 +192,17 @@ def _load(
     allocate = pinned.allocate if device.type == "cuda" else plain_memory
     arena = _to_ram(opened, allocate, report)
     report.begin("Dense layers")
-    pools = {plane: _pool(plane, arena, opened, device) for plane in Plane}
-    states: DeviceStates | None = None
-    if spec.delta:
-        states = DeviceStates(spec.delta, options.max_running, device)
+    sizes = _pool_sizes(opened, options)
+    pools = make_pools(sizes, arena, device)
+    undo.callback(release_pools, pools)
+    states = states_of(
+        spec, opened.form, options.max_running, plan.kv_pages, device, with_head=opened.with_head
+    )
     kv = KvCache(
-        spec.attention, n_layers=spec.n_kv_layers + opened.with_head, n_pages=plan.kv_pages,
-        page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
+        spec.attention, n_layers=n_kv_layers(spec, with_head=opened.with_head),
+        n_pages=plan.kv_pages, page_tokens=KV_PAGE_TOKENS, form=opened.form, device=device,
         index_layers=index_layers(spec, with_head=opened.with_head), slots=states,
+        recurrent=spec.recurrent,
         rings=rings_of(spec, plan, options.max_running),
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32, device=device)
@@ -176,7 +218,7 @@ def _load(
     )  # fmt: skip
     report.end()
     widths = tuple(sorted({min(width, model.most_rows) for width in widths}))
-    _fill_slots(pools[Plane.BASE], arena, opened.order[: plan.base_slots])
+    fill_slots(pools[Plane.BASE], arena, opened.order)
     if device.type == "cuda":
         _capture(model, kv, widths, report)
     readers = ThreadPoolExecutor(READERS, thread_name_prefix="io-prompt")
@@ -187,9 +229,11 @@ def _load(
     )  # fmt: skip
     head = MtpDrafter(DeviceHead(model, widths)) if opened.with_head else None
     decoder = CudaDecoder(model, drafting_of(options, head, widths=widths))
+    vram = keeper_of(pools, sizes, keep=opened.keep, device=device)
     prefiller = CudaPrefiller(
         ChunkModel(model, buffers, streamed), decoder, chunk=plan.prefill_chunk,
         fast=fast_reading(plan, len(opened.order)),
+        make_room=(lambda: None) if vram is None else vram.make_room,
     )  # fmt: skip
     residency = CudaResidency(
         pools, arena, reader.layout, moe_layers=opened.moe_layers, server=server,
@@ -197,9 +241,28 @@ def _load(
     )  # fmt: skip
     residency.restore_heat(heat.read(pack))
     return CudaCore(
-        reader, spec, plan, _name(device), kv, arena, residency, decoder, prefiller,
+        reader, spec, plan, _name(device), kv, arena, pools, vram, residency, decoder, prefiller,
         model, pinned, server, readers, opened.prefix_bytes, opened.dense_format,
     )  # fmt: skip
+
+
+def states_of(
+    spec: Spec,
+    form: KvFormat,
+    n_slots: int,
+    n_pages: int,
+    device: torch.device,
+    *,
+    with_head: bool,
+) -> DeviceStates | PooledStates | None:
+    """States of the layers that have one, for so many sequences; None if there are no such."""
+    if spec.delta:
+        return DeviceStates(spec.delta, n_slots, device)
+    mixers = pooled_mixers(spec, with_head=with_head)
+    if not mixers:
+        return None
+    pages = {"n_pages": n_pages, "page_tokens": KV_PAGE_TOKENS}
+    return PooledStates(mixers, n_slots, form, **pages, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +276,7 @@ class _Opened:
         prefix_bytes: RAM for prompts that were read.
         with_head: whether the MTP head is one of them.
         dense_format: of weights that are no routed experts.
+        keep: bytes of the card that stay free.
     """
 
     reader: PackReader
@@ -224,6 +288,7 @@ class _Opened:
     prefix_bytes: int
     with_head: bool
     dense_format: DenseFormat
+    keep: int
 
     @property
     def all_in_ram(self) -> bool:
@@ -239,9 +304,9 @@ def _open(pack: Path, options: EngineOptions, device: torch.device, undo: ExitSt
     spec = spec_for(config, path=path, has_mtp=has_mtp)
     check_kernels(spec)
     check_head(spec, options)
-    form = device_kv_format(options.kv_format)
+    form = device_kv_format(options.kv_format, spec)
     with_head = loads_head(spec, options, on_card=True)
-    dense_format, plan, prefix_bytes = _plan(
+    dense_format, plan, prefix_bytes, keep = _plan(
         reader, spec, form, options, device, with_head=with_head
     )
     layers = running_layers(spec, with_head=with_head)
@@ -252,7 +317,9 @@ def _open(pack: Path, options: EngineOptions, device: torch.device, undo: ExitSt
     hot = _hot_first(pack, n_rows)
     if dense_format is DenseFormat.INT8:
         log.info("weights that are no routed experts are rounded to 8 bits")
-    return _Opened(reader, spec, form, plan, hot, layers, prefix_bytes, with_head, dense_format)
+    return _Opened(
+        reader, spec, form, plan, hot, layers, prefix_bytes, with_head, dense_format, keep
+    )
 
 
 def _to_ram(opened: _Opened, allocate: Allocate, report: LoadReport) -> Arena:
@@ -337,20 +404,19 @@ def _plan(
     device: torch.device,
     *,
     with_head: bool,
-) -> tuple[DenseFormat, TierPlan, int]:
-    """How dense weights lie, the tiers, and bytes of RAM for prompts that were read."""
-    machine = hardware.probe()
-    free = machine.ram_available
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
+) -> tuple[DenseFormat, TierPlan, int, int]:
+    """How dense weights lie, the tiers, bytes of RAM for prompts that were read, and bytes of the
+    card that stay free.
+    """
+    machine, free = hardware.probe(), _free_memory(device)
     ram = options.ram_bytes or pinned_budget(
         machine.ram_available, machine.ram_total, is_wsl=machine.is_wsl
     )
     ram, prefix_bytes = split_ram(ram, options.prefix_bytes)
-    budget = DeviceBudget(options.vram_bytes or vram_budget(free), ram)
-    token_bytes = kv_token_bytes(spec, form, with_head=with_head)
+    budget = DeviceBudget(vram_budget(free, options.vram_bytes), ram)
+    token_bytes = kv_token_bytes(spec, form, with_head=with_head, on_card=True)
     sizes = RowSizes(reader.layout, reader.meta.base_stride, reader.meta.fine_stride)
-    dense_bytes = (reader.path / "dense.safetensors").stat().st_size
+    dense_bytes = loaded_bytes(reader.path)
     fit = fit_device(
         options.dense_format,
         partial(device_shape, spec, sizes, form, dense_bytes=dense_bytes, with_head=with_head),
@@ -358,7 +424,14 @@ def _plan(
         budget,
         contexts(wishes_of(options), spec.context, token_bytes, budget.vram),
     )
-    return fit.dense, fit.tiers, prefix_bytes
+    return fit.dense, fit.tiers, prefix_bytes, vram_kept(free, budget.vram)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes of the device that nobody has."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return hardware.probe().ram_available
 
 
 def _hot_first(pack: Path, n_rows: int) -> list[int]:
@@ -366,14 +439,10 @@ def _hot_first(pack: Path, n_rows: int) -> list[int]:
     return hot + sorted(set(range(n_rows)) - set(hot))
 
 
-def _pool(plane: Plane, arena: Arena, opened: _Opened, device: torch.device) -> DevicePool:
-    memory, plan = arena.memory(plane), opened.plan
-    table = torch.from_numpy(np.array(arena.table(plane))).to(device)
-    return DevicePool.make(
-        plane, fetch.Arena(memory.data_ptr(), table, memory.shape[1]),
-        n_layers=len(opened.moe_layers), n_experts=opened.reader.meta.n_experts,
-        n_slots=plan.base_slots if plane is Plane.BASE else plan.fine_slots,
-        top_k=opened.spec.moe_ffn.router.top_k, device=device,
+def _pool_sizes(opened: _Opened, options: EngineOptions) -> PoolSizes:
+    return PoolSizes(
+        len(opened.moe_layers), opened.reader.meta.n_experts, opened.spec.moe_ffn.router.top_k,
+        opened.plan, options,
     )  # fmt: skip
 
 
@@ -386,13 +455,6 @@ def _mailbox(
     page = allocate(MAILBOX.n_bytes, mmap.PAGESIZE)
     address = torch.frombuffer(page, dtype=torch.uint8).data_ptr()
     return fetch.Mailbox.at(address, error=error), MailboxServer(page, arena)
-
-
-def _fill_slots(pool: DevicePool, arena: Arena, rows: list[int]) -> None:
-    """Hot rows that are in RAM into free slots, the coldest first."""
-    table = arena.table(Plane.BASE)
-    here = [row for row in reversed(rows) if table[row] >= 0]
-    pool.preload(here, [int(table[row]) for row in here], arena.memory(Plane.BASE))
 
 
 def _capture(model: StepModel, kv: KvCache, widths: tuple[int, ...], report: LoadReport) -> None:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.bandwidth import copy_bandwidth
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
-from moet_desk.engine.cuda.delta import DeviceStates
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading, bounce_memory
-from moet_desk.engine.cuda.kernel_groups import kernel_times, split
+from moet_desk.engine.cuda.kernel_groups import by_kernel, kernel_times, split
+from moet_desk.engine.cuda.loader import states_of
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
 from moet_desk.engine.cuda.measured import (
     KV_FORM,
@@ -47,11 +47,11 @@ from moet_desk.engine.cuda.synthetic import (
 )
 from moet_desk.engine.cuda.synthetic_drive import SyntheticDrive
 from moet_desk.engine.kv_cache import KvCache, KvSequence
-from moet_desk.engine.model_shape import index_layers, ring_layers
+from moet_desk.engine.model_shape import index_layers, n_kv_layers, ring_layers
 from moet_desk.engine.sampling import GREEDY, Draw
 from moet_desk.engine.spec import Gdn, Gqa, Mixer, PooledAttention, Rings, Spec, indexer_of
 from moet_desk.errors import fail
-from moet_desk.kernels.kv_sizes import index_key_bytes
+from moet_desk.kernels.kv_sizes import index_key_bytes, pooled_key_bytes
 from moet_desk.kernels.mailbox import MAILBOX
 from moet_desk.kernels.triton import fetch
 from moet_desk.store.arena import Allocate, Arena, plain_memory
@@ -124,12 +124,12 @@ class ShapeBench:
         on_card = device.type == "cuda"
         self.bandwidth = copy_bandwidth(memory, device) if on_card else None
         progress("Making dense weights")
-        states = DeviceStates(spec.delta, 1, device) if spec.delta else None
+        with_head = spec.mtp is not None
+        states = states_of(spec, KV_FORM, 1, setup.kv_pages, device, with_head=with_head)
         self.kv = KvCache(
-            spec.attention, n_layers=spec.n_kv_layers + (spec.mtp is not None),
-            n_pages=setup.kv_pages,
+            spec.attention, n_layers=n_kv_layers(spec, with_head=with_head), n_pages=setup.kv_pages,
             page_tokens=PAGE_TOKENS, form=KV_FORM, device=device,
-            index_layers=index_layers(spec, with_head=spec.mtp is not None),
+            index_layers=index_layers(spec, with_head=with_head), recurrent=spec.recurrent,
             slots=states, rings=Rings(ring_layers(spec), spec.window, setup.ring_pages, 1),
         )  # fmt: skip
         self.pools = {
@@ -153,7 +153,7 @@ class ShapeBench:
         self.model = StepModel(
             spec, self.loader, self.kv, {setup.plane: experts},
             context=self.kv.free_tokens, device=device,
-            error=error, server=server, with_head=spec.mtp is not None, states=states,
+            error=error, server=server, with_head=with_head, states=states,
         )  # fmt: skip
         self.loader.forget_piece()
         if device.type == "cuda":
@@ -161,7 +161,7 @@ class ShapeBench:
         self._random = np.random.default_rng(0)
         popular = self.loader.rows_by_popularity()
         self._fill_ram(popular)
-        experts.recover()  # the device's view of where rows lie
+        experts.recover(torn=False)  # the device's view of where rows lie
         popular = popular[: min(n_slots, setup.in_ram()[Plane.BASE])]
         places = self._host.table(Plane.BASE)[popular].tolist()
         self.pool.preload(popular[::-1], places[::-1], memory)
@@ -224,7 +224,8 @@ class ShapeBench:
         steps = tried[popularity]
         if popularity != next(reversed(tried)):
             self._warm_up(popularity)
-        by_group, drafts, drive = self._by_group(steps), self._drafts(), self._drive_figures()
+        times, drafts, drive = self._kernel_times(), self._drafts(), self._drive_figures()
+        traced = setup.traced
         prefill_tok_per_s = self._prefill()
         return Figures(
             steps=steps,
@@ -236,7 +237,8 @@ class ShapeBench:
                 steps.misses * setup.layout.base_stride
                 + steps.fine_misses * setup.layout.fine_stride
             ),
-            by_group=by_group,
+            by_group=split(times, n_steps=traced, step_ms=steps.median_ms) if times else None,
+            by_kernel=by_kernel(times, n_steps=traced) if times else None,
             bandwidth=self.bandwidth,
             drive=drive,
             prefill_tok_per_s=prefill_tok_per_s,
@@ -307,7 +309,7 @@ class ShapeBench:
             self.steps(setup.warm, setup.most_rows)
         checks = self.steps(setup.steps, setup.most_rows)
         sequence, times = self._sequence(1), []
-        state = torch.ones((1, setup.shape.spec.hidden), device=setup.device)
+        state = torch.ones_like(self.model.states(0, 1))
         for _ in range(setup.warm + setup.steps):
             token = int(self._random.integers(setup.shape.spec.vocab))
             began = time.perf_counter()
@@ -365,10 +367,11 @@ class ShapeBench:
         )
         return dense_read_bytes(setup.shape, setup.rows) + round(experts) + kv
 
-    def _by_group(self, steps: Steps) -> Mapping[str, float] | None:
+    def _kernel_times(self) -> list[tuple[str, float]]:
+        """Kernels of some steps with their microseconds; none where nothing can be traced."""
         count = self._setup.traced
         if self._setup.device.type != "cuda":
-            return None
+            return []
         rows = self._setup.rows
         sequence = self._sequence(rows)
 
@@ -378,7 +381,7 @@ class ShapeBench:
 
         times = kernel_times(some_steps)
         self.kv.release(sequence)
-        return split(times, n_steps=count, step_ms=steps.median_ms) if times else None
+        return times
 
     def _bounce(self) -> Mapping[Plane, Tensor]:
         """Pinned places for a prompt's rows that are not in RAM; none if all rows are."""
@@ -447,7 +450,7 @@ def _read_bytes(mixer: Mixer, spec: Spec, entries: int) -> int:
     if isinstance(mixer, Gdn):
         return 4 * mixer.n_values * mixer.key_dim * mixer.value_dim
     if isinstance(mixer, PooledAttention):
-        return 0
+        return _pooled_bytes(mixer, entries)
     seen, keys = entries, 0
     if isinstance(mixer, Gqa):
         seen = min(entries, mixer.window or entries)
@@ -455,6 +458,17 @@ def _read_bytes(mixer: Mixer, spec: Spec, entries: int) -> int:
         seen = min(entries, indexer.top_k)
         if mixer.indexer is not None and entries > indexer.top_k:
             keys = entries * index_key_bytes(KV_FORM, indexer.head_dim)
+    return mixer.entry_bytes(KV_FORM) * seen + keys
+
+
+def _pooled_bytes(mixer: PooledAttention, entries: int) -> int:
+    """The same of a window and pooled entries behind it."""
+    seen, keys, pool = min(entries, mixer.window), 0, mixer.pool
+    if pool is not None:
+        closed = entries // pool.ratio
+        seen += closed if pool.indexer is None else min(closed, pool.indexer.top_k)
+        if pool.indexer is not None:
+            keys = closed * pooled_key_bytes(KV_FORM, pool.indexer.head_dim)
     return mixer.entry_bytes(KV_FORM) * seen + keys
 
 

@@ -89,7 +89,7 @@ class Setup:
     @property
     def entries(self) -> int:
         """KV entries that each step sees."""
-        return max(self.most_rows, self.shape.seen(self.context))
+        return max(self.most_rows, self.context)
 
     @property
     def chunk(self) -> int:
@@ -105,7 +105,7 @@ class Setup:
     def kv_token_bytes(self) -> int:
         """KV bytes per token of the layers that keep every token."""
         spec = self.shape.spec
-        return kv_token_bytes(spec, KV_FORM, with_head=spec.mtp is not None)
+        return kv_token_bytes(spec, KV_FORM, with_head=spec.mtp is not None, on_card=True)
 
     @property
     def ring_pages(self) -> int:
@@ -166,7 +166,9 @@ class Setup:
         fixed = (
             dense_bytes(self.shape) + RESERVE_BYTES + self.n_fine_slots() * self.layout.fine_stride
         )
-        fixed += self.kv_pages * PAGE_TOKENS * self.kv_token_bytes + slot_bytes(spec)
+        fixed += self.kv_pages * PAGE_TOKENS * self.kv_token_bytes + slot_bytes(
+            spec, KV_FORM, with_head=spec.mtp is not None
+        )
         fixed += self.ring_pages * PAGE_TOKENS * windows_of(spec, KV_FORM).token_bytes
         if self.prefill:
             fixed += stage_bytes(self.layout, spec.moe_ffn.router.n_experts)
@@ -231,6 +233,7 @@ class Figures:
         drafts: of steps with guesses.
         vram_bytes, pcie_bytes: per step, read in VRAM and brought over PCIe.
         by_group: milliseconds of a step by kernel group.
+        by_kernel: launches and milliseconds of a step by kernel, the longest first.
         attempts: popularities tried; `popularity` is the one measured at.
         drive: what its reads reached; None if all rows are in RAM.
     """
@@ -248,6 +251,7 @@ class Figures:
     drafts: DraftFigures | None = None
     popularity: float = 0.0
     drive: DriveFigures | None = None
+    by_kernel: Mapping[str, tuple[float, float]] | None = None
 
     @property
     def roofline_ratio(self) -> float | None:

@@ -17,9 +17,20 @@ from torch import Tensor
 
 from moet_desk.engine.blocks.expert_math import PLAIN, ExpertForm
 from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers
+from moet_desk.engine.cuda.slot_memory import SlotMemory, fixed_slots
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.layouts import ExpertLayout
-from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup, release, warm_as
+from moet_desk.kernels.triton.cache import (
+    GpuTables,
+    LookupOutput,
+    claim,
+    forget,
+    grow,
+    lookup,
+    release,
+    shrink,
+    warm_as,
+)
 from moet_desk.kernels.triton.experts import ExpertPool, experts_down, experts_hidden
 from moet_desk.kernels.triton.fetch import Arena, Mailbox, fetch, post, wait
 from moet_desk.store.pack_format import Plane
@@ -38,14 +49,14 @@ class DevicePool:
     """Slots of one plane, their tables, and the pinned arena their rows come from.
 
     Attributes:
-        slots: uint8 [S, stride], rows as they lie on disk.
-        tables: who is where.
+        memory: of the slots, in which rows lie as on disk.
+        tables: who is where, and how many slots may be used.
         arena: the plane's rows in pinned memory.
         found: for each number of rows in a step, where look-ups write what they found.
     """
 
     plane: Plane
-    slots: Tensor
+    memory: SlotMemory
     tables: GpuTables
     arena: Arena
     found: tuple[LookupOutput, ...]
@@ -61,17 +72,55 @@ class DevicePool:
         n_slots: int,
         top_k: int,
         device: torch.device,
+        memory: SlotMemory | None = None,
     ) -> DevicePool:
-        """An empty pool."""
+        """An empty pool of `n_slots`, or of as many as `memory` has."""
+        if memory is None:
+            memory = fixed_slots(n_slots, arena.stride, device)
         return cls(
             plane=plane,
-            slots=torch.zeros((n_slots, arena.stride), dtype=torch.uint8, device=device),
-            tables=GpuTables.empty(n_layers, n_experts, n_slots, device=device),
+            memory=memory,
+            tables=GpuTables.empty(
+                n_layers,
+                n_experts,
+                memory.slots.shape[0],
+                device=device,
+                limit=min(n_slots, memory.usable),
+            ),
             arena=arena,
             found=tuple(
                 LookupOutput.empty(rows, top_k, device=device) for rows in range(1, MAX_ROWS + 1)
             ),
         )
+
+    @property
+    def slots(self) -> Tensor:
+        """uint8 [S, stride], those that may not be used among them."""
+        return self.memory.slots
+
+    @property
+    def n_slots(self) -> int:
+        """Slots that may be used now."""
+        return int(self.tables.limit)
+
+    def resize(self, n_slots: int) -> int:
+        """Use so many slots from the next step on, or as many as the card has room for.
+
+        Between steps. Of the rows in slots the hottest stay. Returns `n_slots` of the pool.
+
+        Raises:
+            DriverError: memory could be neither had nor given back; the pool is whole.
+        """
+        now = self.n_slots
+        if n_slots < now:
+            for source, target in shrink(self.tables, n_slots):
+                self.slots[target].copy_(self.slots[source])
+            self.memory.resize(n_slots)
+        elif n_slots > now:
+            usable = min(n_slots, self.memory.resize(n_slots))
+            if usable > now:
+                grow(self.tables, usable)
+        return self.n_slots
 
     @property
     def top_k(self) -> int:
@@ -172,10 +221,12 @@ class PoolExperts:
         """See `Experts`: 15 bits for exact answers (docs/adr/0009)."""
         return Activations.INT8 if self._fine is None else Activations.INT15
 
-    def recover(self) -> None:
+    def recover(self, *, torn: bool) -> None:
         """See `Experts`."""
         for pool in (self._base, self._fine):
             if pool is not None:
+                if torn:
+                    forget(pool.tables)
                 table = torch.from_numpy(self._host.table(pool.plane).copy())
                 pool.arena.place_of.copy_(table)
 

@@ -14,17 +14,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moet_desk.engine.card_faults import is_out_of_memory
 from moet_desk.engine.cuda.blocks import LayerLaunches
 from moet_desk.engine.cuda.chunk_blocks import ChunkLayer, ChunkRows, RoutedExperts
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, shaped
 from moet_desk.engine.cuda.decode import CudaDecoder
-from moet_desk.engine.cuda.delta import pending_of
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading
+from moet_desk.engine.cuda.head import HeadLaunches
 from moet_desk.engine.cuda.shortcut import ChunkShortcut, ShortcutLaunches
 from moet_desk.engine.cuda.step import StepModel
+from moet_desk.engine.cuda.stream_chunk import StreamChunk, join_head
+from moet_desk.engine.cuda.streams import StreamHeadLaunches, StreamLaunches, spread
 from moet_desk.engine.draft import state_of
 from moet_desk.engine.handle import PromptReading
 from moet_desk.engine.kv_cache import KvSequence
+from moet_desk.engine.recurrent import pending_of
 from moet_desk.engine.request import ActiveRequest
 from moet_desk.engine.scheduler import TURN_S
 from moet_desk.errors import MoetError
@@ -66,8 +70,13 @@ class ChunkModel:
         layers = [*model.layers, *([] if model.head is None else [model.head.layer])]
         self._layers = [self._of(layer) for layer in layers]
 
-    def _of(self, layer: LayerLaunches | ShortcutLaunches) -> ChunkLayer | ChunkShortcut:
+    def _of(
+        self, layer: LayerLaunches | ShortcutLaunches | StreamLaunches
+    ) -> ChunkLayer | ChunkShortcut | StreamChunk:
         model, b = self._model, self._b
+        if isinstance(layer, StreamLaunches):
+            scratch = model.buffers.attention
+            return StreamChunk(layer, b, states=model.pooled_states, scratch=scratch)
         made = [
             ChunkLayer(
                 half, b, step=model.buffers, cos=model.cos, sin=model.sin,
@@ -88,18 +97,34 @@ class ChunkModel:
         return self._b.rows
 
     def begin(self, tokens: Sequence[int], sequence: KvSequence, reading: Reading) -> Chunk:
-        """Embed the tokens that follow what the sequence holds."""
+        """Embed the tokens that follow what the sequence holds. Raises as `NgramRows.of`."""
         rows, ids = self._rows(tokens, sequence, reading)
-        embed(ids, self._model.embedding, self._b.x[: rows.n])
+        x, ngrams = self._b.x[: rows.n], self._model.ngrams
+        embed(ids, self._model.embedding, x)
+        if ngrams is not None:
+
+            def product(seen: Tensor, out: Tensor) -> None:
+                gemm(self._split(seen), ngrams.products, out, residual=out)
+
+            ngrams.read_chunk(tokens, sequence, x, self._b.normed, product)
+        if self._b.streams is not None:
+            spread(self._b.x[: rows.n], self._b.streams.x[: rows.n])
         return Chunk(rows, reading)
 
+    @property
+    def _hidden(self) -> Tensor:
+        """What rows are between layers."""
+        return self._b.x if self._b.streams is None else self._b.streams.x
+
     def _rows(
-        self, tokens: Sequence[int], sequence: KvSequence, reading: Reading
+        self, tokens: Sequence[int], sequence: KvSequence, reading: Reading, *, head: bool = False
     ) -> tuple[ChunkRows, Tensor]:
         """Rows behind what the sequence holds, and their tokens' ids on the device."""
         device, n, start = self._b.x.device, len(tokens), sequence.length
         slot, flat = sequence.slot, [0] * (2 * RUN_COLUMNS)
-        if slot is not None:
+        if slot is not None and head:
+            flat[0] = slot
+        elif slot is not None:
             flat = [slot, pending_of(sequence.base, start), 0, 0, slot, 0, 0, 1]
             sequence.base = start + n - 1
         pages, ring = sequence.pages, sequence.ring_pages()
@@ -111,7 +136,7 @@ class ChunkModel:
         sizes = [len(flat), n, len(pages), len(ring)]
         runs, ids, table, ring_table = torch.split(lines, sizes)
         rows = ChunkRows(
-            start, reading.activations, positions, table.view(1, -1), ring_table.view(1, -1),
+            start, reading.activations, positions, ids, table.view(1, -1), ring_table.view(1, -1),
             slot or 0, runs.view(2, -1),
         )  # fmt: skip
         return rows, ids
@@ -124,10 +149,21 @@ class ChunkModel:
         Raises:
             MoetError: as `layer`.
         """
-        head, b, eps = self._model.head, self._b, self._model.spec.norm_eps
+        head, b = self._model.head, self._b
         if head is None or not tokens:
             return
-        rows, ids = self._rows(tokens, sequence, reading)
+        rows, ids = self._rows(tokens, sequence, reading, head=True)
+        if isinstance(head, StreamHeadLaunches):
+            join_head(head, b, ids, self._model.embedding)
+        else:
+            self._join_head(head, rows, ids)
+        experts = partial(_read_as, self._experts, reading)
+        self._launch(len(self._model.layers), rows, experts)
+        sequence.length += rows.n
+
+    def _join_head(self, head: HeadLaunches, rows: ChunkRows, ids: Tensor) -> None:
+        """x becomes what the MTP head's layer reads."""
+        b, eps = self._b, self._model.spec.norm_eps
         for first in range(0, rows.n, b.block_rows):
             here = slice(first, min(first + b.block_rows, rows.n))
             x, normed = b.x[here], b.normed[: here.stop - first]
@@ -137,9 +173,6 @@ class ChunkModel:
             embed(ids[here], self._model.embedding, normed)
             rms_norm(normed, head.token_norm, eps, out=normed)
             gemm(self._split(normed), head.w_token, x, residual=x)
-        experts = partial(_read_as, self._experts, reading)
-        self._launch(len(self._model.layers), rows, experts)
-        sequence.length += rows.n
 
     def _split(self, x: Tensor) -> Tensor:
         parts = shaped(self._b.parts, 2, *x.shape)
@@ -155,7 +188,9 @@ class ChunkModel:
 
     def _launch(self, i: int, rows: ChunkRows, experts: RoutedExperts) -> None:
         layer = self._layers[i]
-        if isinstance(layer, ChunkShortcut):
+        if isinstance(layer, StreamChunk):
+            layer.launch(rows, self._model.pool_memory(i), experts)
+        elif isinstance(layer, ChunkShortcut):
             layer.launch(rows, self._model.both(i, rows.table), experts)
         elif i == len(self._model.layers):
             layer.launch(rows, self._model.memory_of_head(rows.table), experts)
@@ -164,11 +199,11 @@ class ChunkModel:
 
     def logits(self, chunk: Chunk) -> Tensor:
         """Scores behind the chunk's last row, float32 [V] on the host; waits for the device."""
-        return self._model.logits_of(self._b.x[chunk.rows.n - 1 : chunk.rows.n])[0]
+        return self._model.logits_of(self._hidden[chunk.rows.n - 1 : chunk.rows.n])[0]
 
     def scores(self, chunk: Chunk, at: int) -> Tensor:
         """Scores behind the rows from `at` on, at most `_SCORED_ROWS`; as `logits`, [T, V]."""
-        return self._model.logits_of(self._b.x[at : min(at + _SCORED_ROWS, chunk.rows.n)])
+        return self._model.logits_of(self._hidden[at : min(at + _SCORED_ROWS, chunk.rows.n)])
 
 
 def _read_as(
@@ -185,6 +220,7 @@ class CudaPrefiller:
         decoder: takes the first token.
         chunk: tokens of a chunk; chunks begin at multiples of it.
         fast: how prompts of fast and balanced requests are read.
+        make_room: gives memory of the card back.
         clock: seconds.
 
     Attributes:
@@ -200,10 +236,12 @@ class CudaPrefiller:
         *,
         chunk: int,
         fast: Reading,
+        make_room: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model, self._decoder = model, decoder
         self.chunk, self._fast, self._clock = chunk, fast, clock
+        self._make_room = make_room
         self.prompts = PromptReading.FP4 if fast is Reading.FAST_FP4 else PromptReading.NO_ROOM
         self._open: tuple[ActiveRequest, Chunk] | None = None
 
@@ -221,17 +259,40 @@ class CudaPrefiller:
         """
         ends = self._clock() + TURN_S
         try:
-            chunk = self._chunk_of(request)
-            while chunk.next_layer < self._model.n_layers:
-                self._model.layer(chunk)
-                if self._clock() >= ends and chunk.next_layer < self._model.n_layers:
-                    return 0
+            chunk = self._read(request, ends)
+            if chunk is None:
+                return 0
             self._open = None
             return self._close(request, chunk)
         except MoetError as error:
             self._open = None
             request.fail(error)
             return 0
+
+    def _read(self, request: ActiveRequest, ends: float) -> Chunk | None:
+        """As `_read_layers`; a chunk that did not fit on the card is begun anew once.
+
+        Not where a layer keeps more than an entry for each token: half a chunk has then changed
+        what it began from.
+        """
+        try:
+            return self._read_layers(request, ends)
+        except RuntimeError as error:
+            keeps_more = request.kv.slot is not None or bool(request.kv.ring)
+            if keeps_more or not is_out_of_memory(error):
+                raise
+        self._open = None  # out here nothing holds what the first attempt had on the card
+        self._make_room()
+        return self._read_layers(request, ends)
+
+    def _read_layers(self, request: ActiveRequest, ends: float) -> Chunk | None:
+        """The chunk behind all layers; None if the turn is over before."""
+        chunk = self._chunk_of(request)
+        while chunk.next_layer < self._model.n_layers:
+            self._model.layer(chunk)
+            if self._clock() >= ends and chunk.next_layer < self._model.n_layers:
+                return None
+        return chunk
 
     def _chunk_of(self, request: ActiveRequest) -> Chunk:
         """The chunk on its way, if it is this request's; else its next one."""

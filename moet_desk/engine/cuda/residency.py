@@ -95,7 +95,7 @@ class CudaResidency:
     def promotion_budget(self) -> Budget | None:
         """See `FineTier`."""
         fine = self._pools[Plane.FINE]
-        if fine.tables.n_slots <= fine.top_k:
+        if fine.n_slots <= fine.top_k:
             return None
         return Budget(PROMOTED_BYTES_PER_S, fine.arena.stride)
 
@@ -210,13 +210,15 @@ class CudaResidency:
 
     def sizes(self) -> TierSizes:
         """See `Residency.sizes`."""
-        base = self._pools[Plane.BASE].tables
-        fine = self._pools[Plane.FINE].tables if Plane.FINE in self._pools else None
+        slots, used = dict.fromkeys(Plane, 0), dict.fromkeys(Plane, 0)
+        for plane, pool in self._pools.items():
+            slots[plane] = pool.n_slots
+            used[plane] = slots[plane] - int(pool.tables.n_free)
         return TierSizes(
-            base_slots=base.n_slots,
-            base_slots_used=base.n_slots - int(base.n_free),
-            fine_slots=0 if fine is None else fine.n_slots,
-            fine_slots_used=0 if fine is None else fine.n_slots - int(fine.n_free),
+            base_slots=slots[Plane.BASE],
+            base_slots_used=used[Plane.BASE],
+            fine_slots=slots[Plane.FINE],
+            fine_slots_used=used[Plane.FINE],
             arena_rows=self._arena.n_places(Plane.BASE),
             arena_rows_used=self._arena.n_used(Plane.BASE),
             rows=len(self._moe_layers) * self._n_experts,

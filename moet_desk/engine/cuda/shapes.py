@@ -1,8 +1,6 @@
 """Models of real shape, as plain numbers, for measuring a step without 70 GB of files.
 
-Models of the catalogue whose family runs have the blocks of their family. Where a family's
-attention does not exist here yet, MLA stands in for it, with sizes chosen so that the dense weights
-have about as many bytes as the model's; `Shape.note` says how far it is off.
+Models have the blocks of their family, with the catalogue's sizes; `Shape.note` says what differs.
 Every router is one of sigmoids with a bias, by which experts are made more popular than others. No
 torch here, so that the command line can list the names.
 """
@@ -17,23 +15,24 @@ from moet_desk.catalogue import find_entry
 from moet_desk.engine.model_shape import kv_token_bytes
 from moet_desk.engine.planned_model import from_catalogue, spec_of
 from moet_desk.engine.spec import (
-    DenseFfn,
     Gdn,
     Gqa,
     Layer,
     Mixer,
     Mla,
     MoeFfn,
+    Pool,
+    PooledAttention,
+    PoolIndexer,
     Rope,
     Router,
     Spec,
+    Streams,
 )
 from moet_desk.kernels.kinds import Glu, KvFormat, Score
 
 _MOST_ROWS, _MOST_PAIRS = 8, 64  # as in `buffers` and `kernels.triton.cache`, which need torch
-_RANK, _ROPE_DIM = 512, 64
-_NVFP4_ENTRY_BYTES = 352
-"""KV bytes per token and layer of MLA with these widths."""
+_ROPE_DIM = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,6 @@ class Shape:
     """A named model shape.
 
     Attributes:
-        stands_for: what the model has in the place of plain MLA; None if it has just that.
         dense_bytes: all weights of the model that are not routed experts, as its files store them
             (FP8 products, bfloat16 embedding, head and router; or all in bfloat16).
         kv_token_bytes: the model's own NVFP4 KV bytes per token.
@@ -51,7 +49,6 @@ class Shape:
 
     name: str
     spec: Spec
-    stands_for: str | None
     dense_bytes: int
     kv_token_bytes: int
     is_fp8: bool = True
@@ -67,13 +64,7 @@ class Shape:
         """What differs from the model, None if nothing does."""
         if self.is_rounded:
             return "dense products are rounded to int8: in bfloat16 they do not fit 32 GiB"
-        if self.stands_for is None:
-            return None
-        return (
-            f"attention: MLA of about equal weight bytes stands in for {self.stands_for};"
-            f" decode reads {self.seen(1000) / 1000:.2f} entries per token of context, so that"
-            " the KV bytes are the model's; a prompt's rows see all rows before them"
-        )
+        return None
 
     def with_head(self) -> Shape:
         """The same with an MTP head: of DeepSeek-V3's kind, a layer like its last one with an
@@ -84,46 +75,34 @@ class Shape:
         mtp = Layer(last.index + 1, self.spec.attention, ffn)
         return replace(self, spec=replace(self.spec, mtp=mtp))
 
-    def seen(self, context: int) -> int:
-        """Entries of its attention that have the bytes of the model's KV of `context` tokens."""
-        if self.stands_for is None:
-            return context
-        own = len(self.spec.layers) * _NVFP4_ENTRY_BYTES
-        return max(1, -(-context * self.kv_token_bytes // own))
-
-
-def _mla(*, heads: int, q_rank: int | None, nope: int, value: int) -> Mla:
-    rope = Rope(dim=_ROPE_DIM, base=10000.0, interleaved=True)
-    scale = (nope + _ROPE_DIM) ** -0.5
-    return Mla(heads, q_rank, _RANK, nope, _ROPE_DIM, value, scale, 1e-6, rope)
-
-
-def _spec(
-    mixer: Mixer, context: int, *, hidden: int, layers: int, experts: int, top_k: int, inter: int,
-    vocab: int, shared: int = 0, dense: int = 0, dense_inter: int = 0,
-) -> Spec:  # fmt: skip
-    router = Router(experts, top_k, Score.SIGMOID, True, 1, 1, True, 1.0)
-    moe = MoeFfn(router, inter, shared)
-    return Spec(
-        model_type="deepseek_v3", vocab=vocab, hidden=hidden, context=context, norm_eps=1e-6,
-        tied_head=False, mtp=None,
-        layers=tuple(
-            Layer(i, mixer, DenseFfn(dense_inter) if i < dense else moe) for i in range(layers)
-        ),
-    )  # fmt: skip
-
 
 def _gib(gib: float) -> int:
     return round(gib * 1024**3)
 
 
 def _deepseek_v4_flash(context: int) -> Shape:
-    spec = _spec(
-        _mla(heads=128, q_rank=1152, nope=128, value=128), context, hidden=4096, layers=43,
-        experts=256, top_k=6, inter=2048, shared=2048, vocab=129280,
+    """Its own layers, but for the router and the tables of experts."""
+    near = Rope(dim=_ROPE_DIM, base=1e4, interleaved=True)
+    far = replace(near, base=1.6e5)
+    window = PooledAttention(
+        n_heads=64, head_dim=512, q_rank=1024, out_groups=8, out_rank=1024, window=128,
+        norm_eps=1e-6, softmax_scale=512**-0.5, rope=near, pool=None,
     )  # fmt: skip
-    attention = "window, CSA and HCA layers, without mHC"
-    return Shape("deepseek-v4-flash", spec, attention, _gib(7.93), 1935)
+    sparse = replace(window, rope=far, pool=Pool(4, PoolIndexer(64, 128, 512)))
+    heavy = replace(window, rope=far, pool=Pool(128, indexer=None))
+    mixers = (window, window, *(sparse, heavy) * 20, sparse)
+    router = Router(256, 6, Score.SIGMOID, True, 1, 1, True, 1.5)
+    moe = MoeFfn(
+        router, 2048, 2048, name="ffn.", glu=Glu(limit=10.0), projections=("w1", "w3", "w2")
+    )
+    spec = Spec(
+        model_type="deepseek_v4", vocab=129280, hidden=4096, context=context, norm_eps=1e-6,
+        tied_head=False, mtp=None,
+        layers=tuple(Layer(i, mixer, moe) for i, mixer in enumerate(mixers)),
+        streams=Streams(n=4, sinkhorn_steps=20, eps=1e-6),
+    )  # fmt: skip
+    kv_bytes = kv_token_bytes(spec, KvFormat.NVFP4)
+    return Shape("deepseek-v4-flash", spec, _gib(8.23), kv_bytes)
 
 
 _TURNED_PARTS = {"glm4_moe": 2, "minimax_m2": 2, "qwen3_next": 4, "qwen3_5_moe": 4}
@@ -150,7 +129,7 @@ def _known(name: str, context: int, *, is_rounded: bool = False) -> Shape:
     if is_rounded:
         dense_bytes -= from_catalogue(entry).dense_saving
     is_fp8 = entry.dense_form == "fp8"
-    return Shape(name, spec, None, dense_bytes, kv_bytes, is_fp8, is_rounded)
+    return Shape(name, spec, dense_bytes, kv_bytes, is_fp8, is_rounded)
 
 
 def _computed(mixer: Mixer, family: str) -> Mixer:
@@ -179,7 +158,8 @@ KNOWN = (
     "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "glm-4.5-air", "glm-4.7", "glm-4.7-flash",
     "minimax-m2.7", "olmoe-1b-7b", "mixtral-8x7b", "qwen3-235b-a22b", "qwen3-coder-480b",
     "deepseek-v3.1", "deepseek-v3.2", "deepseek-r1", "kimi-k2-0905", "kimi-k2.5", "glm-5.2",
-    "glm-5.2-fp8", "longcat-flash", "qwen3-next-80b", "qwen3.6-35b-a3b", "qwen3.5-122b-a10b",
+    "glm-5.2-fp8", "longcat-flash", "longcat-flash-lite", "qwen3-next-80b",
+    "qwen3.6-35b-a3b", "qwen3.5-122b-a10b",
 )  # fmt: skip
 """Models of the catalogue whose family runs. Named here, so that the command line need not read
 it to list them.

@@ -22,14 +22,26 @@ from moet_desk.engine.cuda.buffers import (
     StepBuffers,
     StepInputs,
 )
-from moet_desk.engine.cuda.delta import DeviceStates, pending_of
+from moet_desk.engine.cuda.delta import DeviceStates
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.head import HeadLaunches
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
+from moet_desk.engine.cuda.ngrams import DeviceNgrams
+from moet_desk.engine.cuda.pool_states import PooledStates, PoolMemory
+from moet_desk.engine.cuda.pooled import PooledRows
 from moet_desk.engine.cuda.shortcut import ShortcutLaunches
+from moet_desk.engine.cuda.streams import (
+    StreamHeadLaunches,
+    StreamLaunches,
+    StreamMaker,
+    Turns,
+    spread,
+    streams_of,
+)
 from moet_desk.engine.kv_cache import KvCache, KvSequence
 from moet_desk.engine.model import RopeTable
 from moet_desk.engine.model_shape import kv_places
+from moet_desk.engine.recurrent import pending_of
 from moet_desk.engine.sampling import GREEDY, Draw
 from moet_desk.engine.spec import Gdn, MoeFfn, Spec
 from moet_desk.errors import MoetError, fail
@@ -92,7 +104,7 @@ class StepModel:
         error: Tensor,
         server: MailboxServer | None = None,
         with_head: bool = False,
-        states: DeviceStates | None = None,
+        states: DeviceStates | PooledStates | None = None,
     ) -> None:
         self.spec = spec
         self.most_rows = most_rows(spec.moe_ffn.router.top_k)
@@ -103,19 +115,30 @@ class StepModel:
             self._head = DenseWeight(self.embedding)
         else:
             self._head = load.matrix("lm_head")
+        self.ngrams: DeviceNgrams | None = None
+        if spec.ngrams is not None:
+            self.ngrams = DeviceNgrams(spec.ngrams, spec.vocab, load, device)
         self.final_norm = load.norm("model.norm")
         rope = RopeTable(spec.attention.rope, context)
         self.cos, self.sin = rope.cos.to(device), rope.sin.to(device)
         self.interleaved = spec.attention.rope.interleaved
-        self.layers: list[LayerLaunches | ShortcutLaunches] = []
+        self.layers: list[LayerLaunches | ShortcutLaunches | StreamLaunches] = []
         n_moe, branch = 0, Branch(device)
+        made = StreamMaker(spec, load, branch, Turns(context, device), context)
         for layer in spec.layers:
-            kind = LayerLaunches if layer.around is None else ShortcutLaunches
-            self.layers.append(kind(layer, load, moe_layer=n_moe, branch=branch))
+            if spec.streams is not None:
+                self.layers.append(made.layer(layer, n_moe))
+            else:
+                kind = LayerLaunches if layer.around is None else ShortcutLaunches
+                self.layers.append(kind(layer, load, moe_layer=n_moe, branch=branch))
             n_moe += isinstance(layer.ffn, MoeFfn)
-        self.head: HeadLaunches | None = None
+        self.end = None if spec.streams is None else made.end("model.")
+        self.head: HeadLaunches | StreamHeadLaunches | None = None
         if with_head and spec.mtp is not None:
-            self.head = HeadLaunches(spec, spec.mtp, load, branch=branch)
+            if self.end is None:
+                self.head = HeadLaunches(spec, spec.mtp, load, branch=branch)
+            else:
+                self.head = StreamHeadLaunches(made, spec.mtp)
         self.buffers = StepBuffers.make(spec, device, context=context)
         max_pages = -(-context // kv.page_tokens)
         self._inputs = StepInputs(max_pages, device, has_rings=kv.has_rings)
@@ -127,6 +150,7 @@ class StepModel:
         self._graphs: dict[tuple[int, Plane, bool], torch.cuda.CUDAGraph] = {}  # bool: the head
         self._choice_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # rows, any drawn
         self._broken = False  # a step failed, and what it left is not cleared up yet
+        self._torn = False  # and not all of its launches were made
 
     def run(self, rows: Sequence[StepRow], plane: Plane) -> Tensor:
         """Compute a step and store its KV; the callers move the sequences' lengths on.
@@ -135,7 +159,8 @@ class StepModel:
             float32 [T, V] logits on the host, valid until the next run.
 
         Raises:
-            MoetError: MD-NVME-04 a row could not be read in time or at all; no token may be taken.
+            MoetError: MD-NVME-04, 05 a row could not be read in time or at all; no token may be
+                taken.
         """
         self._compute(rows, plane, ())
         return self._host_logits[: len(rows)]
@@ -175,14 +200,17 @@ class StepModel:
         """
         if self.head is None:
             raise ValueError("the MTP head was not loaded")
-        self.head.states[: len(rows)].copy_(states)
+        own = self.head.states[: len(rows)]
+        own.copy_(states.view_as(own))
         self._compute(rows, plane, [GREEDY] * len(rows), head=True)
         return self._choices.read(len(rows))
 
     def states(self, first: int, count: int) -> Tensor:
         """What the newest step, or the head, knew at some of its rows, after the final norm: [T, H]
-        float32, valid until the next one.
+        float32, valid until the next one. With streams all of them, without a norm: [T, n * H].
         """
+        if self.buffers.streams is not None:
+            return self.buffers.streams.x[first : first + count].flatten(1)
         return self.buffers.normed[first : first + count]
 
     def judge(self, count: int) -> Sequence[int | None]:
@@ -210,11 +238,14 @@ class StepModel:
         """A step; its results are on the host when it returns: tokens if there are draws."""
         if self._broken:
             self._recover()
-        self._fill(rows, draws)
+        self._fill(rows, draws, head=head)
         if self._server is not None:
             self._server.begin()
         try:
             self._replay(len(rows), plane, draws, head=head)
+        except BaseException:
+            self._broken = self._torn = True
+            raise
         finally:
             if self._server is not None:
                 self._server.end()
@@ -228,6 +259,8 @@ class StepModel:
     def _replay(self, count: int, plane: Plane, draws: Sequence[Draw], *, head: bool) -> None:
         """Inputs to the device, the launches, results to the host; returns when all is done."""
         self._inputs.send()
+        if self.ngrams is not None:
+            self.ngrams.send()
         graph = self._graphs.get((count, plane, head))
         if graph is not None:
             graph.replay()
@@ -274,7 +307,15 @@ class StepModel:
         ids, positions, lengths, table = self._inputs.unpack(rows)
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
+        if self.ngrams is not None:
+            self.ngrams.launch(b.x[t])
         for i, layer in enumerate(self.layers):
+            if isinstance(layer, StreamLaunches):
+                if not i:
+                    spread(b.x[t], streams_of(b).x[t])
+                    self._find_places(rows, positions)
+                layer.launch(b, self._pooled_rows(i, rows, table), ids, self._experts[plane])
+                continue
             if isinstance(layer, ShortcutLaunches):
                 layer.launch(
                     b, rows, eps=eps, rotation=rotation, lengths=lengths,
@@ -291,6 +332,8 @@ class StepModel:
                 b, rows, eps=eps, rotation=rotation, kv=kv, lengths=lengths,
                 experts=self._experts[plane],
             )  # fmt: skip
+        if self.end is not None:
+            self.end.launch(b, rows)
         self._logits(b.x[t], rows)
 
     def launch_head(self, rows: int, plane: Plane) -> None:
@@ -300,17 +343,44 @@ class StepModel:
         ids, positions, lengths, table = self._inputs.unpack(rows)
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
-        kv = self.memory_of_head(table)
-        head.launch(
-            b, rows, eps=self.spec.norm_eps, rotation=rotation, kv=kv, lengths=lengths,
-            experts=self._experts[plane],
-        )  # fmt: skip
+        if isinstance(head, StreamHeadLaunches):
+            self._find_places(rows, positions)
+            own = self._pooled_rows(len(self.layers), rows, table)
+            head.launch(b, own, ids, self._experts[plane])
+        else:
+            head.launch(
+                b, rows, eps=self.spec.norm_eps, rotation=rotation,
+                kv=self.memory_of_head(table), lengths=lengths, experts=self._experts[plane],
+            )  # fmt: skip
         self._logits(b.x[t], rows, norm=head.final_norm)
+
+    def pool_memory(self, i: int) -> PoolMemory:
+        """Of a layer with pooled attention; the MTP head's is behind the last one."""
+        return self.pooled_states.layer(i)
+
+    @property
+    def pooled_states(self) -> PooledStates:
+        """States of pooled attention.
+
+        Raises:
+            TypeError: the model has none.
+        """
+        if not isinstance(self._states, PooledStates):
+            raise TypeError("a model without states of pooled attention")
+        return self._states
+
+    def _find_places(self, rows: int, positions: Tensor) -> None:
+        places = streams_of(self.buffers).pooled.places.of(slice(0, rows))
+        self.pooled_states.find(self._inputs.runs(rows), positions, places)
+
+    def _pooled_rows(self, i: int, rows: int, table: Tensor) -> PooledRows:
+        places = streams_of(self.buffers).pooled.places.of(slice(0, rows))
+        return PooledRows(places, table, self.pool_memory(i))
 
     def memory(self, i: int, table: Tensor, ring_table: Tensor) -> KvPages | DeltaMemory:
         """Pages of a layer with its table, of the two that there are, or its states."""
         if isinstance(self.spec.layers[i].mixer, Gdn):
-            assert self._states is not None, "a model with states gets some"  # noqa: S101
+            assert isinstance(self._states, DeviceStates), "such a model gets some"  # noqa: S101
             return self._states.layer(self._places[i])
         place = self._places[i]
         return self._pages(place, ring_table if self._kv.is_ring(place) else table)
@@ -345,10 +415,14 @@ class StepModel:
         """Scores behind some rows of the residual stream, outside a step.
 
         Shapes:
-            x [T, H] float32 on the device, T = 1..8; returns float32 [T, V] on the host, valid
-            until the next run
+            x [T, H] float32 on the device, with streams [T, n, H], T = 1..8; returns float32 [T, V]
+            on the host, valid until the next run
         """
-        rows = x.shape[0]
+        rows, b = x.shape[0], self.buffers
+        if self.end is not None:
+            streams_of(b).x[:rows].copy_(x)
+            self.end.launch(b, rows)
+            x = b.x[:rows]
         self._logits(x, rows)
         self._host_logits[:rows].copy_(self.buffers.logits[:rows])
         return self._host_logits[:rows]
@@ -359,12 +433,14 @@ class StepModel:
         rms_norm(x, norm, self.spec.norm_eps, out=b.normed[t])
         gemv(b.normed[t], self._head, b.logits[t])
 
-    def _fill(self, rows: Sequence[StepRow], draws: Sequence[Draw]) -> None:
+    def _fill(self, rows: Sequence[StepRow], draws: Sequence[Draw], *, head: bool) -> None:
         for i, row in enumerate(rows):
             position = row.sequence.length + row.ahead
             self._inputs.set_row(i, row.token, position, row.sequence.pages, row.sequence.ring)
+            if self.ngrams is not None:
+                self.ngrams.set_row(i, row.sequence, position, row.token)
         if self._states is not None:
-            self._inputs.set_runs(_runs(rows))
+            self._inputs.set_runs(_runs_of_head(rows) if head else _runs(rows))
         for i, draw in enumerate(draws):
             self._inputs.set_draw(i, draw)
 
@@ -385,8 +461,8 @@ class StepModel:
             self._server.take_error()  # of a request that failed long ago
         self.error.zero_()
         for experts in self._experts.values():
-            experts.recover()
-        self._broken = False
+            experts.recover(torn=self._torn)
+        self._broken = self._torn = False
 
 
 def _runs(rows: Sequence[StepRow]) -> list[list[int]]:
@@ -403,12 +479,16 @@ def _runs(rows: Sequence[StepRow]) -> list[list[int]]:
         if row.ahead:
             lines[first][-1] += 1
             lines.append([lines[first][0], 0, row.ahead, 0])
-        elif sequence.slot is None:  # the MTP head's own count has no states
-            lines.append([0, 0, 0, 0])
         else:
+            assert sequence.slot is not None, "a sequence of such a model has a slot"  # noqa: S101
             lines.append([sequence.slot, pending_of(sequence.base, sequence.length), 0, 1])
             sequence.base = sequence.length
     return lines
+
+
+def _runs_of_head(rows: Sequence[StepRow]) -> list[list[int]]:
+    """The same for the MTP head, whose states, if it has some, lie where positions say."""
+    return [[row.sequence.slot or 0, 0, 0, 0] for row in rows]
 
 
 def most_rows(top_k: int) -> int:

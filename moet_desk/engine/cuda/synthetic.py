@@ -8,7 +8,7 @@ look-ups. Owned by the thread that measures.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
+from moet_desk.engine.blocks.weights import LoadedRows
 from moet_desk.engine.cuda.shapes import Shape
 from moet_desk.engine.dense_format import may_round, rounded_bytes
-from moet_desk.engine.families.tensors import dense_shapes
+from moet_desk.engine.families.tensors import NGRAM_TABLES, dense_shapes
+from moet_desk.engine.ngram_rows import Rows
 from moet_desk.engine.spec import Spec
 from moet_desk.errors import MoetError
 from moet_desk.kernels.layouts import GROUP, ExpertLayout
@@ -38,7 +40,10 @@ _PIECE_FLOATS = 1 << 24  # made at a time, 64 MiB: random float32 takes four tim
 _ROW_SCALE = 120  # E8M0, 2**-7: products of unit activations stay near one
 _BIAS = "e_score_correction_bias"
 _EXPERT_BIAS = "_proj_bias"
+_FEW_ROWS = 1 << 14
 _ROUTERS = (".gate", ".router")
+_IN_FLOAT = ("_fn", ".ape")
+"""Matrices that are read as numbers: of connections between streams, and biases of places."""
 
 
 def stored_bytes(
@@ -49,6 +54,8 @@ def stored_bytes(
         return 4 * shape[0]
     if is_rounded and may_round(name, shape):
         return rounded_bytes(shape)
+    if name.endswith(_IN_FLOAT):
+        return 4 * math.prod(shape)
     if is_fp8 and _may_be_fp8(name):
         grid = math.prod(-(-size // _SCALE_BLOCK) for size in shape)
         return math.prod(shape) + 4 * grid
@@ -56,7 +63,8 @@ def stored_bytes(
 
 
 def _may_be_fp8(name: str) -> bool:
-    return not name.endswith((".embed_tokens", "lm_head", *_ROUTERS, "eh_proj", _EXPERT_BIAS))
+    kept = (".embed_tokens", "lm_head", *_ROUTERS, "eh_proj", _EXPERT_BIAS, "weights_proj")
+    return not name.endswith(kept) and ".compressor." not in name
 
 
 def dense_bytes(shape: Shape) -> int:
@@ -82,7 +90,16 @@ def _bytes_of(shape: Shape, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> i
     return sum(
         stored_bytes(name, size, is_fp8=shape.is_fp8, is_rounded=shape.is_rounded)
         for name, size in tensors
+        if not name.startswith(NGRAM_TABLES)  # which are not loaded
     )
+
+
+class _FewRows(LoadedRows):
+    """Stands for a larger matrix: its rows come again and again."""
+
+    def read(self, rows: Sequence[int]) -> Tensor:
+        """See `Rows`."""
+        return super().read([row % _FEW_ROWS for row in rows])
 
 
 @dataclass(slots=True)
@@ -104,9 +121,11 @@ class SyntheticLoader:
 
     def vector(self, name: str) -> Tensor:
         """Norms are one, biases and sinks zero; a selection bias ranks the experts in a random
-        order.
+        order. Connections of streams are small.
         """
         shape = self._shapes[name]
+        if name.endswith("_fn"):
+            return torch.full(shape, 1 / shape[1], device=self.device)
         if not name.endswith(_BIAS):
             one = not name.endswith((".bias", ".sinks"))
             return torch.full(shape, float(one), device=self.device)
@@ -145,6 +164,11 @@ class SyntheticLoader:
     def table(self, name: str) -> Tensor:
         """The embedding in bfloat16."""
         return self._values(self._shapes[name], torch.bfloat16, 1.0)
+
+    def rows(self, name: str) -> Rows:
+        """Rows in RAM, a few for all of a table of n-grams: as if the system kept what was read."""
+        width = self._shapes[name][1]
+        return _FewRows(torch.randn(_FEW_ROWS, width, generator=torch.Generator().manual_seed(0)))
 
     def form(self) -> ExpertForm:
         """Of the experts; biases are zeros, which take as long to read as others."""

@@ -31,10 +31,14 @@ MODULE_OF_TYPE = {
     "minimax_m2": "minimax_m2",
     "gpt_oss": "gpt_oss",
     "longcat_flash": "longcat_flash",
+    "longcat_flash_ngram": "longcat_flash_ngram",
     "deepseek_v4": "deepseek_v4",
 }
 """model_type -> module. Kimi-K2's text model is DeepSeek-V3's with other sizes."""
 
+
+_TYPE_OF_ARCHITECTURE = {"LongcatFlashNgramForCausalLM": "longcat_flash_ngram"}
+"""Of released configs that have no model_type."""
 
 _MOST_COUNTED = 10_000  # layers, or experts of one
 
@@ -63,6 +67,8 @@ class Family(Protocol):
 
 def _family(config: Mapping[str, Any], path: str) -> Family:
     model_type = config.get("model_type")
+    if model_type is None and config.get("architectures"):
+        model_type = _TYPE_OF_ARCHITECTURE.get(str(config["architectures"][0]))
     if not isinstance(model_type, str):
         raise fail("MD-SRC-07", path=path, reason="it has no model_type")
     module = MODULE_OF_TYPE.get(model_type)

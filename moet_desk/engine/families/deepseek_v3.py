@@ -28,7 +28,8 @@ MATHS_KEYS = COMMON_KEYS | frozenset(
     "first_k_dense_replace qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim"
     " kv_lora_rank q_lora_rank n_shared_experts moe_intermediate_size intermediate_size n_group"
     " topk_group norm_topk_prob scoring_func topk_method routed_scaling_factor"
-    " num_nextn_predict_layers rope_interleave attention_bias moe_layer_freq".split()
+    " num_nextn_predict_layers rope_interleave attention_bias moe_layer_freq"
+    " moe_router_dtype".split()
 )
 """Keys this file reads or checks. Others that change the maths are refused by name."""
 

@@ -25,7 +25,8 @@ from moet_desk.store.pack_format import PackPlan
 MATHS_KEYS = COMMON_KEYS | frozenset(
     "first_k_dense_replace n_shared_experts moe_intermediate_size intermediate_size n_group"
     " topk_group norm_topk_prob scoring_func topk_method routed_scaling_factor"
-    " num_nextn_predict_layers attention_bias use_qk_norm partial_rotary_factor".split()
+    " num_nextn_predict_layers attention_bias use_qk_norm partial_rotary_factor"
+    " moe_router_dtype".split()
 )
 """Keys this file reads or checks. Others that change the maths are refused by name."""
 

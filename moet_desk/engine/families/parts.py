@@ -207,6 +207,7 @@ def _yarn(keys: Keys, known: frozenset[str]) -> RopeScaling | None:
 def sigmoid_moe(keys: Keys) -> MoeFfn:
     """A sigmoid router with a selection bias and groups, and a shared expert."""
     keys.want("topk_method", "noaux_tc")
+    keys.want("moe_router_dtype", "float32")
     router = sigmoid_router(keys, renormalize=keys.flag("norm_topk_prob", default=True))
     inter = keys.multiple("moe_intermediate_size", of=32)
     shared = keys.count("n_shared_experts", default=0, least=0)

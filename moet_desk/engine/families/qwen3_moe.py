@@ -17,10 +17,11 @@ from moet_desk.store.pack_format import PackPlan
 
 MATHS_KEYS = COMMON_KEYS | frozenset(
     "moe_intermediate_size intermediate_size norm_topk_prob attention_bias use_sliding_window"
-    " sliding_window max_window_layers mlp_only_layers decoder_sparse_step".split()
+    " sliding_window max_window_layers mlp_only_layers decoder_sparse_step qkv_bias"
+    " use_qk_norm shared_expert_intermediate_size".split()
 )
 """Keys this file reads or checks. `sliding_window` and `max_window_layers` mean nothing without
-`use_sliding_window`.
+`use_sliding_window`; Qwen3-Coder says its biases, norms and shared experts in words of its own.
 """
 
 mtp_prefix = no_head
@@ -32,6 +33,9 @@ def spec(config: Mapping[str, Any], *, path: str, has_mtp: bool) -> Spec:
     keys.refuse_unknown(MATHS_KEYS)
     keys.want("hidden_act", "silu")
     keys.want("attention_bias", wanted=False)
+    keys.want("qkv_bias", wanted=False)
+    keys.want("use_qk_norm", wanted=True)
+    keys.want("shared_expert_intermediate_size", 0)
     keys.want("use_sliding_window", wanted=False)
     mixer = gqa(keys, qk_norm=QkNorm.HEAD)
     renormalize = keys.flag("norm_topk_prob", default=False)

@@ -28,9 +28,9 @@ from moet_desk.store.pack_format import PackPlan
 HYBRID_KEYS = COMMON_KEYS | frozenset(
     "moe_intermediate_size shared_expert_intermediate_size attention_bias layer_types"
     " full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim"
-    " linear_num_key_heads linear_num_value_heads partial_rotary_factor".split()
+    " linear_num_key_heads linear_num_value_heads partial_rotary_factor output_gate_type".split()
 )
-"""Keys that `hybrid` reads or checks."""
+"""Keys that `hybrid` reads or checks; `output_gate_type` is of the norm behind a DeltaNet."""
 
 MATHS_KEYS = HYBRID_KEYS | frozenset(
     "intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers"
@@ -88,6 +88,7 @@ def hybrid(
     """
     keys.want("hidden_act", "silu")
     keys.want("attention_bias", wanted=False)
+    keys.choice("output_gate_type", {"silu": None, "swish": None}, default="silu")  # one function
     full = replace(
         gqa(keys, qk_norm=QkNorm.HEAD, rotary_share=0.25, rope_keys=rope_keys), out_gate=True
     )

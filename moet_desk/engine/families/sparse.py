@@ -16,6 +16,9 @@ INDEX_KEYS = frozenset(
 
 OWN, REUSED = "full", "shared"
 
+_OLDER_NAME = "deepseek_sparse_attention"
+"""What older versions of transformers write for "indexed_attention"."""
+
 
 def with_indexer(keys: Keys, mixer: Mla, *, interleaved: bool) -> Mla:
     """Latent attention with an indexer; `interleaved` if the file does not say it."""
@@ -36,7 +39,9 @@ def with_indexer(keys: Keys, mixer: Mla, *, interleaved: bool) -> Mla:
 def check_layers(keys: Keys, kinds: Sequence[str]) -> None:
     """See that lists that name each layer say the same as the rest; `kinds` dense or sparse."""
     keys.want("mlp_layer_types", list(kinds))
-    keys.want("layer_types", ["indexed_attention"] * len(kinds))
+    named = keys.get("layer_types")
+    older = isinstance(named, list) and named[:1] == [_OLDER_NAME]
+    keys.want("layer_types", [_OLDER_NAME if older else "indexed_attention"] * len(kinds))
     keys.want("partial_rotary_factor", 1.0)
 
 

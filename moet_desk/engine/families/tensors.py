@@ -28,6 +28,10 @@ from moet_desk.store.pack_format import PackPlan
 TABLE = "tid2eid"
 """Experts of each token id, below the router's name."""
 
+NGRAM_TABLES = "model.ngram_embeddings.embedders."
+NGRAM_PRODUCTS = "model.ngram_embeddings.post_projs."
+"""Tables of n-grams and, of each, the product that its rows go through; a number follows."""
+
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 GATE_UP_BIAS, DOWN_BIAS = "experts.gate_up_proj_bias", "experts.down_proj_bias"
@@ -56,6 +60,7 @@ def plan_of(spec: Spec, *, ignored: tuple[str, ...] = ()) -> PackPlan:
         up=up,
         down=down,
         dense=dict(dense_shapes(spec)),
+        by_row=(NGRAM_TABLES,) if spec.ngrams is not None else (),
         ignored=tuple(left_out),
     )
 
@@ -65,6 +70,10 @@ def dense_shapes(spec: Spec) -> Shapes:
     hidden = spec.hidden
     yield "model.embed_tokens", (spec.vocab, hidden)
     yield "model.norm", (hidden,)
+    if spec.ngrams is not None:
+        for table in range(spec.ngrams.n_tables):
+            yield f"{NGRAM_TABLES}{table}", (spec.ngrams.rows(table), spec.ngrams.width)
+            yield f"{NGRAM_PRODUCTS}{table}", (hidden, spec.ngrams.width)
     if not spec.tied_head:
         yield "lm_head", (spec.vocab, hidden)
     if spec.streams is not None:

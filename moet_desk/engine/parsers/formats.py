@@ -73,6 +73,7 @@ _OF_TYPE: Mapping[str, CallFormat] = {
     "kimi_k25": CallFormat.KIMI_K2,
     "kimi_linear": CallFormat.KIMI_K2,
     "longcat_flash": CallFormat.LONGCAT,
+    "longcat_flash_ngram": CallFormat.LONGCAT,
     "minimax_m2": CallFormat.MINIMAX_M2,
     "mixtral": CallFormat.MISTRAL,
     "qwen3_moe": CallFormat.HERMES,

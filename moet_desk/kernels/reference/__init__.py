@@ -64,7 +64,12 @@ from moet_desk.kernels.reference.quant import (
 )
 from moet_desk.kernels.reference.routing import route, weights_of
 from moet_desk.kernels.reference.sampling import sample
-from moet_desk.kernels.reference.shared_attention import grouped_output, shared_attention
+from moet_desk.kernels.reference.shared_attention import (
+    grouped_output,
+    seen_entries,
+    shared_attention,
+    unit,
+)
 from moet_desk.kernels.reference.streams import (
     Connections,
     StreamWeights,
@@ -133,10 +138,12 @@ __all__ = [
     "rotate",
     "route",
     "sample",
+    "seen_entries",
     "shared_attention",
     "shared_read",
     "shared_write",
     "swiglu",
+    "unit",
     "weights_of",
     "yarn_mscale",
 ]

@@ -5,6 +5,8 @@ Called on the engine thread. Pure functions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,3 +35,21 @@ def grouped_output(mixed: Tensor, inner: Tensor, outer: Tensor, *, groups: int) 
     by_group = mixed.reshape(mixed.shape[0], groups, -1)
     low = torch.einsum("tgi,gri->tgr", by_group, inner.view(groups, -1, inner.shape[1]))
     return low.flatten(1) @ outer.T
+
+
+def seen_entries(
+    position: int, far: Sequence[int], *, first: int, window: int, ring: int
+) -> Tensor:
+    """Where the entries that a token sees lie: those of its window in a ring that begins at
+    `first`, in order, then `far` ones.
+
+    Shapes:
+        returns [S] int64
+    """
+    near = torch.arange(max(0, position + 1 - window), position + 1) % ring + first
+    return torch.cat([near, torch.tensor(list(far), dtype=torch.int64)])
+
+
+def unit(heads: Tensor, eps: float) -> Tensor:
+    """Each head scaled to RMS 1, without weights: [..., D] -> [..., D]."""
+    return heads * torch.rsqrt(heads.square().mean(-1, keepdim=True).add_(eps))

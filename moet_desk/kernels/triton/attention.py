@@ -72,13 +72,13 @@ class DecodeScratch:
             torch.empty(size * 2, dtype=torch.float32, device=device),
         )
 
-    def check(self, rows: int, heads: int, width: int) -> None:
+    def check(self, rows: int, heads: int, width: int, splits: int = SPLITS) -> None:
         """Refuse work that does not fit.
 
         Raises:
             ValueError: there is too little room.
         """
-        size = rows * SPLITS * heads
+        size = rows * splits * heads
         if self.sums.numel() < size * width or self.stats.numel() < size * 2:
             raise ValueError(f"no room for {rows} rows of {heads} heads of {width}")
 
@@ -441,12 +441,13 @@ def join_parts(
     width: int,
     window: int = _NO_WINDOW,
     sink: Tensor | None = None,
+    splits: int = SPLITS,
 ) -> None:
     rows, n = out.shape[:2]
     block = min(_JOIN_FLOATS, triton.next_power_of_2(width))
     _join_kernel[(triton.cdiv(width, block), n, rows)](
         scratch.sums, scratch.stats, lengths, window, sink, out,
-        WIDTH=width, SPLITS=SPLITS, SHORTEST=SHORTEST_PART, BW=block, AHEAD=_JOIN_AHEAD,
+        WIDTH=width, SPLITS=splits, SHORTEST=SHORTEST_PART, BW=block, AHEAD=_JOIN_AHEAD,
         COMPILED=not INTERPRETED, num_warps=_JOIN_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -459,10 +460,10 @@ def _tile(kv: KvPages) -> int:
     return _HOPPER_TILE if large else _TILE
 
 
-def most_parts(kv: KvPages, window: int = _NO_WINDOW) -> int:
+def most_parts(kv: KvPages, window: int = _NO_WINDOW, splits: int = SPLITS) -> int:
     """Parts that the longest row with these page tables can have."""
     most = min(kv.table.shape[1] * kv.page_tokens, window)
-    return min(SPLITS, -(-most // SHORTEST_PART))
+    return min(splits, -(-most // SHORTEST_PART))
 
 
 def _chunk(d: int) -> int:

@@ -1,10 +1,10 @@
 """The read-through cache's look-up on the device: hits, misses, victims, counters, in one launch.
 
 Owns the tables' form on the device and the kernel that changes them during a step. Between steps
-the engine thread may change them too (`claim`, `release`, `rebase`). Twin: `reference.cache`, the
-same policy: free slots first, then the coldest row of a window that moves on, never a slot used at
-this `now`. Warmth is float32 here, by sums and products that round alike everywhere, so the
-decisions can be checked exactly (tests/kernels/triton/twin_cache.py).
+the engine thread may change them too (`claim`, `release`, `shrink`, `grow`, `rebase`). Twin:
+`reference.cache`, the same policy: free slots first, then the coldest row of a window that moves
+on, never a slot used at this `now`. Warmth is float32 here, by sums and products that round alike
+everywhere, so the decisions can be checked exactly (tests/kernels/triton/twin_cache.py).
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class GpuTables:
         free: int32 [S], a stack of unused slots; the top is free[n_free - 1].
         n_free, hand, clock: int32 [1]; `clock` counts steps, now = clock * L + layer + 1.
         counters: int32 [L, 4]: look-ups, hits, misses, evictions since the start; they wrap.
+        limit: int32 [1], slots that may be used; those behind them have no memory. It is data, so
+            that captured graphs follow it.
     """
 
     n_layers: int
@@ -63,12 +65,20 @@ class GpuTables:
     hand: Tensor
     clock: Tensor
     counters: Tensor
+    limit: Tensor
 
     @classmethod
     def empty(
-        cls, n_layers: int, n_experts: int, n_slots: int, *, device: torch.device | str
+        cls,
+        n_layers: int,
+        n_experts: int,
+        n_slots: int,
+        *,
+        device: torch.device | str,
+        limit: int | None = None,
     ) -> GpuTables:
-        """Tables of a pool in which nothing lies yet."""
+        """Tables of a pool in which nothing lies yet; `limit` of its slots may be used, or all."""
+        usable = n_slots if limit is None else limit
 
         def ints(size: int, value: int) -> Tensor:
             return torch.full((size,), value, dtype=torch.int32, device=device)
@@ -81,16 +91,17 @@ class GpuTables:
             owner=ints(n_slots, FREE),
             last_used=ints(n_slots, FREE),
             warmth=torch.full((n_rows,), -torch.inf, device=device),
-            free=torch.arange(n_slots - 1, -1, -1, dtype=torch.int32, device=device),
-            n_free=ints(1, n_slots),
+            free=_free_stack(usable, n_slots).to(device),
+            n_free=ints(1, usable),
             hand=ints(1, 0),
             clock=ints(1, 0),
             counters=ints(n_layers * 4, 0).view(n_layers, 4),
+            limit=ints(1, usable),
         )
 
     @property
     def n_slots(self) -> int:
-        """Slots in the pool."""
+        """Slots that there can be at most."""
         return self.owner.shape[0]
 
 
@@ -156,10 +167,10 @@ def _coldest(owner, last_used, warmth, hand, now, n_slots):
     return slot, hand
 
 
-@triton.jit(do_not_specialize=["layer", "n_slots"])
+@triton.jit(do_not_specialize=["layer"])
 def _lookup_kernel(
-    ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters,
-    uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, n_slots,
+    ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
+    uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer,
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
     PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -196,6 +207,7 @@ def _lookup_kernel(
     evicted = 0
     if n_missing > 0:
         n_left = tl.load(n_free)
+        n_slots = tl.load(limit)
         at_slot = tl.load(hand)
         m = 0
         while m < n_missing:
@@ -259,9 +271,8 @@ def lookup(
     padded = triton.next_power_of_2(n_pairs)
     _lookup_kernel[(1,)](
         ids, tables.slot_of, tables.owner, tables.last_used, tables.warmth, tables.free,
-        tables.n_free, tables.hand, tables.clock, tables.counters,
-        out.uniq_slot, out.uniq_pair, out.n_uniq, out.miss_n, out.miss_row, out.miss_slot,
-        layer, tables.n_slots,
+        tables.n_free, tables.hand, tables.clock, tables.counters, tables.limit,
+        out.uniq_slot, out.uniq_pair, out.n_uniq, out.miss_n, out.miss_row, out.miss_slot, layer,
         tables.n_layers, tables.n_experts, 1.0 / (HALF_LIFE * tables.n_layers), n_tokens, top_k,
         padded, triton.next_power_of_2(n_pairs * n_tokens), ends_step, PTX,
         # Left to itself the assembler aims at 32 registers here and spills a few.
@@ -296,6 +307,63 @@ def release(tables: GpuTables, slots: Sequence[int]) -> None:
     n_free = int(tables.n_free)
     tables.free[n_free : n_free + len(index)] = index.int()
     tables.n_free.fill_(n_free + len(index))
+
+
+def shrink(tables: GpuTables, n_slots: int) -> list[tuple[int, int]]:
+    """Empty all slots but the first `n_slots`, between steps; the hottest rows stay.
+
+    Returns:
+        (from, to) of rows to be copied before anything else happens to the slots.
+    """
+    owner, heat = tables.owner.cpu(), tables.warmth.cpu()
+    slots = torch.nonzero(owner != FREE).flatten()
+    order = torch.argsort(heat[owner[slots].long()], descending=True, stable=True)
+    stays = torch.zeros(len(owner), dtype=torch.bool)
+    stays[slots[order[:n_slots]]] = True
+    movers = torch.nonzero(stays[n_slots:]).flatten() + n_slots
+    places = torch.nonzero(~stays[:n_slots]).flatten()[: len(movers)]
+    slot_of, last_used = tables.slot_of.cpu(), tables.last_used.cpu()
+    slot_of[owner[slots[order[n_slots:]]].long()] = FREE
+    owner[:n_slots][~stays[:n_slots]] = FREE
+    owner[places], last_used[places] = owner[movers], last_used[movers]
+    slot_of[owner[places].long()] = places.int()
+    owner[n_slots:] = FREE
+    last_used[owner == FREE] = FREE
+    tables.slot_of.copy_(slot_of)
+    tables.owner.copy_(owner)
+    tables.last_used.copy_(last_used)
+    tables.hand.zero_()
+    _limit(tables, n_slots, torch.nonzero(owner[:n_slots] == FREE).flatten())
+    return list(zip(movers.tolist(), places.tolist(), strict=True))
+
+
+def grow(tables: GpuTables, n_slots: int) -> None:
+    """Let more slots be used, between steps."""
+    owner = tables.owner[:n_slots].cpu()
+    _limit(tables, n_slots, torch.nonzero(owner == FREE).flatten())
+
+
+def forget(tables: GpuTables) -> None:
+    """Empty all slots, between steps: what lies in them is not known any more."""
+    tables.slot_of.fill_(FREE)
+    tables.owner.fill_(FREE)
+    tables.last_used.fill_(FREE)
+    n_slots = int(tables.limit)
+    _limit(tables, n_slots, torch.arange(n_slots))
+
+
+def _limit(tables: GpuTables, n_slots: int, unused: Tensor) -> None:
+    """The slots that may be used, and those of them in which nothing lies, in ascending order."""
+    tables.limit.fill_(n_slots)
+    tables.free[: len(unused)].copy_(unused.flip(0))  # allocates nothing: the card may be full
+    tables.n_free.fill_(len(unused))
+
+
+def _free_stack(n_free: int, n_slots: int) -> Tensor:
+    """Unused slots, the lowest on top; what lies above it means nothing."""
+    stack = torch.full((n_slots,), FREE, dtype=torch.int32)
+    stack[:n_free] = torch.arange(n_free - 1, -1, -1)
+    return stack
 
 
 def warm_as(tables: GpuTables, other: GpuTables, rows: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ process in which kernels are not interpreted (no `TRITON_INTERPRET`). Called by 
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -25,7 +26,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 _FUSED_ADDEND = re.compile(r"\bFFMA\S* (?:[^,;]+, ){3}-?(?!RZ)\w")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CompiledInfo:
     """What one compiled kernel takes.
 
@@ -33,15 +34,27 @@ class CompiledInfo:
         registers: per thread.
         stack_bytes: per thread, in local memory; 0 means no register was spilled.
         shared_bytes: per program, static and dynamic.
-        instructions: how often each SASS opcode (with modifiers) stands in the code.
-        sass: the disassembly.
+        cubin: the machine code.
     """
 
     registers: int
     stack_bytes: int
     shared_bytes: int
-    instructions: Mapping[str, int]
-    sass: str
+    cubin: bytes
+
+    @functools.cached_property
+    def sass(self) -> str:
+        """The disassembly. Made when it is asked for: it takes as long as compiling.
+
+        Raises:
+            subprocess.CalledProcessError: the disassembler failed.
+        """
+        return _tool("nvdisasm", self.cubin, "-c", "-ndf")  # names of jumps' targets are not read
+
+    @functools.cached_property
+    def instructions(self) -> Mapping[str, int]:
+        """How often each SASS opcode (with modifiers) stands in the code."""
+        return Counter(_INSTRUCTION.findall(self.sass))
 
     @property
     def fused_adds(self) -> int:
@@ -75,7 +88,7 @@ def compile_for(
 
     Raises:
         TypeError: the kernel is interpreted in this process.
-        subprocess.CalledProcessError: the disassembler failed.
+        subprocess.CalledProcessError: `cuobjdump` failed.
     """
     if not isinstance(kernel, JITFunction):
         raise TypeError("kernels are interpreted in this process; unset TRITON_INTERPRET")
@@ -94,19 +107,19 @@ def compile_for(
 
 
 def _read_cubin(cubin: bytes, *, shared_bytes: int) -> CompiledInfo:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _run(tool, "-res-usage", file.name)
-        sass = _run(tool, "-sass", file.name)
+    usage = _tool("cuobjdump", cubin, "-res-usage")
     found = _REGISTERS.search(usage)
     if found is None:
         raise RuntimeError(f"cuobjdump printed no resource usage: {usage[:200]}")
     registers, stack, static_shared, local = (int(x) for x in found.groups())
-    opcodes = Counter(_INSTRUCTION.findall(sass))
-    return CompiledInfo(registers, stack + local, max(shared_bytes, static_shared), opcodes, sass)
+    return CompiledInfo(registers, stack + local, max(shared_bytes, static_shared), cubin)
 
 
-def _run(tool: Path, *args: str) -> str:
-    return subprocess.run([tool, *args], check=True, capture_output=True, text=True).stdout
+def _tool(name: str, cubin: bytes, *options: str) -> str:
+    """What one of Triton's own tools prints of a cubin."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), *options, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -19,15 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moet_desk.kernels.kv_sizes import DELTA_RING
+from moet_desk.kernels.kv_sizes import DELTA_RING, MOST_PENDING
 from moet_desk.kernels.triton.gates import sigmoid, silu
 from moet_desk.kernels.triton.numbers import loop_bound
 from moet_desk.kernels.triton.portable import PTX, product
 
 RING = DELTA_RING
-
-MOST_PENDING = 8
-"""Parts that may be pending: the rows of a step."""
 
 RUN_COLUMNS = 4
 """Of a row in the table of runs: slot, pending parts, rows of the run before it, rows of the run.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import SHARED_BLOCK
-from moet_desk.kernels.triton.kv_entries import entry_of, store_rope, store_vector
+from moet_desk.kernels.triton.kv_entries import store_rope, store_vector
 from moet_desk.kernels.triton.numbers import bf16_code, e4m3_code, loop_bound
 from moet_desk.kernels.triton.portable import INTERPRETED
 
@@ -121,8 +121,9 @@ def _store_shared(to, x, R: tl.constexpr, W: tl.constexpr, B: tl.constexpr, FORM
 
 
 @triton.jit
-def _finish_kernel(
+def _entry_kernel(
     vectors,
+    vectors_stride,
     weight,
     eps,
     cos,
@@ -135,6 +136,8 @@ def _finish_kernel(
     W: tl.constexpr,
     RATIO: tl.constexpr,
     PAGE: tl.constexpr,
+    SPREAD: tl.constexpr,
+    RING: tl.constexpr,
     ENTRY: tl.constexpr,
     B: tl.constexpr,
     FORM: tl.constexpr,
@@ -144,7 +147,7 @@ def _finish_kernel(
     position = tl.load(positions + t)
     if position % RATIO == RATIO - 1:
         number = position // RATIO
-        line = vectors + t * D
+        line = vectors + t * vectors_stride
         at = tl.arange(0, B)[:, None] * W + tl.arange(0, W)[None, :]
         still = tl.load(line + at, mask=at < R, other=0.0)
         j = tl.arange(0, W)
@@ -158,7 +161,13 @@ def _finish_kernel(
         angle = number * RATIO * (W // 2) + j // 2
         c, s = tl.load(cos + angle), tl.load(sin + angle)
         turned = tl.where(j % 2 == 1, one * c + two * s, one * c - two * s)
-        to = pages + entry_of(table + t * table_stride, number, PAGE) * ENTRY
+        own = table + t * table_stride
+        if RING:
+            entry = tl.load(own).to(tl.int64) + number % RING
+        else:
+            page = tl.load(own + number // PAGE * SPREAD).to(tl.int64)
+            entry = page * PAGE + number % PAGE
+        to = pages + entry * ENTRY
         _store_shared(to, still, R, W, B, FORM)
         if FORM == "fp8":
             tl.store((to + R).to(tl.pointer_type(tl.int16)) + j, bf16_code(turned))
@@ -205,18 +214,35 @@ def finish(
     form: KvFormat,
     *,
     ratio: int,
+    spread: int = 1,
+    ring: int = 0,
 ) -> None:
     """Norm, rotate and store the entries of windows that close; with a ratio of 1, of all rows.
+
+    Args:
+        vectors: the entries before that; rows may lie apart.
+        weight: of the norm.
+        eps: likewise.
+        cos: of the angles of positions.
+        sin: likewise.
+        positions: of the rows' tokens.
+        pages: where entries go.
+        table: each row's pages; with `ring`, the first entry of its ring among all of `pages`.
+        form: of the entries.
+        ratio: tokens of a window.
+        spread: pages of the table that share an entry, which lies on the first of them.
+        ring: entries of a ring, in which those of a sequence go round; 0: they do not.
 
     Shapes:
         vectors [T, D] float32, D a multiple of 64 of which the last 64 rotate in pairs; weight [D];
         cos, sin [positions, 32] float32; positions [T] int32; pages uint8 [n_pages, entries of a
-        page, bytes]; table int32 [T, pages of a row]
+        page, bytes]; table int32 [T, pages of a row] or [T, 1]
     """
     rows, d = vectors.shape
-    _finish_kernel[(rows,)](
-        vectors, weight, eps, cos, sin, positions, pages, table, table.stride(0),
-        D=d, W=SHARED_BLOCK, RATIO=ratio, PAGE=pages.shape[1], ENTRY=pages.shape[2],
+    _entry_kernel[(rows,)](
+        vectors, vectors.stride(0), weight, eps, cos, sin, positions, pages, table,
+        table.stride(0), D=d, W=SHARED_BLOCK, RATIO=ratio, PAGE=pages.shape[1], SPREAD=spread,
+        RING=ring, ENTRY=pages.shape[2],
         B=triton.next_power_of_2(-(-d // SHARED_BLOCK)), FORM=form.value,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

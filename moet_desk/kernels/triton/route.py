@@ -1,7 +1,8 @@
 """The router on the device: from logits to the chosen experts and their weights.
 
-Twin: `reference.route`, with the same ids (ties to the lowest) and weights that differ in the last
-bits. One program per token, so a token's choice does not depend on the others.
+Twins: `reference.route` and, where a table names the experts, `reference.weights_of`, with the same
+ids (ties to the lowest) and weights that differ in the last bits. One program per token, so a
+token's choice does not depend on the others.
 """
 
 from __future__ import annotations
@@ -80,6 +81,18 @@ def _in_best_groups(
 
 
 @triton.jit
+def _weighed(chosen, k, scale, spoiled, K: tl.constexpr, SCORE: tl.constexpr, RENORM: tl.constexpr):
+    """Weights of chosen scores, -inf from K on."""
+    if SCORE == _TOPK_SOFTMAX:
+        e = tl.exp(chosen - tl.max(chosen, 0))
+        chosen = e / tl.sum(e, 0)
+    chosen = tl.where(k < K, chosen, 0.0)
+    if RENORM:
+        chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
+    return chosen * scale + spoiled
+
+
+@triton.jit
 def _route_kernel(
     logits, bias, ids, weights, share, scale,
     E: tl.constexpr, E2: tl.constexpr, K: tl.constexpr, K2: tl.constexpr,
@@ -111,13 +124,7 @@ def _route_kernel(
         left = left & (i != expert)
         chosen_ids = tl.where(k == n, expert, chosen_ids)
         chosen = tl.where(k == n, value, chosen)
-    if SCORE == _TOPK_SOFTMAX:
-        e = tl.exp(chosen - tl.max(chosen, 0))
-        chosen = e / tl.sum(e, 0)
-    chosen = tl.where(k < K, chosen, 0.0)
-    if RENORM:
-        chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
-    chosen = chosen * scale + spoiled
+    chosen = _weighed(chosen, k, scale, spoiled, K, SCORE, RENORM)
     if REAL < E:
         real = chosen_ids < REAL
         tl.store(share + t, tl.sum(tl.where(real | (k >= K), 0.0, chosen), 0))
@@ -125,6 +132,53 @@ def _route_kernel(
         chosen = tl.where(real, chosen, 0.0)
     tl.store(ids + t * K + k, chosen_ids, mask=k < K)
     tl.store(weights + t * K + k, chosen, mask=k < K)
+
+
+@triton.jit
+def _named_kernel(
+    logits, table, tokens, ids, weights, scale,
+    E: tl.constexpr, E2: tl.constexpr, K: tl.constexpr, K2: tl.constexpr,
+    SCORE: tl.constexpr, RENORM: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    i = tl.arange(0, E2)
+    k = tl.arange(0, K2)
+    x = tl.load(logits + t * E + i, mask=i < E, other=-float("inf"))
+    spoiled = tl.sum(tl.where(i < E, x * 0.0, 0.0), 0)  # as in `_route_kernel`
+    scores = _scores(x, SCORE)
+    token = tl.load(tokens + t).to(tl.int64)
+    named = tl.load(table + token * K + k, mask=k < K, other=0)
+    chosen = tl.sum(tl.where(named[:, None] == i[None, :], scores[None, :], 0.0), 1)
+    chosen = tl.where(k < K, chosen, -float("inf"))
+    chosen = _weighed(chosen, k, scale, spoiled, K, SCORE, RENORM)
+    tl.store(ids + t * K + k, named, mask=k < K)
+    tl.store(weights + t * K + k, chosen, mask=k < K)
+
+
+def route_named(
+    logits: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    *,
+    ids: Tensor,
+    weights: Tensor,
+    score: Score,
+    renormalize: bool,
+    scale: float,
+) -> None:
+    """Take the experts that a table names for each token; they count as `reference.weights_of`
+    says.
+
+    Shapes:
+        logits [T, E] float32, table [V, K] int32 of ids below E, tokens [T] int32; ids [T, K]
+        int32, weights [T, K] float32
+    """
+    n_experts, top_k = logits.shape[1], ids.shape[1]
+    _named_kernel[(logits.shape[0],)](
+        logits, table, tokens, ids, weights, scale,
+        n_experts, triton.next_power_of_2(n_experts), top_k, triton.next_power_of_2(top_k),
+        _KINDS[score], renormalize, num_warps=2,
+    )  # fmt: skip
 
 
 def route(

@@ -146,10 +146,12 @@ def shared_decode(
     *,
     scale: float,
     scratch: DecodeScratch,
+    splits: int = SPLITS,
 ) -> None:
     """Attention of each row to the entries that its list names, as `reference.shared_attention`.
     `kv` has pages of one entry: a row's line of the table is its list, of which `lengths` are
-    named, one at least.
+    named, one at least. `splits` is a power of two: most parts of a row's entries, of which fewer
+    leave room for more rows in `scratch`; they change the last bits.
 
     Shapes:
         q, out [T, N, D] float32, D a multiple of 64 of which the last 64 rotate; lengths [T] int32;
@@ -159,11 +161,11 @@ def shared_decode(
     """
     rows, n, d = q.shape
     check_entries(kv, shared_entry_bytes(kv.form, d, SHARED_BLOCK))
-    scratch.check(rows, n, d)
-    _shared_decode_kernel[(most_parts(kv), triton.cdiv(n, _HEADS), rows)](
+    scratch.check(rows, n, d, splits)
+    _shared_decode_kernel[(most_parts(kv, splits=splits), triton.cdiv(n, _HEADS), rows)](
         q, kv.pages, kv.table, kv.table.stride(0), lengths, scratch.sums, scratch.stats, scale,
-        N=n, D=d, W=SHARED_BLOCK, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=SPLITS,
+        N=n, D=d, W=SHARED_BLOCK, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=splits,
         SHORTEST=SHORTEST_PART, TILE=_TILE, BH=_HEADS, FORM=kv.form.value, MMA=not INTERPRETED,
         HARDWARE=has_e4m3(q.device), num_warps=8, num_stages=1,
     )  # fmt: skip
-    join_parts(scratch, lengths, out, width=d, sink=sink)
+    join_parts(scratch, lengths, out, width=d, sink=sink, splits=splits)

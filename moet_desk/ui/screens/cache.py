@@ -1,6 +1,6 @@
 """The Cache screen: where every expert is, who answers, and how much time is spent waiting.
 
-It draws the snapshots the app hands it four times a second, only while it is in front; Space
+It draws the snapshots the app hands it twice a second, only while it is in front; Space
 freezes the picture. UI thread.
 """
 
@@ -16,7 +16,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import Screen
 from textual.widgets import Static
 
 from moet_desk.telemetry import (
@@ -26,10 +25,12 @@ from moet_desk.telemetry import (
     EngineState,
     Tier,
     TierSizes,
+    VramView,
 )
 from moet_desk.ui.bridge import GAUGE_PERIOD_S, Clock, PicturePace
 from moet_desk.ui.cache_cells import ENDS, LIST_HEAD, Measure, measures
 from moet_desk.ui.desk import JobView
+from moet_desk.ui.lean_screen import LeanScreen
 from moet_desk.ui.theme import RAMP_STEPS, Glyphs, tier_variable
 from moet_desk.ui.widgets.cache_lists import ExpertList, LayerStrips
 from moet_desk.ui.widgets.frame import SmallWindow, TabLine
@@ -37,6 +38,7 @@ from moet_desk.ui.widgets.gauges import History, StatusLine, TierBars, WaitLine,
 from moet_desk.ui.widgets.heatmap import Heatmap, header_line
 from moet_desk.ui.widgets.job_lines import JobLines
 from moet_desk.ui.widgets.key_line import KeyLine
+from moet_desk.units import show_memory
 
 _EXPLANATION = """\
 A mixture-of-experts model asks only a few of its experts for each token.
@@ -69,7 +71,7 @@ class Picture(Enum):
     LIST = "list"
 
 
-class CacheScreen(Screen[None]):
+class CacheScreen(LeanScreen):
     """See the module's paragraph. `show` is called by the app's gauge timer."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -243,14 +245,14 @@ class CacheScreen(Screen[None]):
             return Content.styled(" No experts here", "bold")
         if view is None:
             return spread(Content.styled(" No model is loaded yet", "bold"), right, width)
-        text = resident_words(view, self._snapshot.sizes)
+        text, slots = resident_words(view, self._snapshot.sizes), vram_words(self._snapshot.vram)
         if not text:
             grouped = self._picture in (Picture.GRID, Picture.DENSE) and heatmap.grid.group > 1
             per_cell = f", {heatmap.grid.group} experts per cell" if grouped else ""
             text = f" Where experts are{per_cell}, {len(view.layers)} layers"
-            if self._snapshot.counters.lookups == 0:
+            if self._snapshot.counters.lookups == 0 and not slots:
                 text += ". Ask something and this fills in."
-        return spread(Content.styled(text, "bold"), right, width)
+        return spread(Content.styled(text + slots, "bold"), right, width)
 
     # -- actions -------------------------------------------------------------------------------
 
@@ -308,6 +310,14 @@ def resident_words(view: CacheView, sizes: TierSizes) -> str:
     if fine:
         return f" All {n_all:,} experts are in 4-bit slots. Exact fetches nothing."
     return ""
+
+
+def vram_words(vram: VramView | None) -> str:
+    """How much the slots take of the card, where that is not what the plan gave them."""
+    if vram is None or vram.slots == vram.planned:
+        return ""
+    now, planned = show_memory(vram.slots), show_memory(vram.planned)
+    return f"   Slots: {now}, planned {planned}: {vram.why}"
 
 
 def legend_line(measure: Measure, glyphs: Glyphs, width: int) -> Content:

@@ -13,13 +13,12 @@ from typing import Any
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.screen import Screen
 from textual.widgets import Static, TextArea
 
 from moet_desk.engine.handle import Quality
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import EngineSnapshot
-from moet_desk.ui.bridge import Bridge, FlushPace, Phase
+from moet_desk.ui.bridge import TEXT_PERIOD_S, Bridge, FlushPace, Phase, PicturePace
 from moet_desk.ui.chat_lines import (
     closing_line,
     no_model_content,
@@ -29,6 +28,7 @@ from moet_desk.ui.chat_lines import (
 from moet_desk.ui.chat_records import Draft, Status, Turn
 from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.desk import JobView
+from moet_desk.ui.lean_screen import LeanScreen
 from moet_desk.ui.quality_words import again_words
 from moet_desk.ui.text import clean_line
 from moet_desk.ui.theme import Glyphs
@@ -51,13 +51,18 @@ from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.transcript import Transcript
 
 DRAFT_DELAY_S = 0.3
+_FIGURES_S = 0.5  # between two looks of the line under an answer that is written
+_TEXT_SHARE, _LAYOUT_SHARE, _RAIL_SHARE = 0.008, 0.006, 0.002
+"""Of a core: what flushes of text may take, those that change the layout, and the rail."""
+_SLOWEST_TEXT_S, _SLOWEST_LAYOUT_S = 0.4, 3.0
+_HIDDEN_S = 0.5  # between two looks for text while another screen is in front
 
 _TOO_LONG = ("MD-API-03", "MD-CONN-05")
 RETRY, RESTART, FORGET, NEW = "retry", "restart", "forget", "new"
 """Ways out of a problem, which its panel offers."""
 
 
-class ChatView(Screen[None]):
+class ChatView(LeanScreen):
     """See the module's paragraph."""
 
     AUTO_FOCUS = "Prompt"
@@ -84,6 +89,11 @@ class ChatView(Screen[None]):
         self._plain = plain
         self._blink = blink
         self.pace = FlushPace()
+        self._text_pace = PicturePace(TEXT_PERIOD_S, share=_TEXT_SHARE, slowest_s=_SLOWEST_TEXT_S)
+        self._layout_pace = PicturePace(0.0, share=_LAYOUT_SHARE, slowest_s=_SLOWEST_LAYOUT_S)
+        self._hidden_pace = PicturePace(_HIDDEN_S)
+        self._rail_pace = PicturePace(0.0, share=_RAIL_SHARE)
+        self._figures_due_s = 0.0
         self._is_placing = False  # blocks of a new turn are on their way to the screen
         self._draft_due_s: float | None = None
         self._loading_drawn: Phase | None = None
@@ -147,7 +157,10 @@ class ChatView(Screen[None]):
             return
         conversation = self._conversation
         self._save_draft_if_due()
-        if not self.pace.due(self._bridge.clock.monotonic()):
+        self.prompt.cursor_blink = self._blink and not conversation.busy  # each blink is a repaint
+        now_s = self._bridge.clock.monotonic()
+        paces = (self._text_pace, self.pace) if self.is_current else (self._hidden_pace,)
+        if not all(pace.due(now_s) for pace in paces):
             return
         if conversation.busy:
             pulled = conversation.pull()
@@ -156,7 +169,8 @@ class ChatView(Screen[None]):
             if pulled.ended:
                 await self._end_answer()
         await self._send_queued()
-        self._draw_below()
+        if self.is_current:
+            self._draw_below()
 
     async def _send_queued(self) -> None:
         waiting = self._conversation.queued
@@ -190,19 +204,39 @@ class ChatView(Screen[None]):
         if answer is None or answer.turn is None:
             return
         if is_new:
-            monotonic = self._bridge.clock.monotonic
-            started_s = monotonic()
-            await answer.grow(answer.turn)
-            self.call_after_refresh(lambda: self.pace.record(monotonic() - started_s))
+            await self._draw_text(answer, answer.turn)
         if live is None:
             self._keep_end()
             return
         if live.n_tokens == 0 and live.prompt is not None:
             elapsed_s = self._bridge.clock.monotonic() - live.started_s
             answer.show_reading(live.prompt, elapsed_s=elapsed_s)
-        else:
+        elif self._bridge.clock.monotonic() >= self._figures_due_s:
+            self._figures_due_s = self._bridge.clock.monotonic() + _FIGURES_S * 0.9
             answer.set_closing(self._live_closing())
-        self._keep_end()
+
+    async def _draw_text(self, answer: AnswerBlock, turn: Turn) -> None:
+        clock = self._bridge.clock
+        started_s, cpu_s = clock.monotonic(), clock.cpu()
+        grew = await answer.grow(turn, room=self._room(answer))
+        pace = self._layout_pace if grew else self._text_pace
+
+        def drawn() -> None:
+            self.pace.record(clock.monotonic() - started_s)
+            pace.record(clock.cpu() - cpu_s)
+
+        self.call_after_refresh(drawn)
+        if grew:
+            self._keep_end()
+
+    def _room(self, answer: AnswerBlock) -> int:
+        """Blank rows to hold ready for the text, so that layouts are as seldom as they cost."""
+        live = self._conversation.live
+        if live is None or answer.live is None:
+            return 0
+        seconds = self._bridge.clock.monotonic() - live.started_s - (live.first_token_s or 0.0)
+        rows = answer.live.n_rows / max(1.0, seconds) * self._layout_pace.period_s
+        return min(round(rows), self.transcript.size.height * 2 // 3)
 
     def _keep_end(self) -> None:
         self.call_after_refresh(self.transcript.settle)
@@ -210,17 +244,22 @@ class ChatView(Screen[None]):
     def show(
         self, snapshot: EngineSnapshot, *, notes: tuple[str, ...], jobs: Sequence[JobView] = ()
     ) -> None:
-        """Draw a snapshot and the jobs; called four times a second while in front."""
+        """Draw a snapshot and the jobs; called twice a second while in front."""
         if not self._drawn_once:
             return
         self.query_one(JobLines).show(jobs)
         self.chips.poll(snapshot.context)
         used = max(self._conversation.context_used, snapshot.context_used if self.busy else 0)
         self.query_one(StatusLine).show(snapshot, context_used=used, notes=notes)
-        rail = self.query_one(Rail)
-        if rail.display:
-            rail.show(snapshot)
+        self._draw_rail(snapshot)
         self._draw_start()
+
+    def _draw_rail(self, snapshot: EngineSnapshot) -> None:
+        rail, clock = self.query_one(Rail), self._bridge.clock
+        if rail.display and self._rail_pace.due(clock.monotonic()):
+            cpu_s = clock.cpu()
+            rail.show(snapshot)
+            self.call_after_refresh(lambda: self._rail_pace.record(clock.cpu() - cpu_s))
 
     @property
     def busy(self) -> bool:

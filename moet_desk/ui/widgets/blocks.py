@@ -1,8 +1,8 @@
-"""Messages as drawn: the user's as plain text, answers as Markdown that grows in flushes.
+"""Messages as drawn: the user's as plain text, answers as Markdown.
 
-An answer is a row of Markdown widgets; when the last one is long it is cut at a safe place and a
-new one begins, which keeps the cost of a flush flat. Reasoning and long messages are folded. Text
-from people, files and models is never markup. UI thread.
+An answer is one `LiveText` while it is written, which keeps the cost of a flush small and flat, and
+a row of Markdown widgets when it is complete. Reasoning and long messages are folded. Text from
+people, files and models is never markup. UI thread.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
+from textual.geometry import Size
 from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Static
@@ -24,16 +25,16 @@ from moet_desk.marked_text import MarkedText
 from moet_desk.telemetry import PrefillProgress
 from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.chat_records import Turn
-from moet_desk.ui.text import SEGMENT_CHARS, clean, clean_line, find_all, shown_length
+from moet_desk.ui.text import clean, clean_line, find_all
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.folds import Fold, ThoughtFold
 from moet_desk.ui.widgets.gauges import bar, spread
+from moet_desk.ui.widgets.live_text import LiveText
 from moet_desk.ui.widgets.marked_markdown import needs_other_rows, sought
 from moet_desk.ui.widgets.problem import ProblemPanel
 from moet_desk.ui.widgets.segments import Segment, cut_segments
 from moet_desk.units import show_duration
 
-_SPLIT_STEP = 200  # a new look for a cut is worth its parse after so many characters
 _FOLD_LINES, _FOLD_CHARS = 16, 1600  # a message beyond one of these is folded
 _SHOWN_LINES, _SHOWN_CHARS = 8, 800
 
@@ -229,10 +230,9 @@ class AnswerBlock(Block):
         self._body = Vertical(classes="body")
         self._foot = Static(Content(""), classes="closing", markup=False)
         self.segments: list[Segment] = []
-        self._tail: Segment | None = None  # the segment that grows
-        self._tail_text = MarkedText()  # all text of the last segment, drawn or not
-        self._drawn = 0  # characters of it that are drawn
-        self._looked_at = 0  # length at the last look for a cut
+        self.live: LiveText | None = None  # while it is written
+        self._text = MarkedText()  # what `live` was given
+        self._wanted = ""
         self._drawing = asyncio.Lock()  # text may arrive while the marks are switched
 
     def compose(self) -> ComposeResult:
@@ -243,13 +243,23 @@ class AnswerBlock(Block):
         yield self._body
         yield self._foot
 
-    async def grow(self, turn: Turn) -> None:
-        """Draw what is new in the turn of an answer that is being written."""
+    async def grow(self, turn: Turn, *, room: int = 0) -> bool:
+        """Draw what is new in the turn of an answer that is being written.
+
+        Args:
+            turn: of this block.
+            room: see `LiveText.show`.
+
+        Returns:
+            Whether the text needs more room than it had.
+        """
+        rows = 0 if self.live is None else self.live.n_rows_held
         await self.thought.show(turn.thought, turn.meta, is_done=bool(turn.text))
         if len(turn.text) > self._taken:
             piece = MarkedText(turn.text, turn.marks).cut(self._taken)
             self._taken = len(turn.text)
-            await self.append(piece)
+            await self.append(piece, room=room)
+        return self.live is not None and self.live.n_rows_held != rows
 
     async def show(self, turn: Turn) -> None:
         """Draw a complete answer."""
@@ -259,16 +269,18 @@ class AnswerBlock(Block):
 
     async def toggle(self) -> None:
         """Fold the answer to one line, or unfold it."""
-        rest, length = self._rest, sum(len(segment.text) for segment in self.segments)
+        rest = self._rest
+        length = sum(len(segment.text) for segment in self.segments) + len(self._text)
         rest.is_open = not rest.is_open
         self._body.display = rest.is_open
         rest.display = not rest.is_open
         rest.say(f"answer folded, {length:,} characters")
 
     async def seek(self, wanted: str) -> None:
+        self._wanted = wanted
         if wanted and not self._rest.is_open:
             await self.toggle()
-        for segment in self.at_rest():
+        for segment in self.segments:
             await segment.seek(wanted)
 
     async def on_fold_clicked(self, event: Fold.Clicked) -> None:
@@ -276,60 +288,38 @@ class AnswerBlock(Block):
         if event.fold is self._rest:
             await self.toggle()
 
-    async def append(self, piece: MarkedText) -> None:
+    async def append(self, piece: MarkedText, *, room: int = 0) -> None:
         """Draw the next clean piece of a growing answer."""
         async with self._drawing:
-            self._tail_text += piece
-            if self._tail is None:
-                self._tail = await self._add(self._segment(MarkedText()))
-            await self._rotate()
-            await self._draw(shown_length(self._tail_text.text))
+            self._text += piece
+            if self.live is None:
+                plain = self._glyphs.name == "ascii"
+                self.live = LiveText(plain=plain, shows_marks=self._shows_marks)
+                await self._body.mount(self.live)
+            self.live.show(self._text, room=room)
 
-    def _segment(self, text: MarkedText) -> Segment:
+    def _segment(self, text: MarkedText, parked: Size | None = None) -> Segment:
         plain = self._glyphs.name == "ascii"
-        return Segment(text.text, marks=text.marks, shows_marks=self._shows_marks, plain=plain)
+        return Segment(
+            text.text, marks=text.marks, shows_marks=self._shows_marks, plain=plain, parked=parked
+        )
 
     async def finish(self) -> None:
-        """The answer is complete: draw what was held back."""
+        """The answer is complete: Markdown takes the place of what was drawn row by row."""
         async with self._drawing:
-            await self._draw(len(self._tail_text))
-            self._tail = None
-
-    async def _add(self, segment: Segment) -> Segment:
-        self.segments.append(segment)
-        await self._body.mount(segment)
-        return segment
-
-    def at_rest(self) -> list[Segment]:
-        """The segments that do not grow any more."""
-        return [segment for segment in self.segments if segment is not self._tail]
-
-    async def _draw(self, end: int) -> None:
-        if self._tail is not None and end > self._drawn:
-            self._tail.marks = self._tail_text.marks
-            await self._tail.append(self._tail_text.text[self._drawn : end])
-            self._drawn = end
-
-    async def _rotate(self) -> None:
-        """Begin a new segment if the last one is long and can be cut."""
-        length = len(self._tail_text)
-        if self._tail is None or length < max(SEGMENT_CHARS, self._looked_at + _SPLIT_STEP):
-            return
-        self._looked_at = length
-        first, *others = cut_segments(self._tail_text)
-        if not others:
-            return
-        self._tail.marks = first.marks
-        with self.app.batch_update():
-            if len(first) < self._drawn:
-                await self._tail.update(first.text)
-            else:
-                await self._draw(len(first))
-            for part in others[:-1]:
-                await self._add(self._segment(part))
-            self._tail = await self._add(self._segment(MarkedText()))
-        self._tail_text = others[-1]
-        self._drawn = self._looked_at = 0
+            live, text = self.live, self._text
+            if live is None:
+                return
+            parts = cut_segments(text)
+            self.segments = [
+                self._segment(part, None if near else Size(live.size.width, rows))
+                for part, rows, near in live.places(parts)
+            ]
+            with self.app.batch_update():
+                await self._body.mount_all(self.segments)
+                await live.remove()
+            self.live, self._text = None, MarkedText()
+        await self.seek(self._wanted)
 
     async def set_text(self, text: MarkedText) -> None:
         """Draw a complete answer, cut into segments at once."""
@@ -340,11 +330,10 @@ class AnswerBlock(Block):
         """Underline the marked text, or stop doing so."""
         self._shows_marks = shown
         async with self._drawing:
-            for segment in self.at_rest():
+            for segment in self.segments:
                 await segment.show_marks(shown)
-            if self._tail is not None and self._tail.shows_marks is not shown:
-                self._tail.shows_marks = shown
-                await self._tail.redraw_growing()
+            if self.live is not None:
+                self.live.show_marks(shown)
 
     def set_closing(self, closing: Content) -> None:
         """Replace the line under the answer."""

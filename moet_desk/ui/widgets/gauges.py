@@ -214,7 +214,7 @@ class History:
         self._moved, self._due_s = None, 0.0
 
     def add(self, snapshot: EngineSnapshot, now_s: float) -> None:
-        """Take a snapshot; called at 4 Hz, keeps one value a second."""
+        """Take a snapshot; called twice a second, keeps one value of each."""
         if now_s < self._due_s:
             return
         self._due_s = now_s + 1.0
@@ -262,6 +262,8 @@ def move_line(snapshot: EngineSnapshot, history: History, *, width: int, glyphs:
         more += f", p95 {snapshot.reads.p95_ms:.1f} ms{cached}"
     if counters.promotions and width >= 110:
         more += f"   {counters.promotions:,} promoted"
+    if snapshot.vram is not None and width >= 110:
+        more += f"   card: {show_memory(snapshot.vram.free)} free"
     n = 16 if width >= 100 else 8
     return Content.assemble(
         f"moved {moved} ", (sparkline(history.slot_rate, n, glyphs), f"${tier_variable(Tier.RAM)}"),

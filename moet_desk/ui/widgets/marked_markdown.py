@@ -22,6 +22,7 @@ from moet_desk.ui.text import find_all, markdown_parser
 
 UNDERLINE = "underline"
 SOUGHT = "reverse"
+PLAIN_BULLETS = ["* ", "- ", "+ "]
 
 if TYPE_CHECKING:
     from textual.css.styles import RulesMap
@@ -149,7 +150,7 @@ class MarkedMarkdown(Markdown):
         self.marks = marks  # may reach beyond the text that is drawn already
         self.shows_marks = shows_marks
         if plain:
-            self.BULLETS = ["* ", "- ", "+ "]
+            self.BULLETS = PLAIN_BULLETS
 
     def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
         """Our own class where text is drawn."""
@@ -173,13 +174,3 @@ class MarkedMarkdown(Markdown):
     async def redraw(self) -> None:
         """Draw anew what does not grow."""
         await self.update(self.source)
-
-    async def redraw_growing(self) -> None:
-        """Draw anew what grows: `update` alone would forget where the last paragraph began.
-
-        Nothing may be appended before this returns.
-        """
-        text = self.source
-        with self.app.batch_update():
-            await self.update("")
-            await self.append(text)

@@ -5,6 +5,8 @@ Text from models is never markup. UI thread.
 
 from __future__ import annotations
 
+from textual.geometry import Size
+
 from moet_desk.marked_text import MarkedText, Ranges
 from moet_desk.ui.text import find_all, split_segments
 from moet_desk.ui.widgets.marked_markdown import MarkedMarkdown, mark_sought
@@ -24,10 +26,17 @@ class Segment(MarkedMarkdown):
         marks: Ranges = (),
         shows_marks: bool = False,
         plain: bool = False,
+        parked: Size | None = None,
     ) -> None:
-        super().__init__(text, marks=marks, shows_marks=shows_marks, plain=plain)
+        """`parked`: the room it is known to take; it holds no widgets at first."""
+        super().__init__(
+            text if parked is None else "", marks=marks, shows_marks=shows_marks, plain=plain
+        )
         self._parked_text: str | None = None
         self._parked_width = 0
+        if parked is not None:
+            self._parked_text, self._parked_width = text, parked.width
+            self.styles.height = parked.height
         self._sought = ""
 
     @property

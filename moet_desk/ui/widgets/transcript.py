@@ -16,6 +16,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.geometry import Size
 from textual.widgets import Static
 
 from moet_desk.ui.chat_records import Status, Turn
@@ -364,7 +365,7 @@ class Transcript(VerticalScroll, can_focus=True):
         view = self.region
         near = view.grow((view.height // 2, 0, view.height // 2, 0))
         far = view.grow((view.height, 0, view.height, 0))
-        for segment in self._segments_at_rest():
+        for segment in self._segments():
             place = segment.region
             if not place.height:
                 continue
@@ -373,17 +374,23 @@ class Transcript(VerticalScroll, can_focus=True):
             elif not segment.parked and not place.overlaps(far):
                 await segment.park()
 
-    def _segments_at_rest(self) -> list[Segment]:
+    def _segments(self) -> list[Segment]:
         blocks = [block for block in self.children if isinstance(block, AnswerBlock)]
-        return [segment for block in blocks for segment in block.at_rest()]
+        return [segment for block in blocks for segment in block.segments]
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
         if round(old_value) != round(new_value):
             self.call_after_refresh(self.settle)
 
+    def _size_updated(
+        self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True
+    ) -> bool:
+        # Its own height is no reason for another layout; if a scroll bar comes, that is one itself.
+        return super()._size_updated(size, virtual_size, container_size, layout=False)
+
     def on_resize(self) -> None:
-        for segment in self._segments_at_rest():
+        for segment in self._segments():
             segment.refit(segment.size.width)
         self.call_after_refresh(self.settle)
 

@@ -165,7 +165,7 @@ def quant_cases() -> Iterator[Case]:
 
 
 def lookup_case(n_tokens: int, top_k: int) -> Case:
-    tables = "slot_of owner last_used free n_free hand clock counters"
+    tables = "slot_of owner last_used free n_free hand clock counters limit"
     outputs = "uniq_slot uniq_pair n_uniq miss_n miss_row miss_slot"
     pairs = triton.next_power_of_2(n_tokens * top_k)
     constexprs: dict[str, Any] = {
@@ -182,8 +182,7 @@ def lookup_case(n_tokens: int, top_k: int) -> Case:
     return Case(
         f"lookup T={n_tokens} K={top_k}",
         cache._lookup_kernel,
-        pointers("*i32", f"ids {tables} {outputs}")
-        | {"warmth": "*fp32", "layer": "i32", "n_slots": "i32"},
+        pointers("*i32", f"ids {tables} {outputs}") | {"warmth": "*fp32", "layer": "i32"},
         constexprs,
         1 if pairs <= 16 else 4,
         NO_FUSION | {"maxnreg": 128},

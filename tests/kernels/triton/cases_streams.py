@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import pooled_key_bytes, shared_entry_bytes
-from moet_desk.kernels.triton import pooled_keys, pooling, shared_attention, streams
+from moet_desk.kernels.triton import (
+    heads,
+    pooled_keys,
+    pooling,
+    route,
+    seen,
+    shared_attention,
+    streams,
+)
 from tests.kernels.triton.cases_attention import DECODE, DEVICE, ONE_STAGE, PARTS
 from tests.kernels.triton.gate import Case
 
@@ -40,8 +48,9 @@ def _cases() -> Iterator[Case]:
         }  # fmt: skip
         kernel = shared_attention._shared_decode_kernel
         types = {**DECODE, "q": F32}
-        name = f"shared_decode {form.value}"
-        yield Case(name, kernel, types, values, 8, ONE_STAGE, wants=("HMMA",))
+        for splits in (64, 8):
+            name, own = f"shared_decode {form.value} {splits}", {**values, "SPLITS": splits}
+            yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",))
     for ratio, overlap, dim in ((4, True, 512), (4, True, 128), (128, False, 512)):
         types = {
             "joined": F32, "joined_stride": "i32", "places": F32, "positions": "*i32",
@@ -51,15 +60,53 @@ def _cases() -> Iterator[Case]:
         yield Case(f"pool {ratio} D={dim}", pooling._pool_kernel, types, values, 2, EXACT)
     for form in KvFormat:
         types = {
-            "vectors": F32, "weight": "*bf16", "eps": "fp32", "cos": F32, "sin": F32,
-            "positions": "*i32", "pages": "*u8", "table": "*i32", "table_stride": "i32",
+            "vectors": F32, "vectors_stride": "i32", "weight": F32, "eps": "fp32", "cos": F32,
+            "sin": F32, "positions": "*i32", "pages": "*u8", "table": "*i32",
+            "table_stride": "i32",
         }  # fmt: skip
-        values = {
-            "D": 512, "W": 64, "RATIO": 4, "PAGE": 16, "B": 8, "FORM": form.value,
-            "ENTRY": shared_entry_bytes(form, 512, 64),
-        }  # fmt: skip
-        yield Case(f"pool_finish {form.value}", pooling._finish_kernel, types, values, 4, EXACT)
+        for ratio, page, spread, ring in ((4, 16, 1, 0), (128, 1, 2, 0), (1, 1, 1, 640)):
+            values = {
+                "D": 512, "W": 64, "RATIO": ratio, "PAGE": page, "SPREAD": spread, "RING": ring,
+                "B": 8, "FORM": form.value, "ENTRY": shared_entry_bytes(form, 512, 64),
+            }  # fmt: skip
+            name = f"pool_finish {form.value} {ratio}"
+            yield Case(name, pooling._entry_kernel, types, values, 4, EXACT)
     yield from _keys()
+    yield from _lists()
+    for norm in (True, False):
+        types = {
+            "x": F32, "out": F32, "group_stride": "i32", "row_stride": "i32", "cos": F32,
+            "sin": F32, "positions": "*i32", "eps": "fp32",
+        }  # fmt: skip
+        values = {"D": 512, "DR": 64, "B": 512, "EACH": 8, "NORM": norm, "BACK": not norm}
+        yield Case(f"turn_heads norm={norm}", heads._turn_kernel, types, values, 1, EXACT)
+    types = {
+        "logits": F32, "table": "*i32", "tokens": "*i32", "ids": "*i32", "weights": F32,
+        "scale": "fp32",
+    }  # fmt: skip
+    values = {"E": 256, "E2": 256, "K": 6, "K2": 8, "SCORE": 2, "RENORM": True}
+    yield Case("route_named", route._named_kernel, types, values, 2)
+
+
+def _lists() -> Iterator[Case]:
+    """Of what rows see."""
+    i32 = "*i32"
+    types = {
+        "runs": i32, "runs_stride": "i32", "positions": i32, "sources": i32, "targets": i32,
+        "rings": i32, "closed": i32, "held": i32, "n_rows": "i32",
+    }  # fmt: skip
+    values = {"KEPT": 16, "RING": 640, "RATIO": 4, "B": 64}
+    yield Case("places", seen._places_kernel, types, values, 2)
+    types = {
+        "positions": i32, "rings": i32, "table": i32, "table_stride": "i32", "chosen": i32,
+        "counts": i32, "listed": i32, "listed_stride": "i32", "lengths": i32, "first": "i32",
+    }  # fmt: skip
+    for ratio, page, spread, top_k in ((0, 1, 1, 0), (4, 16, 1, 512), (128, 1, 2, 0)):
+        values = {
+            "WINDOW": 128, "RING": 640, "RATIO": ratio, "PAGE": page, "SPREAD": spread,
+            "TOP_K": top_k, "B": 256,
+        }  # fmt: skip
+        yield Case(f"seen {ratio}", seen._list_kernel, types, values, 2)
 
 
 def _keys() -> Iterator[Case]:

@@ -15,9 +15,12 @@ from moet_desk.kernels.triton.cache import (
     GpuTables,
     LookupOutput,
     claim,
+    forget,
+    grow,
     lookup,
     rebase,
     release,
+    shrink,
     warm_as,
 )
 from tests.kernels.triton import twin_cache
@@ -183,3 +186,83 @@ def test_promotion__hot_rows_for_cold_ones__look_ups_go_on_as_the_twin_says() ->
         held = [r for r in range(32) if fine.slot_of[r] >= 0]
         assert {1, 16 + 2} <= set(held)
         assert [int(fine.owner[fine.slot_of[r]]) for r in held] == held
+
+
+def assert_whole(tables: GpuTables) -> None:
+    """Every usable slot is free or holds a row that says so; the others hold nothing."""
+    limit = int(tables.limit)
+    held = {row: slot for slot, row in enumerate(tables.owner.tolist()) if row >= 0}
+    assert held == {row: slot for row, slot in enumerate(tables.slot_of.tolist()) if slot >= 0}
+    free = tables.free[: int(tables.n_free)].tolist()
+    assert sorted([*free, *held.values()]) == list(range(limit))
+    assert bool((tables.last_used[tables.owner < 0] == -1).all())
+
+
+def resident(tables: GpuTables) -> set[int]:
+    return set(tables.owner[tables.owner >= 0].tolist())
+
+
+@pytest.mark.parametrize(("n_slots", "limit"), [(40, 9), (600, 300)])
+def test_limit__shrunk_and_grown_between_steps__look_ups_stay_within_it(
+    n_slots: int, limit: int
+) -> None:
+    tables = GpuTables.empty(2, 512, n_slots, device="cpu", limit=n_slots // 2)
+    assert_whole(tables)
+    claim(tables, range(n_slots // 4))
+    for change in (None, n_slots, limit, limit - 1, limit + 5):
+        if change is not None and change > int(tables.limit):
+            grow(tables, change)
+        elif change is not None:
+            shrink(tables, change)
+        assert_whole(tables)
+        for step in range(2):
+            for layer in range(2):
+                ids = torch.arange(4, dtype=torch.int32)[None] * 7 + step * 41 + layer
+                check_lookup(ids % 512, tables, layer, ends_step=layer == 1)
+        assert_whole(tables)
+    assert int(tables.limit) == limit + 5
+
+
+def test_shrink__hot_rows_behind_the_new_end__move_to_free_and_colder_slots() -> None:
+    tables = GpuTables.empty(1, 16, 8, device="cpu")
+    claim(tables, [10, 11, 12, 13, 14, 15])  # slots 0 to 5
+    release(tables, [1])
+    tables.warmth[[10, 12, 13, 14, 15]] = torch.tensor([5.0, 1.0, 9.0, 7.0, 0.5])
+    tables.last_used[4] = 3
+    tables.hand.fill_(6)
+    moves = shrink(tables, 4)
+    assert moves == [(4, 1)]  # 14, the hottest that lies behind; 15 is the coldest of all
+    assert tables.owner.tolist() == [10, 14, 12, 13, -1, -1, -1, -1]
+    assert int(tables.last_used[1]) == 3
+    assert int(tables.hand) == 0
+    assert_whole(tables)
+    assert shrink(tables, 2) == [(3, 0)]  # 13 and 14 are the hottest
+    assert resident(tables) == {13, 14}
+    assert_whole(tables)
+
+
+def test_shrink__rows_of_equal_heat__none_is_moved_in_vain() -> None:
+    tables = GpuTables.empty(1, 16, 8, device="cpu")
+    claim(tables, range(8))
+    assert shrink(tables, 5) == []
+    assert resident(tables) == {0, 1, 2, 3, 4}
+
+
+def test_grow__new_slots__are_free_and_old_rows_stay() -> None:
+    tables = GpuTables.empty(1, 16, 8, device="cpu", limit=3)
+    claim(tables, [4, 5, 6])
+    grow(tables, 6)
+    assert resident(tables) == {4, 5, 6}
+    assert_whole(tables)
+    assert claim(tables, [7, 8, 9, 10]) == [3, 4, 5]
+
+
+def test_forget__all_slots_are_free_and_heat_is_kept() -> None:
+    tables = GpuTables.empty(2, 16, 8, device="cpu", limit=5)
+    check_lookup(torch.tensor([[3, 4]], dtype=torch.int32), tables, 1, ends_step=True)
+    warmth = tables.warmth.clone()
+    forget(tables)
+    assert not resident(tables)
+    assert int(tables.n_free) == 5
+    assert_whole(tables)
+    assert torch.equal(tables.warmth, warmth)

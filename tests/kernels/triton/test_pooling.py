@@ -91,3 +91,27 @@ def test_finish__windows_that_close__bytes_near_the_twin_and_no_others(form: KvF
         assert (got - entry).norm() <= 1.02 * (want - entry).norm() + 1e-5
         pages[page, at] = 0
     assert not pages.any()
+
+
+def test_finish__ring_and_entries_of_several_pages__where_they_belong() -> None:
+    """Window entries go round; of windows of two pages, the entry lies on the first."""
+    dim, form = 128, KvFormat.F32
+    vectors, weight = _random(2, 2 * dim, seed=7)[:, :dim], torch.ones(dim)  # rows lie apart
+    cos, sin = torch.ones(32, 32), torch.zeros(32, 32)
+    n_bytes = shared_entry_bytes(form, dim, ROTARY)
+    want = ref.rms_norm(vectors, weight, 1e-6)
+
+    ring = torch.zeros(40, 1, n_bytes, dtype=torch.uint8)
+    positions, first = torch.tensor([7, 21]).int(), torch.tensor([[0], [16]]).int()
+    finish(vectors, weight, 1e-6, cos, sin, positions, ring, first, form, ratio=1, ring=16)
+    got = ref.shared_read(ring[:, 0], form, dim, ROTARY)
+    torch.testing.assert_close(got[[7, 16 + 5]], want)
+    assert int(got.any(1).sum()) == 2
+
+    pages = torch.zeros(5, 1, n_bytes, dtype=torch.uint8)
+    table = torch.tensor([[3, 4, 1, 2], [0, 1, 2, 3]]).int()
+    positions = torch.tensor([15, 14]).int()  # the second closes nothing
+    finish(vectors, weight, 1e-6, cos, sin, positions, pages, table, form, ratio=8, spread=2)
+    got = ref.shared_read(pages[:, 0], form, dim, ROTARY)
+    torch.testing.assert_close(got[1], want[0])
+    assert int(got.any(1).sum()) == 1

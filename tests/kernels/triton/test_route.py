@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moet_desk.kernels import reference
 from moet_desk.kernels.kinds import Score
-from moet_desk.kernels.triton.route import route
+from moet_desk.kernels.triton.route import route, route_named
 
 CASES = [
     # experts, chosen, score, bias, groups, kept groups, renormalise, scale
@@ -116,3 +116,18 @@ def test_route__very_negative_logits__softplus_keeps_them_apart() -> None:
 def test_route__more_than_it_can__refused() -> None:
     with pytest.raises(ValueError, match="cannot choose 17 of 32"):
         run(torch.zeros(1, 32), None, 17, score=Score.SOFTMAX, renormalize=True, scale=1.0)
+
+
+@pytest.mark.parametrize("score", list(Score))
+def test_route_named__table_of_tokens__its_experts_and_the_twin_s_weights(score: Score) -> None:
+    logits = torch.randn(4, 24) * 3
+    logits[2, 5] = torch.nan
+    table = torch.rand(9, 24).topk(6).indices.int()
+    tokens = torch.tensor([8, 0, 3, 8], dtype=torch.int32)
+    ids, weights = torch.full((4, 6), -7, dtype=torch.int32), torch.full((4, 6), -7.0)
+    options = {"score": score, "renormalize": True, "scale": 1.5}
+    route_named(logits, table, tokens, ids=ids, weights=weights, **options)  # type: ignore[arg-type]
+    assert torch.equal(ids, table[tokens.long()])
+    want = reference.weights_of(logits, ids.long(), **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(weights, want, rtol=2e-6, atol=1e-7, equal_nan=True)
+    assert weights[2].isnan().all()

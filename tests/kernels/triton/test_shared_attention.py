@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,9 +17,11 @@ HEADS, DIM, ROTARY, HELD = 5, 128, 64, 90
 LENGTHS = [1, 32, 70]
 
 
-@pytest.mark.parametrize("form", list(KvFormat))
+@pytest.mark.parametrize(
+    ("form", "splits"), [*((form, 64) for form in KvFormat), (KvFormat.BF16, 1)]
+)
 def test_shared_decode__lists_of_all_lengths__as_the_twin_and_each_row_alone(
-    form: KvFormat,
+    form: KvFormat, splits: int
 ) -> None:
     source = torch.Generator().manual_seed(3)
     entries = ref.shared_write(torch.randn(HELD, DIM, generator=source), form, ROTARY)
@@ -29,14 +33,15 @@ def test_shared_decode__lists_of_all_lengths__as_the_twin_and_each_row_alone(
     scratch.sums.fill_(torch.nan)
     scratch.stats.fill_(torch.nan)
     out, alone = torch.empty(3, HEADS, DIM), torch.empty(1, HEADS, DIM)
-    shared_decode(q, kv, lengths, sink, out, scale=0.1, scratch=scratch)
+    options: dict[str, Any] = {"scale": 0.1, "scratch": scratch, "splits": splits}
+    shared_decode(q, kv, lengths, sink, out, **options)
     for t, length in enumerate(LENGTHS):
         seen = ref.shared_read(entries[table[t, :length].long()], form, DIM, ROTARY)
         mask = torch.ones(1, length, dtype=torch.bool)
         want = ref.shared_attention(q[t : t + 1], seen, mask, sink, scale=0.1)
         torch.testing.assert_close(out[t], want[0], rtol=1e-5, atol=2e-6)
     one = KvPages(kv.pages, table[1:2], form)
-    shared_decode(q[1:2], one, lengths[1:2], sink, alone, scale=0.1, scratch=scratch)
+    shared_decode(q[1:2], one, lengths[1:2], sink, alone, **options)
     assert torch.equal(alone[0], out[1])
 
 

@@ -81,7 +81,7 @@ def _free_slot(tables: GpuTables) -> int | None:
 
 
 def _coldest(tables: GpuTables, now: int) -> int:
-    n_slots = tables.n_slots
+    n_slots = int(tables.limit)
     while True:
         begin = int(tables.hand) if n_slots > WINDOW else 0
         end = min(begin + WINDOW, n_slots)

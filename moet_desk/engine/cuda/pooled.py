@@ -1,0 +1,292 @@
+"""Pooled attention on a device: its launches for the rows of a step, or of a block of a prompt.
+
+The twin is engine/blocks/pooled; rows read what rows before them left in the layer's memory
+(`pool_states`). Nothing here allocates, waits or branches on data, so a step can be captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moet_desk.engine.cuda.dense_weights import DenseSource
+from moet_desk.engine.cuda.pool_states import PoolMemory
+from moet_desk.engine.cuda.pooled_sizes import LOOKING_ROWS, PooledSizes, seen_most
+from moet_desk.engine.cuda.products import GroupedWeight, Products
+from moet_desk.engine.page_rows import PageRows
+from moet_desk.engine.spec import Pool, PooledAttention, PoolIndexer
+from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.heads import turn_back, turn_heads
+from moet_desk.kernels.triton.indexer import choose
+from moet_desk.kernels.triton.kv_entries import KvPages
+from moet_desk.kernels.triton.norms import rms_norm
+from moet_desk.kernels.triton.pooled_keys import prepare_queries, score_windows, store_keys
+from moet_desk.kernels.triton.pooling import finish, pool
+from moet_desk.kernels.triton.prepare import Rotation
+from moet_desk.kernels.triton.seen import Places, Pooled, list_seen
+from moet_desk.kernels.triton.shared_attention import shared_decode
+
+
+@dataclass(frozen=True, slots=True)
+class PooledBuffers:
+    """Of R rows, float32 unless said; of B rows that look at the same time what is behind `scores`.
+
+    Attributes:
+        joined: [R, r_q + D]; latent: [R, r_q].
+        pooling: [R, values and logits]; means: [R, D], key_means: [R, D_i], of windows that close.
+        one, other: flat, [R, N, D]: heads on their way in and out.
+        low: [R, G * r].
+        index_one, index_other: [R, N_i, D_i]; heads: [R, N_i].
+        places: of rows.
+        splits: parts of a row's entries.
+        scores: [B, S]; chosen, counts: int32 [B, K], [B]; listed, seen: int32 [B, L], [B].
+    """
+
+    joined: Tensor
+    latent: Tensor
+    pooling: Tensor
+    means: Tensor
+    key_means: Tensor
+    one: Tensor
+    other: Tensor
+    low: Tensor
+    index_one: Tensor
+    index_other: Tensor
+    heads: Tensor
+    places: Places
+    splits: int
+    scores: Tensor
+    chosen: Tensor
+    counts: Tensor
+    listed: Tensor
+    seen: Tensor
+
+    @classmethod
+    def make(cls, size: PooledSizes, rows: int, splits: int, device: torch.device) -> PooledBuffers:
+        """For up to `rows` rows."""
+        looking = LOOKING_ROWS[splits]
+
+        def f32(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+
+        def i32(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        index = (rows, size.index_heads, size.index_dim)
+        return cls(
+            joined=f32(rows, size.joined), latent=f32(rows, size.latent),
+            pooling=f32(rows, size.pooling), means=f32(rows, size.head_dim),
+            key_means=f32(rows, size.index_dim), one=f32(rows * size.queries),
+            other=f32(rows * size.queries), low=f32(rows, size.low), index_one=f32(*index),
+            index_other=f32(*index), heads=f32(rows, size.index_heads),
+            places=Places.make(rows, device), splits=splits, scores=f32(looking, size.scored),
+            chosen=i32(looking, size.top_k), counts=i32(looking),
+            listed=i32(looking, size.listed), seen=i32(looking),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Rows and the memory that they belong to.
+
+    Attributes:
+        places: of them.
+        table: int32 [T, pages of a sequence].
+        memory: of the layer.
+        sees_all: whether an indexer need not score for them: all that is closed is taken.
+    """
+
+    places: Places
+    table: Tensor
+    memory: PoolMemory
+    sees_all: bool = False
+
+    @property
+    def n(self) -> int:
+        """How many."""
+        return self.table.shape[0]
+
+    def pages(self, rows: PageRows, here: slice) -> KvPages:
+        """Pooled entries or keys as some of the rows see them."""
+        return KvPages(rows.memory, self.table[here], self.memory.form)
+
+
+class _Compressor:
+    """Pools entries or keys of `dim` numbers."""
+
+    def __init__(self, load: DenseSource, name: str, eps: float) -> None:
+        self.places, self.norm = load.vector(name + "ape"), load.vector(name + "norm")
+        self.eps = eps
+
+    def read(
+        self, joined: Tensor, sums: Tensor, places: Places, means: Tensor, *, overlap: bool
+    ) -> None:
+        """Add rows to open windows; `means` gets those that close."""
+        pool(
+            joined, self.places, places.positions, sums, places.sources, places.targets, means,
+            overlap=overlap,
+        )  # fmt: skip
+
+
+class _PoolIndexerLaunches:
+    def __init__(self, indexer: PoolIndexer, load: DenseSource, name: str, eps: float) -> None:
+        self.indexer = indexer
+        self.compressor = _Compressor(load, name + "compressor.", eps)
+        self.w_query, self.w_heads = load.matrix(name + "wq_b"), load.matrix(name + "weights_proj")
+
+
+class PooledLaunches:
+    """The mixer of one layer.
+
+    Args:
+        mixer: what it is.
+        load: reads the weights.
+        name: of the mixer.
+        turns: cos and sin of its rope, [positions, 32].
+        context: longest sequence.
+    """
+
+    def __init__(
+        self,
+        mixer: PooledAttention,
+        load: DenseSource,
+        name: str,
+        *,
+        turns: tuple[Tensor, Tensor],
+        context: int,
+    ) -> None:
+        self.mixer, self._turns, self._width = mixer, turns, seen_most(mixer, context)
+        self._w_in = load.matrix(name + "wq_a", name + "wkv")
+        self._q_norm, self._kv_norm = load.vector(name + "q_norm"), load.vector(name + "kv_norm")
+        self._w_query = load.matrix(name + "wq_b")
+        self._sinks = load.vector(name + "attn_sink")
+        self._w_low = GroupedWeight.of(load.matrix(name + "wo_a"), mixer.out_groups)
+        self._w_out = load.matrix(name + "wo_b")
+        self._compressor: _Compressor | None = None
+        self._index: _PoolIndexerLaunches | None = None
+        if mixer.pool is None:
+            return
+        below, eps = [name + "compressor."], mixer.norm_eps
+        self._compressor = _Compressor(load, below[0], eps)
+        if mixer.pool.indexer is not None:
+            self._index = _PoolIndexerLaunches(mixer.pool.indexer, load, name + "indexer.", eps)
+            below.append(name + "indexer.compressor.")
+        self._w_pool = load.matrix(*(one + part for one in below for part in ("wkv", "wgate")))
+
+    def launch(
+        self,
+        b: PooledBuffers,
+        products: Products,
+        normed: Tensor,
+        rows: PooledRows,
+        out: Tensor,
+        *,
+        scratch: DecodeScratch,
+    ) -> None:
+        """Take rows in, and give what they see.
+
+        Shapes:
+            normed, out [T, H] float32; may not be the same memory
+        """
+        mixer, t, places = self.mixer, slice(0, rows.n), rows.places
+        rotation = Rotation(places.positions, *self._turns, interleaved=True)
+        products(normed, self._w_in, b.joined[t])
+        latent, entry = b.joined[t, : mixer.q_rank], b.joined[t, mixer.q_rank :]
+        rms_norm(latent, self._q_norm, mixer.norm_eps, out=b.latent[t])
+        finish(
+            entry, self._kv_norm, mixer.norm_eps, *self._turns, places.positions,
+            rows.memory.rows, places.rings, rows.memory.form, ratio=1, ring=rows.memory.ring,
+        )  # fmt: skip
+        if mixer.pool is not None:
+            self._pool(b, products, normed, rows, rotation, mixer.pool)
+        shape = (rows.n, mixer.n_heads, mixer.head_dim)
+        size = rows.n * mixer.n_heads * mixer.head_dim
+        one, other = b.one[:size].view(shape), b.other[:size].view(shape)
+        products(b.latent[t], self._w_query, one.flatten(1))
+        turn_heads(one, other, rotation=rotation, eps=mixer.norm_eps)
+        looking = LOOKING_ROWS[b.splits]
+        for first in range(0, rows.n, looking):
+            here = slice(first, min(first + looking, rows.n))
+            self._attend(b, rows, here, other[here], one[here], scratch)
+        back = products.by_group(b.other[:size], rows.n, mixer.out_groups)
+        turn_back(one, back, rotation=rotation)
+        products.grouped(back, self._w_low, b.low[t])
+        products(b.low[t], self._w_out, out)
+
+    def _pool(
+        self,
+        b: PooledBuffers,
+        products: Products,
+        normed: Tensor,
+        rows: PooledRows,
+        rotation: Rotation,
+        pooled: Pool,
+    ) -> None:
+        """Add the rows to open windows, keep what closes, and make the indexer's queries ready."""
+        t, places, memory, own = slice(0, rows.n), rows.places, rows.memory, self._compressor
+        assert own is not None, "a pool has a compressor"  # noqa: S101
+        assert memory.entries is not None, "and memory"  # noqa: S101
+        assert memory.sums is not None, "of both kinds"  # noqa: S101
+        values = b.pooling[t, : self._w_pool.n]
+        products(normed, self._w_pool, values)
+        width = 2 * own.places.shape[1]
+        overlap = pooled.indexer is not None
+        own.read(values[:, :width], memory.sums, places, b.means[t], overlap=overlap)
+        finish(
+            b.means[t], own.norm, own.eps, *self._turns, places.positions, memory.entries.memory,
+            rows.table, memory.form, ratio=pooled.ratio, spread=memory.entries.spread,
+        )  # fmt: skip
+        if self._index is None or memory.keys is None or memory.key_sums is None:
+            return
+        keys, index = self._index.compressor, self._index
+        keys.read(values[:, width:], memory.key_sums, places, b.key_means[t], overlap=True)
+        store_keys(
+            b.key_means[t], keys.norm, keys.eps, ratio=pooled.ratio, rotation=rotation,
+            kv=rows.pages(memory.keys, t),
+        )  # fmt: skip
+        if rows.sees_all:
+            return
+        products(b.latent[t], index.w_query, b.index_one[t].flatten(1))
+        prepare_queries(b.index_one[t], b.index_other[t], memory.form, rotation=rotation)
+        products(normed, index.w_heads, b.heads[t])
+
+    def _attend(
+        self,
+        b: PooledBuffers,
+        rows: PooledRows,
+        here: slice,
+        heads: Tensor,
+        out: Tensor,
+        scratch: DecodeScratch,
+    ) -> None:
+        """What a few rows see: heads, out [T, N, D]."""
+        mixer, memory, n = self.mixer, rows.memory, slice(0, heads.shape[0])
+        places, listed = rows.places.of(here), b.listed[n, : self._width]
+        list_seen(
+            places, self._pooled(b, rows, here), listed, b.seen[n], window=mixer.window,
+            ring=memory.ring,
+        )  # fmt: skip
+        shared_decode(
+            heads, KvPages(memory.rows, listed, memory.form), b.seen[n], self._sinks, out,
+            scale=mixer.softmax_scale, scratch=scratch, splits=b.splits,
+        )  # fmt: skip
+
+    def _pooled(self, b: PooledBuffers, rows: PooledRows, here: slice) -> Pooled | None:
+        """Which pooled entries a few rows see, chosen if there is an indexer."""
+        memory, pooled, n = rows.memory, self.mixer.pool, slice(0, here.stop - here.start)
+        if pooled is None or memory.entries is None:
+            return None
+        kv = rows.pages(memory.entries, here)
+        found = Pooled(kv, pooled.ratio, memory.entries.spread, memory.first)
+        if self._index is None or memory.keys is None:
+            return found
+        closed, indexer = rows.places.closed[here], self._index.indexer
+        if not rows.sees_all:
+            score_windows(
+                b.index_other[here], b.heads[here], rows.pages(memory.keys, here), closed,
+                b.scores[n], scale=(indexer.n_heads * indexer.head_dim) ** -0.5,
+            )  # fmt: skip
+        choose(b.scores[n], closed, kv, b.chosen[n], b.counts[n])
+        return Pooled(kv, pooled.ratio, 1, memory.first, b.chosen[n], b.counts[n])

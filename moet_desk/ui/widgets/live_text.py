@@ -1,0 +1,222 @@
+"""The answer while it is written, as one widget that draws its own rows.
+
+Only the last block is drawn anew when words come; blocks that have ended keep their rows. The
+widget grows by more rows than it needs when words come fast, so that most flushes change no layout:
+they repaint a row or two. When the answer is complete, segments of Markdown take its place and look
+the same. UI thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from markdown_it.token import Token
+from rich.segment import Segment
+from textual import events
+from textual.geometry import Region, Size
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.style import Style
+from textual.visual import RenderOptions
+from textual.widget import Widget
+from textual.widgets import Markdown
+from textual.widgets.markdown import MarkdownFence
+
+from moet_desk.marked_text import MarkedText
+from moet_desk.ui.markdown_marks import MARKS, mark_tokens
+from moet_desk.ui.text import last_block, markdown_parser, shown_length
+from moet_desk.ui.widgets.markdown_rows import LOOKS, STYLES, RowDrawer
+from moet_desk.ui.widgets.marked_markdown import PLAIN_BULLETS, underlined
+
+_UNWRAPPED = 1 << 16
+_TAB = 8  # as Textual draws it
+_COLOUR_AGAIN, _COLOUR_STEP = 1.25, 40
+"""When growing code is coloured anew: longer by this factor, and by so many characters."""
+
+
+class LiveText(Widget):
+    """A growing Markdown text. Give it all of the text with `show`."""
+
+    DEFAULT_CSS = "LiveText { height: auto; width: 1fr; color: $foreground;" + STYLES + "}"
+    COMPONENT_CLASSES: ClassVar[set[str]] = LOOKS
+
+    def __init__(self, *, plain: bool, shows_marks: bool = False) -> None:
+        """`plain`: bullets in ASCII."""
+        super().__init__()
+        bullets = PLAIN_BULLETS if plain else Markdown.BULLETS
+        self._drawer = RowDrawer(self, bullets, self._code_lines)
+        self._shows_marks = shows_marks
+        self._text = MarkedText()
+        self._kept: list[Strip] = []  # rows of the blocks that have ended
+        self._kept_chars = 0
+        self._tail: list[Strip] = []  # rows of the last block
+        self._rows = 1  # its height
+        self._code = ""  # what of the last block is coloured, in whole lines
+        self._code_rows: list[Strip] = []
+        self._grows = False  # what is drawn now may go on
+        self._width = 0
+        self._theme = ""
+
+    @property
+    def text(self) -> str:
+        """What it was given."""
+        return self._text.text
+
+    @property
+    def n_rows(self) -> int:
+        """How many rows the text takes now."""
+        return len(self._kept) + len(self._tail)
+
+    @property
+    def n_rows_held(self) -> int:
+        """Its height: those rows, and blank ones for the next words."""
+        return self._rows
+
+    # -- text ----------------------------------------------------------------------------------
+
+    def show(self, text: MarkedText, *, room: int = 0) -> None:
+        """Draw the whole text so far.
+
+        Args:
+            text: what was shown before, and more.
+            room: blank rows to take as well if the widget has to become taller.
+        """
+        self._text = text
+        self._draw(room)
+
+    def show_marks(self, shown: bool) -> None:
+        """Underline the marked text, or stop doing so."""
+        if shown is not self._shows_marks:
+            self._shows_marks = shown
+            self._draw_anew()
+
+    def places(self, parts: Sequence[MarkedText]) -> list[tuple[MarkedText, int, bool]]:
+        """How many rows each part of the text takes here, and whether it is near the view."""
+        y, height, found = self.region.y, self.screen.size.height, []
+        drawer = RowDrawer(self, Markdown.BULLETS, _plain_lines)
+        for part in parts:
+            tokens = markdown_parser().parse(part.text)
+            rows = len(drawer.draw(tokens, self._width)) if self._width else 0
+            is_near = not rows or (y + rows > -height // 2 and y < height + height // 2)
+            found.append((part, rows, is_near))
+            y += rows
+        return found
+
+    def _draw_anew(self) -> None:
+        self._kept, self._kept_chars, self._tail = [], 0, []
+        self._code = ""
+        self._draw(0)
+        self.refresh()
+
+    def _draw(self, room: int) -> None:
+        self._width = self.size.width
+        if not self._width:  # drawn once it has its place
+            return
+        first, before = len(self._kept), self._tail
+        rest = self._text.text[self._kept_chars :]
+        tail = self._text.cut(self._kept_chars, self._kept_chars + shown_length(rest))
+        tokens = markdown_parser().parse(tail.text)
+        if self._shows_marks and tail.marks:
+            mark_tokens(tokens, tail.text, tail.marks)
+        line = last_block(tokens, tail.text)
+        if line:
+            at = next(i for i, token in enumerate(tokens) if _begins_at(token, line))
+            self._grows = False
+            self._kept += self._drawer.draw(tokens[:at], self._width)
+            self._kept_chars += sum(len(each) + 1 for each in tail.text.split("\n")[:line])
+            self._code = ""
+            tokens = tokens[at:]
+        self._grows = True
+        self._tail = self._drawer.draw(tokens, self._width)
+        self._repaint(first, before, room)
+
+    def _repaint(self, first: int, before: Sequence[Strip], room: int) -> None:
+        """Repaint what differs from the rows that were there from row `first` on."""
+        now = [*self._kept[first:], *self._tail]
+        pairs = enumerate(zip(before, now, strict=False))
+        same = next((y for y, (old, new) in pairs if old != new), min(len(before), len(now)))
+        if self.n_rows > self._rows:
+            self._rows = self.n_rows + room
+            self.refresh(layout=True, repaint=False)
+        changed = max(len(before), len(now)) - same
+        if changed:
+            self.refresh(Region(0, first + same, self._width, changed))
+
+    def _code_lines(self, token: Token, style: Style) -> list[Strip]:
+        """The lines of a block of code in colour; while it grows, the last ones wait for theirs."""
+        code = token.content.rstrip()
+        n_done = len(self._code)
+        waits = len(code) < max(n_done * _COLOUR_AGAIN, n_done + _COLOUR_STEP)
+        if self._grows and n_done and waits and code.startswith(self._code):
+            return self._code_rows + _plain_lines(code[n_done:], style)
+        ansi, dark = self.app.native_ansi_color, self.app.current_theme.dark
+        coloured = MarkdownFence.highlight(code, token.info, ansi=ansi, dark=dark)
+        options = RenderOptions(self._get_style, {})
+        rows = underlined(coloured, token).render_strips(_UNWRAPPED, None, style, options)
+        if self._grows and token.meta.get(MARKS) is None:
+            self._code, self._code_rows = code[: code.rfind("\n") + 1], rows[:-1]
+        return rows
+
+    # -- widget --------------------------------------------------------------------------------
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Its rows, and those kept ready for the next words."""
+        return self._rows
+
+    def _size_updated(
+        self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True
+    ) -> bool:
+        if size.width == self._size.width:
+            self._size = size  # rows that were there stay as they are drawn
+        return super()._size_updated(size, virtual_size, container_size, layout)
+
+    def on_resize(self, event: events.Resize) -> None:
+        if event.size.width != self._width:
+            self._rows, self._theme = 1, self.app.theme
+            self._draw_anew()
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        if self._width and self.app.theme != self._theme:
+            self._theme = self.app.theme
+            self.call_later(self._draw_anew)  # when all styles are the new ones
+
+    def render_line(self, y: int) -> Strip:
+        at = y - len(self._kept)
+        rows = self._kept if at < 0 else self._tail
+        at = y if at < 0 else at
+        if at >= len(rows):
+            return Strip.blank(self.size.width, self.visual_style.rich_style)
+        return self._selected(rows[at], y).apply_offsets(0, y)
+
+    def _selected(self, row: Strip, y: int) -> Strip:
+        selection = self.text_selection
+        span = None if selection is None else selection.get_span(y)
+        if span is None:
+            return row
+        start, end = span
+        end = row.cell_length if end == -1 else end
+        style = self.screen.get_component_rich_style("screen--selection")
+        parts = row.divide([start, end, row.cell_length])
+        return Strip.join([parts[0], parts[1].apply_style(style), *parts[2:]])
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        """The words that were selected with the mouse, row by row."""
+        rows = [row.text.rstrip() for row in (*self._kept, *self._tail)]
+        return selection.extract("\n".join(rows)), "\n"
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        """Repaint what is selected."""
+        self.refresh()
+
+
+def _begins_at(token: Token, line: int) -> bool:
+    return token.level == 0 and token.map is not None and token.map[0] == line
+
+
+def _plain_lines(code: Token | str, style: Style) -> list[Strip]:
+    """Lines of code in one colour."""
+    text = code if isinstance(code, str) else code.content.rstrip()
+    ink = style.rich_style
+    return [Strip([Segment(line.expandtabs(_TAB), ink)]) for line in text.split("\n")]
