@@ -60,7 +60,12 @@ class PooledSizes:
         index = self.index_heads * (2 * self.index_dim + 1) + self.index_dim
         row = self.joined + self.latent + self.head_dim + self.pooling + 2 * self.queries
         step = LOOKING_ROWS[splits] * (self.scored + self.top_k + self.listed + 2)
-        return rows * (row + self.low + index + 5) + step
+        return rows * (row + self.low + index + 5) + step + self.held
+
+    @property
+    def held(self) -> int:
+        """Most sums of one layer's open windows, of entries or of keys."""
+        return 9 * max(self.head_dim, self.index_dim)
 
 
 def _pooling_width(mixer: PooledAttention) -> int:

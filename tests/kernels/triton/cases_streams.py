@@ -58,6 +58,12 @@ def _cases() -> Iterator[Case]:
         }  # fmt: skip
         values = {"D": dim, "RATIO": ratio, "OVERLAP": overlap, "B": 64, "COMPILED": True}
         yield Case(f"pool {ratio} D={dim}", pooling._pool_kernel, types, values, 2, EXACT)
+        types = {
+            "joined": F32, "joined_stride": "i32", "places": F32, "start": "i32", "held": F32,
+            "states": F32, "targets": "*i32", "means": F32, "n_rows": "i32",
+        }  # fmt: skip
+        name, values = f"pool_run {ratio} D={dim}", {**values, "KEPT": 16}
+        yield Case(name, pooling._pool_run_kernel, types, values, 2, EXACT)
     for form in KvFormat:
         types = {
             "vectors": F32, "vectors_stride": "i32", "weight": F32, "eps": "fp32", "cos": F32,
