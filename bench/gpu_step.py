@@ -337,7 +337,8 @@ def resize() -> None:
     timed("map 13 GiB", lambda: pool.resize(n_slots))
     step = 2**30 // stride
     for _ in range(10):
-        claim(pool.tables, [row for row in range(n_slots) if pool.tables.slot_of[row] < 0])
+        without = torch.nonzero(pool.tables.slot_of.cpu() < 0).flatten().tolist()
+        claim(pool.tables, without)  # as many as there are free slots
         pool.tables.warmth.copy_(torch.rand(len(table)))
         timed("look", lambda: torch.cuda.mem_get_info(DEVICE))
         timed("shrink by 1 GiB", lambda: pool.resize(n_slots - step))
