@@ -1,4 +1,4 @@
-"""Words for what a disk refuses to write. Any thread."""
+"""Words for what the system refuses. Any thread."""
 
 from __future__ import annotations
 
@@ -24,3 +24,15 @@ def unwritable(path: Path, problem: OSError, *, done: str = "a part") -> MoetErr
     if problem.errno in _FULL:
         return fail("MD-DISK-02", path=str(path), done=done)
     return fail("MD-DISK-03", path=str(path), reason=problem.strerror or str(problem))
+
+
+def refused(problem: OSError) -> MoetError:
+    """The error of the catalogue for what the system refused where nobody expected it.
+
+    Returns:
+        MD-RAM-04 if memory ran out, else MD-DISK-04.
+    """
+    if problem.errno == errno.ENOMEM:
+        return fail("MD-RAM-04")
+    path = problem.filename or "The system"
+    return fail("MD-DISK-04", path=path, reason=problem.strerror or str(problem))

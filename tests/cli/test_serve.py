@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,10 @@ import openai
 import pytest
 
 from moet_desk.cli.context import Invocation
-from moet_desk.engine.handle import EngineOptions
-from moet_desk.errors import ExitCode, fail
+from moet_desk.cli.serve import _serve_until
+from moet_desk.engine.handle import EngineOptions, GenerateRequest
+from moet_desk.engine.scripted import Script, ScriptedEngine, ScriptedFailure
+from moet_desk.errors import ExitCode, MoetError, fail
 from tests.cli.conftest import SCRIPTED, Command, environment
 
 
@@ -112,3 +115,15 @@ def test_serve__port_in_use__exit_8_with_another_port(spawn: Command) -> None:
 def test_serve__network_without_key__exit_2(spawn: Command) -> None:
     result = spawn("serve", "--host", "0.0.0.0", "--port", "0", "--json", scripted=100)
     assert (result.code, result.error_code) == (ExitCode.USAGE, "MD-API-06")
+
+
+def test_serve__card_lost__ends_with_that_error_and_its_facts() -> None:
+    lost = ScriptedFailure("MD-GPU-07", {"name": "NVIDIA X", "reason": "gone"}, ends_engine=True)
+    engine = ScriptedEngine(Script(failures={0: lost}, prompt_tok_per_s=1e6))
+    engine.advance(1)
+    engine.submit(GenerateRequest(prompt="Hi"))
+    engine.advance(1)
+    with pytest.raises(MoetError) as caught:
+        _serve_until(engine, threading.Event())
+    assert caught.value.code == "MD-GPU-07"
+    assert caught.value.cause == "NVIDIA X: gone."

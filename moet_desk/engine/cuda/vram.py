@@ -67,6 +67,7 @@ class VramKeeper:
         fixed: bytes that the engine has on the card beside slots.
         terms: what is asked for.
         card: the card.
+        refill: puts the hottest rows into so many new 2-bit slots; fine ones have the hot FP4 set.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class VramKeeper:
         fixed: int,
         terms: Terms,
         card: CardMemory,
+        refill: Callable[[int], object] = lambda n_slots: None,
     ) -> None:
         self._pools, self._bounds, self._fixed = dict(pools), dict(bounds), fixed
-        self._terms, self._card = terms, card
+        self._terms, self._card, self._refill = terms, card, refill
         self._pace, self._next_s = Pace(), 0.0
         self._free = 0
         self._changes = 0
@@ -169,6 +171,8 @@ class VramKeeper:
             return
         self._changes += 1
         self._why = decision.why
+        if after[0].slots > before[0].slots:
+            self._refill(after[0].slots - before[0].slots)
         log.info(
             "slots now take %s of the card, before %s: %s 2-bit and %s 4-bit (%s; %s are free)",
             show_memory(new), show_memory(old), f"{after[0].slots:,}", f"{after[1].slots:,}",

@@ -307,13 +307,13 @@ class AnswerBlock(Block):
     async def finish(self) -> None:
         """The answer is complete: Markdown takes the place of what was drawn row by row."""
         async with self._drawing:
-            live, text = self.live, self._text
+            live = self.live
             if live is None:
                 return
-            parts = cut_segments(text)
+            live.show(self._text)
             self.segments = [
                 self._segment(part, None if near else Size(live.size.width, rows))
-                for part, rows, near in live.places(parts)
+                for part, rows, near in live.places()
             ]
             with self.app.batch_update():
                 await self._body.mount_all(self.segments)
