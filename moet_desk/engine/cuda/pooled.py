@@ -38,10 +38,11 @@ class PooledBuffers:
 
     Attributes:
         joined: [R, r_q + D]; latent: [R, r_q].
-        pooling: [R, values and logits]; means: [R, D], key_means: [R, D_i], of windows that close.
+        pooling: [R, values, logits, weights of an indexer's heads].
+        means: [R, D]; key_means: [R, D_i], of windows that close.
         one, other: flat, [R, N, D]: heads on their way in and out.
         low: [R, G * r].
-        index_one, index_other: [R, N_i, D_i]; heads: [R, N_i].
+        index_one, index_other: [R, N_i, D_i].
         held: [numbers of a state].
         places: of rows.
         splits: parts of a row's entries.
@@ -58,7 +59,6 @@ class PooledBuffers:
     low: Tensor
     index_one: Tensor
     index_other: Tensor
-    heads: Tensor
     held: Tensor
     places: Places
     splits: int
@@ -85,7 +85,7 @@ class PooledBuffers:
             pooling=f32(rows, size.pooling), means=f32(rows, size.head_dim),
             key_means=f32(rows, size.index_dim), one=f32(rows * size.queries),
             other=f32(rows * size.queries), low=f32(rows, size.low), index_one=f32(*index),
-            index_other=f32(*index), heads=f32(rows, size.index_heads), held=f32(size.held),
+            index_other=f32(*index), held=f32(size.held),
             places=Places.make(rows, device), splits=splits, scores=f32(looking, size.scored),
             chosen=i32(looking, size.top_k), counts=i32(looking),
             listed=i32(looking, size.listed), seen=i32(looking),
@@ -156,7 +156,7 @@ class _PoolIndexerLaunches:
     def __init__(self, indexer: PoolIndexer, load: DenseSource, name: str, eps: float) -> None:
         self.indexer = indexer
         self.compressor = _Compressor(load, name + "compressor.", eps)
-        self.w_query, self.w_heads = load.matrix(name + "wq_b"), load.matrix(name + "weights_proj")
+        self.w_query = load.matrix(name + "wq_b")
 
 
 class PooledLaunches:
@@ -195,7 +195,10 @@ class PooledLaunches:
         if mixer.pool.indexer is not None:
             self._index = _PoolIndexerLaunches(mixer.pool.indexer, load, name + "indexer.", eps)
             below.append(name + "indexer.compressor.")
-        self._w_pool = load.matrix(*(one + part for one in below for part in ("wkv", "wgate")))
+        parts = [one + part for one in below for part in ("wkv", "wgate")]
+        if self._index is not None:
+            parts.append(name + "indexer.weights_proj")
+        self._w_pool = load.matrix(*parts)
 
     def launch(
         self,
@@ -208,8 +211,7 @@ class PooledLaunches:
         scratch: DecodeScratch,
         branch: Aside | None = None,
     ) -> None:
-        """Take rows in, and give what they see; pools and their indexer on a branch, if there is
-        one.
+        """Take rows in, and give what they see; pools on a branch, if there is one.
 
         Shapes:
             normed, out [T, H] float32; may not be the same memory
@@ -223,23 +225,20 @@ class PooledLaunches:
             entry, self._kv_norm, mixer.norm_eps, *self._turns, places.positions,
             rows.memory.rows, places.rings, rows.memory.form, ratio=1, ring=rows.memory.ring,
         )  # fmt: skip
-        together = rows.n <= LOOKING_ROWS[b.splits]
         if mixer.pool is not None:
             with nullcontext() if branch is None else branch.beside():
                 self._pool(b, products, normed, rows, rotation, mixer.pool)
-                if together:
-                    self._choose(b, rows, t)
         shape = (rows.n, mixer.n_heads, mixer.head_dim)
         size = rows.n * mixer.n_heads * mixer.head_dim
         one, other = b.one[:size].view(shape), b.other[:size].view(shape)
         products(b.latent[t], self._w_query, one.flatten(1))
         turn_heads(one, other, rotation=rotation, eps=mixer.norm_eps)
+        self._ask(b, products, rows, rotation)
         if mixer.pool is not None and branch is not None:
             branch.join()
         for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
             here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
-            if not together:
-                self._choose(b, rows, here)
+            self._choose(b, rows, here)
             self._attend(b, rows, here, other[here], one[here], scratch)
         back = products.by_group(b.other[:size], rows.n, mixer.out_groups)
         turn_back(one, back, rotation=rotation)
@@ -255,13 +254,13 @@ class PooledLaunches:
         rotation: Rotation,
         pooled: Pool,
     ) -> None:
-        """Add the rows to open windows, keep what closes, and make the indexer's queries ready."""
+        """Add the rows to open windows, and keep what closes."""
         t, places, memory, own = slice(0, rows.n), rows.places, rows.memory, self._compressor
         assert own is not None, "a pool has a compressor"  # noqa: S101
         assert memory.entries is not None, "and memory"  # noqa: S101
         assert memory.sums is not None, "of both kinds"  # noqa: S101
         values = b.pooling[t, : self._w_pool.n]
-        products(normed, self._w_pool, values)
+        products(normed, self._w_pool, values)  # how an indexer's heads count is behind
         width = 2 * own.places.shape[1]
         own.read(b, values[:, :width], memory.sums, rows, b.means[t])
         finish(
@@ -270,17 +269,22 @@ class PooledLaunches:
         )  # fmt: skip
         if self._index is None or memory.keys is None or memory.key_sums is None:
             return
-        keys, index = self._index.compressor, self._index
+        keys = self._index.compressor
         keys.read(b, values[:, width:], memory.key_sums, rows, b.key_means[t])
         store_keys(
             b.key_means[t], keys.norm, keys.eps, ratio=pooled.ratio, rotation=rotation,
             kv=rows.pages(memory.keys, t),
         )  # fmt: skip
-        if rows.sees_all:
+
+    def _ask(
+        self, b: PooledBuffers, products: Products, rows: PooledRows, rotation: Rotation
+    ) -> None:
+        """Make the indexer's queries ready, if it has to choose."""
+        if self._index is None or rows.sees_all:
             return
-        products(b.latent[t], index.w_query, b.index_one[t].flatten(1))
-        prepare_queries(b.index_one[t], b.index_other[t], memory.form, rotation=rotation)
-        products(normed, index.w_heads, b.heads[t])
+        one, other = (x[: rows.n] for x in (b.index_one, b.index_other))
+        products(b.latent[: rows.n], self._index.w_query, one.flatten(1))
+        prepare_queries(one, other, rows.memory.form, rotation=rotation)
 
     def _attend(
         self,
@@ -310,9 +314,11 @@ class PooledLaunches:
             return
         closed, indexer = rows.places.closed[here], self._index.indexer
         if not rows.sees_all:
+            width = self._w_pool.n
             score_windows(
-                b.index_other[here], b.heads[here], rows.pages(memory.keys, here), closed,
-                b.scores[n], scale=(indexer.n_heads * indexer.head_dim) ** -0.5,
+                b.index_other[here], b.pooling[here, width - indexer.n_heads : width],
+                rows.pages(memory.keys, here), closed, b.scores[n],
+                scale=(indexer.n_heads * indexer.head_dim) ** -0.5,
             )  # fmt: skip
         choose(b.scores[n], closed, rows.pages(memory.entries, here), b.chosen[n], b.counts[n])
 
