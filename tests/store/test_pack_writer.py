@@ -444,6 +444,7 @@ def test_write_pack__disk_refuses_at_any_call__resumes_to_the_same_bytes(
 def test_write_pack__the_kernel_refuses__catalogue_error_then_the_same_bytes(
     refusal: Refusal, tiny_source: Path, tiny_pack: Path, tmp_path: Path
 ) -> None:
+    gc.collect()  # what earlier tests left open would be closed in between
     plan, dest, n_files = plan_of(TINY, tiny_source), tmp_path / "p", n_open_files()
     with pytest.raises(MoetError) as caught:
         refused(refusal, lambda: write_pack(tiny_source, plan, dest))
