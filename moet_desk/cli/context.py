@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from moet_desk.cli.output import Format, say
-from moet_desk.errors import MoetError, fail
-from moet_desk.errors.disk import refused
+from moet_desk.errors import MoetError
+from moet_desk.errors.disk import unexpected
 
 if TYPE_CHECKING:
     from moet_desk.config import Loaded
@@ -105,11 +105,7 @@ class Invocation:
             from moet_desk.runtime import write_crash
 
             path = str(write_crash(self.locations, error))
-        if isinstance(error, OSError):
-            return refused(error)
-        if isinstance(error, MemoryError):
-            return fail("MD-RAM-04")
-        return fail("MD-BUG-01", reason=f"{type(error).__name__}: {error}", log=path)
+        return unexpected(error, log=path)
 
 
 def engine_options(settings: Settings, locations: Locations | None = None) -> EngineOptions:

@@ -36,3 +36,23 @@ def refused(problem: OSError) -> MoetError:
         return fail("MD-RAM-04")
     path = problem.filename or "The system"
     return fail("MD-DISK-04", path=path, reason=problem.strerror or str(problem))
+
+
+def unexpected(problem: BaseException, *, log: str) -> MoetError:
+    """The error of the catalogue for an exception that nobody expected.
+
+    Args:
+        problem: what was raised.
+        log: where its traceback is.
+
+    Returns:
+        Itself if it is from the catalogue; what `refused` gives for an error of the system;
+        MD-RAM-04 if memory ran out; else MD-BUG-01.
+    """
+    if isinstance(problem, MoetError):
+        return problem
+    if isinstance(problem, OSError):
+        return refused(problem)
+    if isinstance(problem, MemoryError):
+        return fail("MD-RAM-04")
+    return fail("MD-BUG-01", reason=f"{type(problem).__name__}: {problem}", log=log)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,23 @@ def test_serve__answers_until_a_signal_ends_it(
         assert "Traceback" not in words
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{ready['address']}/models")
+
+
+def test_serve__suspended_in_an_answer__the_rest_comes_when_it_wakes(data_dir: Path) -> None:
+    with serving(data_dir, "--port", "0") as (child, ready):
+        url, pieces = f"{ready['address']}/chat/completions", []
+        ask = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        with httpx.Client(timeout=30) as http, http.stream("POST", url, json=ask) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line[6:])["choices"] or [{"delta": {}}]
+                    pieces.append(choice["delta"].get("content") or "")
+                if len(pieces) == 5:
+                    child.send_signal(signal.SIGSTOP)
+                    time.sleep(0.3)
+                    child.send_signal(signal.SIGCONT)
+        whole = "one two three four five six seven eight nine ten " * 5
+        assert "".join(pieces).strip() == whole.strip()
 
 
 def test_serve__model_put_away_and_loaded_again__the_port_stays(data_dir: Path) -> None:

@@ -24,6 +24,7 @@ from textual.widgets import Markdown
 from textual.widgets.markdown import MarkdownFence
 
 from moet_desk.marked_text import MarkedText
+from moet_desk.ui.lean_screen import Growing
 from moet_desk.ui.markdown_marks import MARKS, mark_tokens
 from moet_desk.ui.text import SEGMENT_CHARS, last_block, markdown_parser, shown_length
 from moet_desk.ui.widgets.markdown_rows import LOOKS, STYLES, RowDrawer
@@ -36,7 +37,7 @@ _COLOUR_AGAIN, _COLOUR_STEP = 1.25, 40
 """When growing code is coloured anew: longer by this factor, and by so many characters."""
 
 
-class LiveText(Widget):
+class LiveText(Growing, Widget):
     """A growing Markdown text. Give it all of the text with `show`."""
 
     DEFAULT_CSS = "LiveText { height: auto; width: 1fr; color: $foreground;" + STYLES + "}"
