@@ -59,6 +59,9 @@ from moet_desk.ui.widgets.frame import MIN_COLUMNS, MIN_ROWS, TabLine
 from moet_desk.ui.widgets.gauges import History
 from moet_desk.ui.widgets.problem import ConfirmDialog
 
+_WAIT_S = 0.25  # at most, of gauges for text
+_TURNS = 4  # of the event loop, until all widgets have told the screen that they changed
+
 
 class AppCore(App[int]):
     """See the module's paragraph. `timers=False` leaves pulling to the caller (tests).
@@ -185,14 +188,32 @@ class AppCore(App[int]):
         return GAUGE_PERIOD_S if self._look.motion == "full" else CALM_PERIOD_S
 
     async def _tick(self) -> None:
-        """Text and gauges in one go, so that one repaint shows both."""
+        """Draw text and gauges; while an answer is written in one repaint, which costs half."""
+        if not self.is_running:
+            return
+        if not self.chat.busy:
+            await self._draw_due()
+            return
+        with self.batch_update():
+            if await self._draw_due():
+                for _ in range(_TURNS):
+                    await asyncio.sleep(0)
+        self.screen.check_idle()  # which paints
+        self.chat.measure_flush()
+
+    async def _draw_due(self) -> bool:
+        """Draw what it is time for; gauges wait a little for text. Returns whether text came."""
+        before = self.chat.n_flushes
         await self.pull_text()
+        drawn = self.chat.n_flushes != before
         now_s = self._clock.monotonic()
-        if now_s >= self._gauges_due_s:
+        late_s = now_s - self._gauges_due_s
+        if late_s >= 0 and (drawn or not self.chat.busy or late_s > _WAIT_S):
             ready = self.bridge.phase is Phase.READY and self.current_mode in ("chat", "cache")
             period_s = self._gauge_period_s() if ready else START_PERIOD_S
             self._gauges_due_s = now_s + period_s - TEXT_PERIOD_S / 2
             self.pull_gauges()
+        return drawn
 
     def _watch_terminal(self) -> None:
         """Draw everything after a pause in the shell; leave well when the window is closed."""

@@ -26,7 +26,7 @@ from tests.ui.desk import PULLING
 from tests.ui.support import FakePack, Stage, dump
 
 GOLDENS = Path(__file__).parent / "goldens"
-UPDATE = bool(os.environ.get("MOET_DESK_UPDATE_GOLDENS"))
+UPDATE = bool(os.environ.pop("MOET_DESK_UPDATE_GOLDENS", ""))  # the app knows no such variable
 
 LOOKS = {
     "dark": Look(motion="none", glyphs="unicode"),
@@ -126,6 +126,30 @@ async def take_pictures(stage: Stage, pilot: Any, album: Album) -> None:
     await pilot.press("f1")
     await come_to_rest(stage, pilot)
     await album.show("help", stage, pilot)
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_goldens__every_screen_in_a_large_window_in_light__as_stored() -> None:
+    look = replace(LOOKS["dark"], theme="moet-light")
+    stage = Stage(Script(answers=(DEFAULT_ANSWER,)), look=look)
+    album = Album("200x60-light")
+    async with stage.open(200, 60) as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "Why does a mixture-of-experts layer need load balancing?")
+        await stage.play(pilot, 3.0)
+        await album.show("chat", stage, pilot)
+        screens = {
+            "cache": ["f3"], "models": ["f4"], "endpoint": ["f5"],
+            "settings": ["f6", "slash", *"ui", "full_stop"],  # other groups gain settings often
+            "doctor": ["f7"], "log": ["f8"], "help": ["f1"],
+        }  # fmt: skip
+        for name, keys in screens.items():
+            await pilot.press(*keys)
+            if name in ("models", "doctor"):
+                await stage.threads(pilot)
+            await album.show(name, stage, pilot)
+    assert not album.wrong, "\n" + "\n".join(album.wrong)
 
 
 TALK = Script(

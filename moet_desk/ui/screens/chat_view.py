@@ -94,6 +94,8 @@ class ChatView(LeanScreen):
         self._hidden_pace = PicturePace(_HIDDEN_S)
         self._rail_pace = PicturePace(0.0, share=_RAIL_SHARE)
         self._figures_due_s = 0.0
+        self.n_flushes = 0  # how often text was drawn
+        self._flushed: tuple[PicturePace, float, float] | None = None  # its pace, clock and CPU
         self._is_placing = False  # blocks of a new turn are on their way to the screen
         self._draft_due_s: float | None = None
         self._loading_drawn: Phase | None = None
@@ -217,17 +219,25 @@ class ChatView(LeanScreen):
 
     async def _draw_text(self, answer: AnswerBlock, turn: Turn) -> None:
         clock = self._bridge.clock
+        self.n_flushes += 1
         started_s, cpu_s = clock.monotonic(), clock.cpu()
         grew = await answer.grow(turn, room=self._room(answer))
-        pace = self._layout_pace if grew else self._text_pace
+        self._flushed = (self._layout_pace if grew else self._text_pace, started_s, cpu_s)
+        if grew:
+            self._keep_end()
 
-        def drawn() -> None:
+    def measure_flush(self) -> None:
+        """Text was drawn and is about to be painted: what it costs decides when the next one is."""
+        if self._flushed is None:
+            return
+        (pace, started_s, cpu_s), clock = self._flushed, self._bridge.clock
+        self._flushed = None
+
+        def painted() -> None:
             self.pace.record(clock.monotonic() - started_s)
             pace.record(clock.cpu() - cpu_s)
 
-        self.call_after_refresh(drawn)
-        if grew:
-            self._keep_end()
+        self.call_after_refresh(painted)
 
     def _room(self, answer: AnswerBlock) -> int:
         """Blank rows to hold ready for the text, so that layouts are as seldom as they cost."""

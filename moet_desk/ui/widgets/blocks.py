@@ -25,6 +25,7 @@ from moet_desk.marked_text import MarkedText
 from moet_desk.telemetry import PrefillProgress
 from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.chat_records import Turn
+from moet_desk.ui.lean_screen import Growing
 from moet_desk.ui.text import clean, clean_line, find_all
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.folds import Fold, ThoughtFold
@@ -79,7 +80,7 @@ class Head(Widget):
         self.post_message(self.Clicked(by))
 
 
-class Block(Vertical):
+class Block(Growing, Vertical):
     """What all messages share: their record, their head, and that they can be folded."""
 
     DEFAULT_CSS = """
@@ -204,6 +205,10 @@ class MessageBlock(Block):
         await self.toggle()
 
 
+class _Body(Growing, Vertical):
+    """Where the text of an answer stands."""
+
+
 class AnswerBlock(Block):
     """A message of the model: head, reasoning, Markdown, a closing line, perhaps a problem."""
 
@@ -227,7 +232,7 @@ class AnswerBlock(Block):
         self.thought = ThoughtFold(glyphs, is_open=shows_thought)
         self._rest = Fold(glyphs, is_open=True)  # of the whole answer
         self._taken = 0  # characters of the turn's text that were given to `append`
-        self._body = Vertical(classes="body")
+        self._body = _Body(classes="body")
         self._foot = Static(Content(""), classes="closing", markup=False)
         self.segments: list[Segment] = []
         self.live: LiveText | None = None  # while it is written
@@ -307,13 +312,13 @@ class AnswerBlock(Block):
     async def finish(self) -> None:
         """The answer is complete: Markdown takes the place of what was drawn row by row."""
         async with self._drawing:
-            live, text = self.live, self._text
+            live = self.live
             if live is None:
                 return
-            parts = cut_segments(text)
+            live.show(self._text)
             self.segments = [
                 self._segment(part, None if near else Size(live.size.width, rows))
-                for part, rows, near in live.places(parts)
+                for part, rows, near in live.places()
             ]
             with self.app.batch_update():
                 await self._body.mount_all(self.segments)

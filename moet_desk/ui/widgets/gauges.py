@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from rich.cells import cell_len
 from textual.content import Content
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.visual import Visual
 from textual.widget import Widget
 
 from moet_desk.telemetry import TIER_LETTERS, EngineSnapshot, EngineState, LoadStep, Tier
@@ -340,11 +344,36 @@ class TierBars(_SnapshotGauge):
 
 
 class Rail(_SnapshotGauge):
-    """The right column of wide windows: tiers, speed, waiting, requests."""
+    """The right column of wide windows: tiers, speed, waiting, requests. Of its rows only those
+    are drawn anew that have changed.
+    """
 
     DEFAULT_CSS = "Rail { width: 34; padding: 0 1; }"
 
-    def make_text(self, width: int) -> Content:
+    def __init__(self, glyphs: Glyphs, history: History) -> None:
+        super().__init__(glyphs, history)
+        self._lines: list[Content] = []
+
+    def redraw(self) -> None:
+        lines = self._make_lines()
+        pairs = enumerate(zip_longest(self._lines, lines))
+        changed = [y for y, (a, b) in pairs if a is None or b is None or not a.is_same(b)]
+        self._lines = lines
+        if changed:
+            self.refresh(*(Region(0, y, self.outer_size.width, 1) for y in changed))
+
+    def render(self) -> Content:
+        return Content("\n").join(self._lines)
+
+    def render_line(self, y: int) -> Strip:
+        if self.text_selection is not None:
+            return super().render_line(y)
+        line = self._lines[y] if y < len(self._lines) else Content("")
+        width = self.size.width
+        (row,) = Visual.to_strips(self, line.truncate(width), width, 1, self.visual_style, pad=True)
+        return row.apply_offsets(0, y)
+
+    def _make_lines(self) -> list[Content]:
         snapshot, glyphs = self._snapshot, self._glyphs
         if snapshot.remote:
             return self._of_server()
@@ -372,12 +401,12 @@ class Rail(_SnapshotGauge):
                 f"requests   {snapshot.requests_running} now, {snapshot.requests_waiting} next"
             ),
         ]
-        return Content("\n").join(lines)
+        return lines
 
-    def _of_server(self) -> Content:
+    def _of_server(self) -> list[Content]:
         """Of a server elsewhere only this is known."""
         snapshot = self._snapshot
-        lines = [
+        return [
             Content.styled("Another server", "bold"),
             Content(snapshot.device),
             Content(""),
@@ -387,7 +416,6 @@ class Rail(_SnapshotGauge):
             Content.styled(sparkline(self._history.tok_per_s, HISTORY, self._glyphs), "$status-ok"),
             Content(f"requests   {snapshot.requests_running} now"),
         ]
-        return Content("\n").join(lines)
 
 
 def loading_lines(

@@ -24,10 +24,12 @@ from textual.widgets import Markdown
 from textual.widgets.markdown import MarkdownFence
 
 from moet_desk.marked_text import MarkedText
+from moet_desk.ui.lean_screen import Growing
 from moet_desk.ui.markdown_marks import MARKS, mark_tokens
-from moet_desk.ui.text import last_block, markdown_parser, shown_length
+from moet_desk.ui.text import SEGMENT_CHARS, last_block, markdown_parser, shown_length
 from moet_desk.ui.widgets.markdown_rows import LOOKS, STYLES, RowDrawer
 from moet_desk.ui.widgets.marked_markdown import PLAIN_BULLETS, underlined
+from moet_desk.ui.widgets.segments import cut_segments
 
 _UNWRAPPED = 1 << 16
 _TAB = 8  # as Textual draws it
@@ -35,7 +37,7 @@ _COLOUR_AGAIN, _COLOUR_STEP = 1.25, 40
 """When growing code is coloured anew: longer by this factor, and by so many characters."""
 
 
-class LiveText(Widget):
+class LiveText(Growing, Widget):
     """A growing Markdown text. Give it all of the text with `show`."""
 
     DEFAULT_CSS = "LiveText { height: auto; width: 1fr; color: $foreground;" + STYLES + "}"
@@ -49,7 +51,8 @@ class LiveText(Widget):
         self._shows_marks = shows_marks
         self._text = MarkedText()
         self._kept: list[Strip] = []  # rows of the blocks that have ended
-        self._kept_chars = 0
+        self._kept_chars = self._drawn_chars = 0
+        self._ended: list[tuple[int, int]] = []  # characters and rows of what was kept at a time
         self._tail: list[Strip] = []  # rows of the last block
         self._rows = 1  # its height
         self._code = ""  # what of the last block is coloured, in whole lines
@@ -91,21 +94,37 @@ class LiveText(Widget):
             self._shows_marks = shown
             self._draw_anew()
 
-    def places(self, parts: Sequence[MarkedText]) -> list[tuple[MarkedText, int, bool]]:
-        """How many rows each part of the text takes here, and whether it is near the view."""
-        y, height, found = self.region.y, self.screen.size.height, []
-        drawer = RowDrawer(self, Markdown.BULLETS, _plain_lines)
-        for part in parts:
-            tokens = markdown_parser().parse(part.text)
-            rows = len(drawer.draw(tokens, self._width)) if self._width else 0
-            is_near = not rows or (y + rows > -height // 2 and y < height + height // 2)
+    def places(self) -> list[tuple[MarkedText, int, bool]]:
+        """The text in parts that render as the whole does, each with the rows it takes here and
+        whether it is near the view.
+        """
+        if not self._width:  # it was never seen
+            return [(part, 0, True) for part in cut_segments(self._text)]
+        y, height = self.region.y, self.screen.size.height
+        found: list[tuple[MarkedText, int, bool]] = []
+        start = 0
+        for n_chars, rows in self._parts():
+            part = self._text.cut(start, start + n_chars)
+            is_near = y + rows > -height // 2 and y < height + height // 2
             found.append((part, rows, is_near))
-            y += rows
+            start, y = start + n_chars, y + rows
         return found
 
+    def _parts(self) -> list[tuple[int, int]]:
+        """Characters and rows of stretches that are neither short nor long, the last one's too."""
+        parts = [(0, 0)]
+        last = (len(self._text) - self._kept_chars, len(self._tail))
+        for n_chars, rows in (*self._ended, last):
+            before = parts[-1]
+            if before[0] and before[0] + n_chars > SEGMENT_CHARS:
+                parts.append((n_chars, rows))
+            else:
+                parts[-1] = (before[0] + n_chars, before[1] + rows)
+        return parts
+
     def _draw_anew(self) -> None:
-        self._kept, self._kept_chars, self._tail = [], 0, []
-        self._code = ""
+        self._kept, self._ended, self._tail = [], [], []
+        self._kept_chars = self._drawn_chars = 0
         self._draw(0)
         self.refresh()
 
@@ -114,22 +133,37 @@ class LiveText(Widget):
         if not self._width:  # drawn once it has its place
             return
         first, before = len(self._kept), self._tail
-        rest = self._text.text[self._kept_chars :]
-        tail = self._text.cut(self._kept_chars, self._kept_chars + shown_length(rest))
-        tokens = markdown_parser().parse(tail.text)
-        if self._shows_marks and tail.marks:
-            mark_tokens(tokens, tail.text, tail.marks)
+        rest = self._text.cut(self._kept_chars)
+        if len(self._text) - self._drawn_chars > SEGMENT_CHARS // 2:  # much at once
+            for part in cut_segments(rest)[:-1]:
+                self._keep(self._parse(part), len(part))
+            rest = self._text.cut(self._kept_chars)
+        self._drawn_chars = len(self._text)
+        tail = rest.cut(0, shown_length(rest.text))
+        tokens = self._parse(tail)
         line = last_block(tokens, tail.text)
         if line:
             at = next(i for i, token in enumerate(tokens) if _begins_at(token, line))
-            self._grows = False
-            self._kept += self._drawer.draw(tokens[:at], self._width)
-            self._kept_chars += sum(len(each) + 1 for each in tail.text.split("\n")[:line])
-            self._code = ""
+            n_chars = sum(len(each) + 1 for each in tail.text.split("\n")[:line])
+            self._keep(tokens[:at], n_chars)
             tokens = tokens[at:]
         self._grows = True
         self._tail = self._drawer.draw(tokens, self._width)
         self._repaint(first, before, room)
+
+    def _keep(self, tokens: Sequence[Token], n_chars: int) -> None:
+        """Draw blocks that have ended, once and for all."""
+        self._grows, self._code = False, ""
+        rows = self._drawer.draw(tokens, self._width)
+        self._kept += rows
+        self._kept_chars += n_chars
+        self._ended.append((n_chars, len(rows)))
+
+    def _parse(self, text: MarkedText) -> list[Token]:
+        tokens = markdown_parser().parse(text.text)
+        if self._shows_marks and text.marks:
+            mark_tokens(tokens, text.text, text.marks)
+        return tokens
 
     def _repaint(self, first: int, before: Sequence[Strip], room: int) -> None:
         """Repaint what differs from the rows that were there from row `first` on."""
@@ -215,8 +249,7 @@ def _begins_at(token: Token, line: int) -> bool:
     return token.level == 0 and token.map is not None and token.map[0] == line
 
 
-def _plain_lines(code: Token | str, style: Style) -> list[Strip]:
+def _plain_lines(code: str, style: Style) -> list[Strip]:
     """Lines of code in one colour."""
-    text = code if isinstance(code, str) else code.content.rstrip()
     ink = style.rich_style
-    return [Strip([Segment(line.expandtabs(_TAB), ink)]) for line in text.split("\n")]
+    return [Strip([Segment(line.expandtabs(_TAB), ink)]) for line in code.split("\n")]

@@ -16,10 +16,10 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.geometry import Size
 from textual.widgets import Static
 
 from moet_desk.ui.chat_records import Status, Turn
+from moet_desk.ui.lean_screen import Growing
 from moet_desk.ui.widgets.blocks import AnswerBlock, Block
 from moet_desk.ui.widgets.segments import Segment
 
@@ -35,7 +35,7 @@ _FOLLOW_ROWS = 2
 _LAYOUTS = 8  # Markdown takes some until its height is known
 
 
-class Transcript(VerticalScroll, can_focus=True):
+class Transcript(Growing, VerticalScroll, can_focus=True):
     """The scrolled list of blocks. Follows its end until the reader scrolls up.
 
     With the focus it has a block cursor; the keys of a block are the screen's actions.
@@ -382,12 +382,6 @@ class Transcript(VerticalScroll, can_focus=True):
         super().watch_scroll_y(old_value, new_value)
         if round(old_value) != round(new_value):
             self.call_after_refresh(self.settle)
-
-    def _size_updated(
-        self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True
-    ) -> bool:
-        # Its own height is no reason for another layout; if a scroll bar comes, that is one itself.
-        return super()._size_updated(size, virtual_size, container_size, layout=False)
 
     def on_resize(self) -> None:
         for segment in self._segments():
