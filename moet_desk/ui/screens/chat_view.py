@@ -206,9 +206,11 @@ class ChatView(LeanScreen):
         if live.n_tokens == 0 and live.prompt is not None:
             elapsed_s = self._bridge.clock.monotonic() - live.started_s
             answer.show_reading(live.prompt, elapsed_s=elapsed_s)
+            self._keep_end()  # it has more rows than the line before it
         elif self._bridge.clock.monotonic() >= self._figures_due_s:
             self._figures_due_s = self._bridge.clock.monotonic() + _FIGURES_S * 0.9
             answer.set_closing(self._live_closing())
+            self._keep_end()
 
     async def _draw_text(self, answer: AnswerBlock, turn: Turn) -> None:
         self.pace.begin()
