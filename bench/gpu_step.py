@@ -4,6 +4,7 @@
     python bench/gpu_step.py kernels   one JSON line per kernel at DeepSeek-V4-Flash's expert shape
     python bench/gpu_step.py gate      what a gate that never fires adds to a DeepSeek-V4-Flash step
     python bench/gpu_step.py mailbox   what asking the host for rows costs beside the drive's own time
+    python bench/gpu_step.py resize    what it costs a step when a full pool shrinks or grows by 1 GiB
 
 Prints JSON lines. Needs a CUDA device; writes nothing.
 """
@@ -14,7 +15,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -309,5 +310,45 @@ def mailbox() -> None:
     pinned.release()
 
 
+def resize() -> None:
+    """A pool of DeepSeek-V4-Flash's rows, full of rows of uneven heat, between steps."""
+    from moet_desk.engine.cuda.pools import DevicePool
+    from moet_desk.engine.cuda.slot_memory import growable_slots
+    from moet_desk.engine.cuda.vmm import cuda_driver
+    from moet_desk.kernels.triton.cache import claim
+    from moet_desk.kernels.triton.fetch import Arena
+
+    n_layers, n_experts, stride, n_slots = 43, 256, 7_077_888, 2000
+    table = torch.full((n_layers * n_experts,), -1, dtype=torch.int32, device=DEVICE)
+    times: dict[str, list[float]] = {}
+
+    def timed(what: str, work: Callable[[], object]) -> None:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.setdefault(what, []).append(1e3 * (time.perf_counter() - began))
+
+    memory = growable_slots(cuda_driver(DEVICE), stride, least=48, most=n_layers * n_experts)
+    pool = DevicePool.make(
+        Plane.BASE, Arena(0, table, stride), n_layers=n_layers, n_experts=n_experts, n_slots=48,
+        top_k=6, device=DEVICE, memory=memory,
+    )  # fmt: skip
+    timed("map 13 GiB", lambda: pool.resize(n_slots))
+    step = 2**30 // stride
+    for _ in range(10):
+        without = torch.nonzero(pool.tables.slot_of.cpu() < 0).flatten().tolist()
+        claim(pool.tables, without)  # as many as there are free slots
+        pool.tables.warmth.copy_(torch.rand(len(table)))
+        timed("look", lambda: torch.cuda.mem_get_info(DEVICE))
+        timed("shrink by 1 GiB", lambda: pool.resize(n_slots - step))
+        timed("grow by 1 GiB", lambda: pool.resize(n_slots))
+    for what, ms in times.items():
+        say("resize", part=what, median_ms=round(median(ms), 3), most_ms=round(max(ms), 3))
+    memory.release()
+
+
 if __name__ == "__main__":
-    {"demo": demo, "kernels": kernels, "gate": gate, "mailbox": mailbox}[sys.argv[1]]()
+    {"demo": demo, "kernels": kernels, "gate": gate, "mailbox": mailbox, "resize": resize}[
+        sys.argv[1]
+    ]()

@@ -12,8 +12,8 @@ shift
 mkdir -p "$out"
 [ $# -gt 0 ] || set -- qwen3-30b-a3b gpt-oss-20b gpt-oss-120b glm-4.5-air glm-4.7 glm-4.7-flash \
     minimax-m2.7 olmoe-1b-7b mixtral-8x7b qwen3-235b-a22b qwen3-coder-480b deepseek-v3.1 \
-    kimi-k2-0905 kimi-k2.5 deepseek-v3.2 glm-5.2 glm-5.2-fp8 longcat-flash qwen3-next-80b \
-    qwen3.6-35b-a3b qwen3.5-122b-a10b
+    kimi-k2-0905 kimi-k2.5 deepseek-v3.2 glm-5.2 glm-5.2-fp8 longcat-flash longcat-flash-lite \
+    qwen3-next-80b qwen3.6-35b-a3b qwen3.5-122b-a10b
 failed=0
 for name; do
     began=$(date +%s)

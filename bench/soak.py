@@ -50,9 +50,7 @@ from moet_desk.ui.bridge import Bridge
 from moet_desk.ui.chat_records import Wishes
 from moet_desk.ui.conversation import Conversation
 from moet_desk.units import MIB
-from tests.cli.tiny_repo import write_repo
 from tests.conftest import DEMO, pack_source
-from tests.store.hub_server import HubServer, Repo
 
 QUESTIONS = (
     "What is 17 + 25?",
@@ -261,14 +259,22 @@ def _call(
 
 
 def commands(folder: Path, seen: Seen, stop: Callable[[], bool]) -> None:
-    """Fetch, verify and remove a model; verify the demo's pack. Each in a process of its own."""
-    hub = HubServer()
-    write_repo(folder / "repo")
-    hub.repos["test/tiny"] = Repo(folder / "repo")
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1",
-        "MOET_DESK_DATA_DIR": str(folder / "data"),
-    }  # fmt: skip
+    """Fetch, verify and remove a model; verify the demo's pack. Each in a process of its own, and
+    the hub too: what it reads to send it is not the program's memory.
+    """
+    start = [sys.executable, "-m", "tests.store.hub_process", str(folder / "repo"), "test/tiny"]
+    with subprocess.Popen(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as hub:
+        assert hub.stdin is not None
+        assert hub.stdout is not None
+        environment = os.environ | {
+            "HF_ENDPOINT": hub.stdout.readline().strip(), "HF_HUB_DISABLE_TELEMETRY": "1",
+            "OMP_NUM_THREADS": "1", "MOET_DESK_DATA_DIR": str(folder / "data"),
+        }  # fmt: skip
+        _rounds(environment, seen, stop)
+        hub.stdin.close()
+
+
+def _rounds(environment: Mapping[str, str], seen: Seen, stop: Callable[[], bool]) -> None:
     rounds = (
         ("pull", "test/tiny", "--yes"),
         ("verify", "tiny"),
@@ -286,7 +292,6 @@ def commands(folder: Path, seen: Seen, stop: Callable[[], bool]) -> None:
                 seen.fail(f"{' '.join(given)}: {ended.returncode} {ended.stderr[-300:]}")
             if stop():
                 break
-    hub.close()
 
 
 # -- the run ----------------------------------------------------------------------------------------

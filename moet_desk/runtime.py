@@ -288,9 +288,10 @@ def write_crash(places: Locations, error: BaseException) -> Path:
     now = datetime.now(UTC)
     name = f"crash-{now:%Y%m%d-%H%M%S}-{os.getpid()}.txt"
     text = _report(places, error, now)
-    for folder in (places.logs_dir, Path(tempfile.gettempdir())):
-        path = folder / name
-        with suppress(OSError):
+    for is_temporary in (False, True):
+        with suppress(OSError):  # a full disk: there is no folder for temporary files either
+            folder = Path(tempfile.gettempdir()) if is_temporary else places.logs_dir
+            path = folder / name
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8", "replace")
             return path

@@ -23,13 +23,15 @@ _NUMBERS: dict[str, dict[str, int]] = {
         "read": 0, "write": 1, "open": 2, "pread64": 17, "pwrite64": 18, "readv": 19, "writev": 20,
         "mmap": 9, "fsync": 74, "fdatasync": 75, "ftruncate": 77, "rename": 82, "renameat": 264,
         "renameat2": 316, "openat": 257, "preadv": 295, "pwritev": 296, "preadv2": 327,
-        "pwritev2": 328, "mkdir": 83, "mkdirat": 258,
+        "pwritev2": 328, "mkdir": 83, "mkdirat": 258, "socket": 41, "connect": 42,
+        "sendto": 44, "recvfrom": 45,
     },
     "aarch64": {
         "read": 63, "write": 64, "pread64": 67, "pwrite64": 68, "readv": 65, "writev": 66,
         "mmap": 222, "fsync": 82, "fdatasync": 83, "ftruncate": 46, "renameat": 38,
         "renameat2": 276, "openat": 56, "preadv": 69, "pwritev": 70, "preadv2": 286,
-        "pwritev2": 287, "mkdirat": 34,
+        "pwritev2": 287, "mkdirat": 34, "socket": 198, "connect": 203,
+        "sendto": 206, "recvfrom": 207,
     },
 }  # fmt: skip
 
@@ -41,7 +43,7 @@ RENAMES = ("rename", "renameat", "renameat2")
 FOLDERS = ("mkdir", "mkdirat")
 MAPS = ("mmap",)
 
-_NR, _FLAGS_OF_OPENAT, _PROTECTION_OF_MMAP = 0, 32, 32  # offsets in struct seccomp_data
+_NR, _FLAGS_OF_OPENAT = 0, 32  # offsets in struct seccomp_data
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER = 22, 38, 2

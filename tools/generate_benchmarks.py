@@ -115,7 +115,7 @@ def speed_rows(records: Sequence[Record], weights: str) -> list[list[str]]:
             continue
         rows.append(
             [
-                f"{body.get('shape', '-')} ({record.link})",
+                f"{body.get('shape', '-')}{_stand_in(body)} ({record.link})",
                 str(body.get("quality") or "fast"),
                 record.where,
                 f"{record.date}, {record.commit[:7]}",
@@ -207,6 +207,11 @@ def _is_of(record: Record, shapes: Sequence[str]) -> bool:
     return _SPEED in record.body and record.body.get("shape") in shapes
 
 
+def _stand_in(body: Mapping[str, Any]) -> str:
+    """That another attention stands in for the model's, as notes of older records say."""
+    return ", stand-in attention" if "stands in for" in str(body.get("note")) else ""
+
+
 def _our_row(record: Record) -> list[str]:
     body = record.body
     quality = str(body.get("quality") or "fast")
@@ -214,7 +219,8 @@ def _our_row(record: Record) -> list[str]:
     more = f", {share(body.get('hit_rate'))} of look-ups in slots"
     return [
         f"**moet-desk** {record.commit[:7]}, {quality}{more}",
-        f"{bits}, {'made-up' if body.get('weights') == 'synthetic' else 'real'} weights",
+        f"{bits}, {'made-up' if body.get('weights') == 'synthetic' else 'real'} weights"
+        f"{_stand_in(body)}",
         record.where,
         f"us, {record.date}",
         record.link,

@@ -47,7 +47,7 @@ from moet_desk.api.responses_wire import ResponsesWriter
 from moet_desk.api.schemas import ChatRequest, each_answer, read_chat, to_generate
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, ModelInfo, RequestStream
 from moet_desk.engine.reloading import Reloadable
-from moet_desk.errors import MoetError, fail
+from moet_desk.errors import MoetError, fail, from_record
 from moet_desk.store.responses import Kept, ResponseStore
 from moet_desk.telemetry import EngineState
 from moet_desk.units import show_memory
@@ -302,7 +302,8 @@ class _Routes:
         if model is None:
             now = self._engine.snapshot()
             if now.error is not None:
-                raise fail("MD-ENG-03", reason=now.error.get("title", "?"), log="moet-desk.log")
+                unnamed = fail("MD-ENG-03", reason="It gave no reason", log="moet-desk.log")
+                raise from_record(now.error) or unnamed
             loading = now.state is EngineState.LOADING
             raise fail("MD-ENG-07", why=" yet: it is loading" if loading else "")
         if name and name != model.name and name not in self._options.aliases:

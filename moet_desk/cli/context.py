@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from moet_desk.cli.output import Format, say
-from moet_desk.errors import MoetError, fail
+from moet_desk.errors import MoetError
+from moet_desk.errors.disk import unexpected
 
 if TYPE_CHECKING:
     from moet_desk.config import Loaded
@@ -98,10 +100,12 @@ class Invocation:
 
     def bug(self, error: Exception) -> MoetError:
         """The catalogue error for an exception nobody expected; its traceback goes to the log."""
-        from moet_desk.runtime import write_crash
+        path = "none could be written"
+        with suppress(OSError, MoetError):  # a drive that fails may hold this program too
+            from moet_desk.runtime import write_crash
 
-        path = write_crash(self.locations, error)
-        return fail("MD-BUG-01", reason=f"{type(error).__name__}: {error}", log=str(path))
+            path = str(write_crash(self.locations, error))
+        return unexpected(error, log=path)
 
 
 def engine_options(settings: Settings, locations: Locations | None = None) -> EngineOptions:

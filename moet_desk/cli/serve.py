@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,7 +18,7 @@ from moet_desk.cli.context import (
 )
 from moet_desk.cli.models import complete_model
 from moet_desk.cli.output import Format, print_document, print_event
-from moet_desk.errors import CATALOGUE, MoetError, fail
+from moet_desk.errors import fail, from_record
 from moet_desk.telemetry import EngineState
 
 if TYPE_CHECKING:
@@ -127,12 +126,5 @@ def _serve_until(handle: EngineHandle, came: threading.Event) -> None:
     while not came.wait(_WATCH_S):
         now = handle.snapshot()
         if now.state is EngineState.FAULT:
-            raise _fault(now.error or {})
-
-
-def _fault(record: Mapping[str, Any]) -> MoetError:
-    """The exception of an error record that the engine shows."""
-    code = str(record.get("code"))
-    if code in CATALOGUE:
-        return fail(code, **record)
-    return fail("MD-ENG-03", reason="It gave no reason", log="the log folder")
+            unnamed = fail("MD-ENG-03", reason="It gave no reason", log="the log folder")
+            raise from_record(now.error) or unnamed

@@ -9,7 +9,6 @@ this process. Memory that ran out fails one request, and the next one may fit.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import torch
 
 from moet_desk.engine.card_faults import is_out_of_memory
 from moet_desk.errors import MoetError, fail
+from moet_desk.errors.disk import refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,13 @@ def breakdown_of(
     if _is_ram(error):
         return Breakdown(fail("MD-RAM-04"))
     if isinstance(error, OSError):
-        path = error.filename or "The system"
-        return Breakdown(fail("MD-DISK-04", path=path, reason=error.strerror or str(error)))
+        return Breakdown(refused(error))
     if _is_of_card(error) and not (answers or card_answers)():
         return Breakdown(fail("MD-GPU-07", name=card, reason=_first_line(error)), ends_engine=True)
     return None
 
 
 def _is_ram(error: Exception) -> bool:
-    if isinstance(error, OSError):  # as `mmap` says it
-        return error.errno == errno.ENOMEM
     # torch's allocator and Python's threads raise a bare RuntimeError
     words = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "new thread")
     return isinstance(error, MemoryError) or (

@@ -16,7 +16,6 @@ import logging
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from moet_desk.engine.handle import (
     ModelInfo,
     RequestStream,
 )
-from moet_desk.errors import MoetError, fail
+from moet_desk.errors import MoetError, fail, without_frames
 from moet_desk.telemetry import EngineSnapshot, EngineState, LoadStep
 
 if TYPE_CHECKING:
@@ -246,7 +245,7 @@ class Engine:
 
     def _give_up(self, error: MoetError) -> None:
         """Show a fault and end every open request with it; the handle stays usable for reading."""
-        _forget_frames(error)
+        without_frames(error)  # a model that was half loaded is gigabytes
         gc.collect()
         self._error = error
         self._snapshot = EngineSnapshot(
@@ -275,12 +274,3 @@ class Engine:
                 command = self._commands.get_nowait()
                 if isinstance(command, Submit):
                     command.request.fail(error)
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Let go of what the frames of an error hold: a model that was half loaded is gigabytes, and
-    people keep errors.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

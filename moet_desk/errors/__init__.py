@@ -11,6 +11,7 @@ Imports nothing else of ours and may be used from any thread.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,10 +33,13 @@ __all__ = [
     "Reaction",
     "Severity",
     "fail",
+    "from_record",
     "without_frames",
 ]
 
 CATALOGUE: dict[str, ErrorSpec] = {row.code: row for row in (*MEMORY_AND_FILES, *GETTING, *ANSWERS)}
+
+_WORDS = ("code", "title", "cause", "do", "safe", "severity")  # of a record; the rest are facts
 
 
 class _Facts(dict[str, Any]):
@@ -117,11 +121,22 @@ _CLASS_OF_REACTION: dict[Reaction, type[MoetError]] = {
 
 
 def without_frames(error: BaseException) -> None:
-    """Drop the tracebacks of an error and of what led to it."""
+    """Drop the tracebacks of an error and of what led to it, and what their frames hold."""
     seen: BaseException | None = error
     while seen is not None:
+        traceback.clear_frames(seen.__traceback__)  # others may keep them, as a log does
         seen.__traceback__ = None
         seen = seen.__cause__ or seen.__context__
+
+
+def from_record(record: object) -> MoetError | None:
+    """The exception of what `to_dict` made, as it comes out of a file, a pipe or a snapshot; None
+    if it is none of the catalogue's.
+    """
+    code = record.get("code") if isinstance(record, dict) else None
+    if not isinstance(record, dict) or not isinstance(code, str) or code not in CATALOGUE:
+        return None
+    return fail(code, **{name: value for name, value in record.items() if name not in _WORDS})
 
 
 def fail(code: str, **facts: Any) -> MoetError:

@@ -1,4 +1,4 @@
-"""Words for what a disk refuses to write. Any thread."""
+"""Words for what the system refuses. Any thread."""
 
 from __future__ import annotations
 
@@ -24,3 +24,35 @@ def unwritable(path: Path, problem: OSError, *, done: str = "a part") -> MoetErr
     if problem.errno in _FULL:
         return fail("MD-DISK-02", path=str(path), done=done)
     return fail("MD-DISK-03", path=str(path), reason=problem.strerror or str(problem))
+
+
+def refused(problem: OSError) -> MoetError:
+    """The error of the catalogue for what the system refused where nobody expected it.
+
+    Returns:
+        MD-RAM-04 if memory ran out, else MD-DISK-04.
+    """
+    if problem.errno == errno.ENOMEM:
+        return fail("MD-RAM-04")
+    path = problem.filename or "The system"
+    return fail("MD-DISK-04", path=path, reason=problem.strerror or str(problem))
+
+
+def unexpected(problem: BaseException, *, log: str) -> MoetError:
+    """The error of the catalogue for an exception that nobody expected.
+
+    Args:
+        problem: what was raised.
+        log: where its traceback is.
+
+    Returns:
+        Itself if it is from the catalogue; what `refused` gives for an error of the system;
+        MD-RAM-04 if memory ran out; else MD-BUG-01.
+    """
+    if isinstance(problem, MoetError):
+        return problem
+    if isinstance(problem, OSError):
+        return refused(problem)
+    if isinstance(problem, MemoryError):
+        return fail("MD-RAM-04")
+    return fail("MD-BUG-01", reason=f"{type(problem).__name__}: {problem}", log=log)

@@ -162,7 +162,6 @@ MEMORY_AND_FILES: tuple[ErrorSpec, ...] = (
         "Check the drive and the permissions; too many open files: ulimit -n 4096. Then try again.",
         safe="The text so far is kept. Nothing on disk was changed.",
         reaction=_ENGINE,
-        exit=ExitCode.ENGINE,
         http=503,
     ),
     # source files ----------------------------------------------------------------------------

@@ -28,13 +28,12 @@ from typing import Any
 
 import msgspec
 
-from moet_desk.errors import CATALOGUE, MoetError, Reaction, fail
+from moet_desk.errors import MoetError, Reaction, fail, from_record
 from moet_desk.store.durable import disk_errors, replace_file
 
 STALLED_S = 30.0
 """A running job that has said nothing for longer is shown as stalled."""
 
-_WORDS = ("code", "title", "cause", "do", "safe", "severity")
 _DONE_EVENTS = ("packed", "pulled", "verified")
 _TAIL_BYTES = 64 * 1024  # holds the newest events of any job
 _POLL_S = 0.05
@@ -390,12 +389,7 @@ def _parse(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
 
 def error_of(event: dict[str, Any]) -> MoetError | None:
     """The error that an event of a child reports, if it does."""
-    record = event.get("error")
-    code = record.get("code") if isinstance(record, dict) else None
-    if not isinstance(record, dict) or not isinstance(code, str) or code not in CATALOGUE:
-        return None
-    facts = {name: value for name, value in record.items() if name not in _WORDS}
-    return fail(code, **facts)
+    return from_record(event.get("error"))
 
 
 def _crashed(status: int | None, log: Path) -> MoetError:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from moet_desk.errors import MoetError
-from moet_desk.ui.live_answer import as_moet_error
+from moet_desk.errors.disk import unexpected
 
 T = TypeVar("T")
 
@@ -36,4 +36,4 @@ class Background(Generic[T]):
         try:
             self.result = self._call()
         except Exception as error:  # the screen that polls shows whatever it was
-            self.error = as_moet_error(error, log_dir=self._log_dir)
+            self.error = unexpected(error, log=self._log_dir)

@@ -19,13 +19,14 @@ from moet_desk.engine.handle import (
     ModelInfo,
 )
 from moet_desk.errors import MoetError, fail
+from moet_desk.errors.disk import unexpected
 from moet_desk.telemetry import (
     EngineSnapshot,
     EngineState,
     LoadStep,
 )
 from moet_desk.ui.clock import Clock, system_clock
-from moet_desk.ui.live_answer import LiveAnswer, as_moet_error
+from moet_desk.ui.live_answer import LiveAnswer
 
 
 class PackJob(Protocol):
@@ -146,7 +147,7 @@ class Bridge:
             self._opening = _Opening(self._open_engine, self._leaving)
             self._leaving = None
         if self._opening.error is not None:
-            self._fail(as_moet_error(self._opening.error, log_dir=self._log_dir))
+            self._fail(unexpected(self._opening.error, log=self._log_dir))
         elif self._opening.handle is not None:
             self._handle = self._opening.handle
             self.phase = Phase.LOADING

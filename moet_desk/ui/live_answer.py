@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moet_desk.engine.handle import Quality, RequestStream
-from moet_desk.errors import MoetError, fail
+from moet_desk.errors import MoetError
+from moet_desk.errors.disk import unexpected
 from moet_desk.marked_text import MarkedText, join
 from moet_desk.telemetry import Failed, Finished, PrefillProgress, TextDelta, Usage
 from moet_desk.ui.text import Cleaner
@@ -105,7 +106,7 @@ class LiveAnswer:
                     self.finished, self.usage = event, usage
                 case Failed(error=error, usage=failed_usage):
                     self.usage = failed_usage
-                    self.error = as_moet_error(error, log_dir=self._log_dir)
+                    self.error = unexpected(error, log=self._log_dir)
         if self.ended:
             thought, text = self._splitter.finish()
             thoughts.append(thought)
@@ -138,10 +139,3 @@ class LiveAnswer:
     def stop(self) -> None:
         """Ask the engine to stop; the text so far stays."""
         self._stream.cancel()
-
-
-def as_moet_error(error: BaseException, *, log_dir: str) -> MoetError:
-    """The error itself if it is from the catalogue, else MD-BUG-01 with its words."""
-    if isinstance(error, MoetError):
-        return error
-    return fail("MD-BUG-01", reason=f"{type(error).__name__}: {error}", log=log_dir)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from moet_desk.engine.handle import GenerateRequest, ModelInfo, RequestStream
 from moet_desk.engine.parsers.answers import AnswerFormat, PromptEnd
 from moet_desk.engine.scripted import Script, ScriptedEngine
-from moet_desk.errors import fail
+from moet_desk.errors import MoetError, fail
 from moet_desk.telemetry import (
     EngineSnapshot,
     EngineState,
@@ -55,6 +55,7 @@ class FakeEngine:
     def reset(self) -> None:
         """As new: answers "Hello" in two pieces."""
         self.refusal: Exception | None = None
+        self.fault: MoetError | None = None
         self.info: ModelInfo | None = MODEL
         self.state = EngineState.READY
         self.requests: list[GenerateRequest] = []
@@ -108,7 +109,10 @@ class FakeEngine:
                 stream.push(item)
 
     def snapshot(self) -> EngineSnapshot:
-        return EngineSnapshot(state=self.state, model="fake", requests_running=self.busy)
+        error = None if self.fault is None else self.fault.to_dict()
+        return EngineSnapshot(
+            state=self.state, model="fake", requests_running=self.busy, error=error
+        )
 
     def model(self) -> ModelInfo | None:
         return self.info

@@ -10,7 +10,8 @@ from starlette.datastructures import Headers
 
 from moet_desk.api.guard import EndpointOptions, check_key, host_of, is_served
 from moet_desk.api.server import Endpoint
-from moet_desk.errors import MoetError
+from moet_desk.errors import CATALOGUE, MoetError, fail
+from moet_desk.telemetry import EngineState
 from tests.api.fakes import FakeEngine
 
 
@@ -42,6 +43,18 @@ def test_accept__no_descriptors_left__goes_on_when_there_are(
     monkeypatch.setattr(socket.socket, "accept", full)
     assert httpx.get(f"{endpoint.address}/health", timeout=10).status_code == 200
     assert refused == [2]
+
+
+def test_engine__did_not_load__its_own_error_and_status(
+    engine: FakeEngine, endpoint: Endpoint
+) -> None:
+    engine.info, engine.state = None, EngineState.FAULT
+    engine.fault = fail("MD-RAM-01", need="9 GiB", have="3 GiB")
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    answer = httpx.post(f"{endpoint.address}/v1/chat/completions", json=body)
+    assert answer.status_code == CATALOGUE["MD-RAM-01"].http
+    assert answer.json()["error"]["moet_code"] == "MD-RAM-01"
+    assert "9 GiB" in answer.text
 
 
 def test_stop__then_start__same_port_again(engine: FakeEngine) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moet_desk import hardware
+from moet_desk import catalogue, hardware
 from moet_desk.engine.cuda import bandwidth
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.errors import ExitCode
@@ -86,10 +87,24 @@ def test_plan__context_too_long__the_nearest_command_works(moet: Command, data_d
     assert moet(*command, "--machine", DESK).code == ExitCode.OK
 
 
+@pytest.fixture
+def _v4_not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a model of the list did not run here yet."""
+    entries = tuple(
+        replace(entry, not_yet="its layers are not written")
+        if entry.name == "deepseek-v4-flash"
+        else entry
+        for entry in catalogue.load_catalogue()
+    )
+    monkeypatch.setattr(catalogue, "load_catalogue", lambda: entries)
+
+
+@pytest.mark.usefixtures("_v4_not_yet")
 def test_plan__a_family_that_is_not_written__shows_it_and_4(moet: Command, data_dir: Path) -> None:
     ran = moet("plan", "deepseek-v4-flash", "--machine", DESK)
     assert ran.code == ExitCode.UNFIT
     assert "Does not run yet" in ran.out
+    assert "its layers are not written" in ran.err
     assert "2-bit rows" in ran.out
     assert "MD-PLAN-04" in ran.err
     document = moet("plan", "deepseek-v4-flash", "--machine", DESK, "--json").document
@@ -149,6 +164,7 @@ def test_plan__an_installed_pack__the_plan_that_the_engine_loads(
 # -- ls --available --------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_v4_not_yet")
 def test_available__models_that_run_first_in_the_fit_table(moet: Command, data_dir: Path) -> None:
     ran = moet("ls", "--available", "--fit", "--machine", DESK)
     assert ran.code == ExitCode.OK

@@ -5,6 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +17,10 @@ import openai
 import pytest
 
 from moet_desk.cli.context import Invocation
-from moet_desk.engine.handle import EngineOptions
-from moet_desk.errors import ExitCode, fail
+from moet_desk.cli.serve import _serve_until
+from moet_desk.engine.handle import EngineOptions, GenerateRequest
+from moet_desk.engine.scripted import Script, ScriptedEngine, ScriptedFailure
+from moet_desk.errors import ExitCode, MoetError, fail
 from tests.cli.conftest import SCRIPTED, Command, environment
 
 
@@ -59,6 +63,23 @@ def test_serve__answers_until_a_signal_ends_it(
         assert "Traceback" not in words
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{ready['address']}/models")
+
+
+def test_serve__suspended_in_an_answer__the_rest_comes_when_it_wakes(data_dir: Path) -> None:
+    with serving(data_dir, "--port", "0") as (child, ready):
+        url, pieces = f"{ready['address']}/chat/completions", []
+        ask = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        with httpx.Client(timeout=30) as http, http.stream("POST", url, json=ask) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line[6:])["choices"] or [{"delta": {}}]
+                    pieces.append(choice["delta"].get("content") or "")
+                if len(pieces) == 5:
+                    child.send_signal(signal.SIGSTOP)
+                    time.sleep(0.3)
+                    child.send_signal(signal.SIGCONT)
+        whole = "one two three four five six seven eight nine ten " * 5
+        assert "".join(pieces).strip() == whole.strip()
 
 
 def test_serve__model_put_away_and_loaded_again__the_port_stays(data_dir: Path) -> None:
@@ -112,3 +133,15 @@ def test_serve__port_in_use__exit_8_with_another_port(spawn: Command) -> None:
 def test_serve__network_without_key__exit_2(spawn: Command) -> None:
     result = spawn("serve", "--host", "0.0.0.0", "--port", "0", "--json", scripted=100)
     assert (result.code, result.error_code) == (ExitCode.USAGE, "MD-API-06")
+
+
+def test_serve__card_lost__ends_with_that_error_and_its_facts() -> None:
+    lost = ScriptedFailure("MD-GPU-07", {"name": "NVIDIA X", "reason": "gone"}, ends_engine=True)
+    engine = ScriptedEngine(Script(failures={0: lost}, prompt_tok_per_s=1e6))
+    engine.advance(1)
+    engine.submit(GenerateRequest(prompt="Hi"))
+    engine.advance(1)
+    with pytest.raises(MoetError) as caught:
+        _serve_until(engine, threading.Event())
+    assert caught.value.code == "MD-GPU-07"
+    assert caught.value.cause == "NVIDIA X: gone."

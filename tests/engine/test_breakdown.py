@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +112,36 @@ def test_card_answers__no_card_in_use__is_not_woken(monkeypatch: pytest.MonkeyPa
 # -- in a running engine ---------------------------------------------------------------------
 
 
+@contextmanager
+def started(pack: Path, **options: Any) -> Iterator[Engine]:
+    options = {"save_heat": False, "context": 512, "max_running": 2, **options}
+    handle = start_engine(pack, EngineOptions(**options))
+    try:
+        assert isinstance(handle, Engine)
+        assert handle.wait_ready(120)
+        yield handle
+    finally:
+        handle.close()
+
+
 @pytest.fixture
 def running(demo_pack: Path) -> Iterator[Engine]:
-    handle = start_engine(demo_pack, EngineOptions(save_heat=False, context=512, max_running=2))
-    assert isinstance(handle, Engine)
-    assert handle.wait_ready(120)
-    yield handle
-    handle.close()
+    """One that a test may end."""
+    with started(demo_pack) as handle:
+        yield handle
+
+
+@pytest.fixture(scope="module")
+def lasting(demo_pack: Path) -> Iterator[Engine]:
+    """One that must outlive its tests."""
+    with started(demo_pack) as handle:
+        yield handle
+
+
+@pytest.fixture(scope="module")
+def whole(lasting: Engine) -> str:
+    """The answer when nothing goes wrong."""
+    return text_of(events_of(lasting.submit(hello(max_tokens=12, ignore_eos=True))))
 
 
 def after_some_text(
@@ -162,12 +186,11 @@ def code_of(event: Event) -> str:
 
 @pytest.mark.parametrize("error", [LOST, RESUMED], ids=["lost", "after a suspend"])
 def test_card_lost__in_an_answer__all_requests_end_with_their_text_and_nothing_hangs(
-    running: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
+    running: Engine, whole: str, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    whole = text_of(events_of(running.submit(hello(max_tokens=30, ignore_eos=True))))
     monkeypatch.setattr(breakdown, "card_answers", lambda: False)
     after_some_text(running, monkeypatch, raising(error))
-    asked = [running.submit(hello(max_tokens=30, ignore_eos=True)) for _ in range(4)]
+    asked = [running.submit(hello(max_tokens=12, ignore_eos=True)) for _ in range(4)]
     ends = [last_of(stream) for stream in asked]
     assert [code_of(event) for _, event in ends] == ["MD-GPU-07"] * 4
     assert ends[0][0]  # the text so far
@@ -208,17 +231,16 @@ def test_card_lost__while_a_picture_is_made__the_same(
     ids=["vram", "ram", "python", "launch"],
 )
 def test_memory_runs_out__in_an_answer__that_one_fails_and_the_next_is_whole(
-    demo_pack: Path, running: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
+    lasting: Engine, whole: str, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
 ) -> None:
-    wanted = text_of(events_of(running.submit(hello(max_tokens=12, ignore_eos=True))))
     with monkeypatch.context() as patch:
-        after_some_text(running, patch, raising(error))
-        text, last = last_of(running.submit(hello(max_tokens=12, ignore_eos=True)))
+        after_some_text(lasting, patch, raising(error))
+        text, last = last_of(lasting.submit(hello(max_tokens=12, ignore_eos=True)))
     assert code_of(last) == code
     assert text
-    assert wanted.startswith(text)
-    assert text_of(events_of(running.submit(hello(max_tokens=12, ignore_eos=True)))) == wanted
-    assert running.snapshot().state is not EngineState.FAULT
+    assert whole.startswith(text)
+    assert text_of(events_of(lasting.submit(hello(max_tokens=12, ignore_eos=True)))) == whole
+    assert lasting.snapshot().state is not EngineState.FAULT
 
 
 def test_loading__card_lost_or_full__error_from_the_catalogue(
@@ -305,30 +327,20 @@ class Drive:
 
 
 def test_drive__unplugged_in_an_answer__text_stays_and_after_plugging_in_all_is_well(
-    demo_pack: Path, monkeypatch: pytest.MonkeyPatch
+    demo_pack: Path, whole: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drive = Drive(monkeypatch)
-    handle = start_engine(
-        demo_pack,
-        EngineOptions(save_heat=False, context=512, arena_rows=0, pool_slots=4, fine_slots=4),
-    )
-    try:
-        assert handle.wait_ready(120)
-        assert isinstance(handle, Engine)
-        wanted = text_of(events_of(handle.submit(hello(max_tokens=10, ignore_eos=True))))
+    with started(demo_pack, arena_rows=0, pool_slots=64, fine_slots=4) as handle:
         with monkeypatch.context() as patch:
-            after_some_text(handle, patch, lambda: setattr(drive, "is_there", False))
-            asked = [handle.submit(hello(max_tokens=10, ignore_eos=True)) for _ in range(2)]
+            after_some_text(handle, patch, lambda: setattr(drive, "is_there", False), steps=3)
+            asked = [handle.submit(hello(max_tokens=12, ignore_eos=True)) for _ in range(2)]
             ends = [last_of(stream) for stream in asked]
         assert [code_of(event) for _, event in ends] == ["MD-NVME-04"] * 2
         assert ends[0][0]
-        assert all(wanted.startswith(text) for text, _ in ends)
-        assert code_of(last_of(handle.submit(hello(max_tokens=10)))[1]) == "MD-NVME-04"
+        assert all(whole.startswith(text) for text, _ in ends)
+        assert code_of(last_of(handle.submit(hello(max_tokens=12)))[1]) == "MD-NVME-04"
         drive.is_there = True
-        again = text_of(events_of(handle.submit(hello(max_tokens=10, ignore_eos=True))))
-        assert again == wanted
-    finally:
-        handle.close()
+        assert text_of(events_of(handle.submit(hello(max_tokens=12, ignore_eos=True)))) == whole
 
 
 def test_engine_ends__while_a_request_is_handed_over__it_is_refused_and_not_forgotten(
@@ -367,25 +379,16 @@ class JumpyClock:
 
 
 def test_clock_jumps__in_an_answer__same_text_and_figures_that_can_be_shown(
-    demo_pack: Path, monkeypatch: pytest.MonkeyPatch
+    lasting: Engine, whole: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handle = start_engine(demo_pack, EngineOptions(save_heat=False, context=512))
-    try:
-        assert handle.wait_ready(120)
-        wanted = text_of(events_of(handle.submit(hello(max_tokens=12, ignore_eos=True))))
-        clock = JumpyClock()
-        for module in (engine, request, serving):
-            monkeypatch.setattr(module, "time", clock)
-        stream = handle.submit(hello(max_tokens=12, ignore_eos=True))
-        text, last = last_of(stream)
-        assert clock.calls > 20
-        assert text == wanted
-        assert isinstance(last, Finished)
-        again, last = last_of(handle.submit(hello(max_tokens=12, ignore_eos=True)))
-        assert again == wanted
+    clock = JumpyClock()
+    for module in (engine, request, serving):
+        monkeypatch.setattr(module, "time", clock)
+    for _ in range(2):
+        text, last = last_of(lasting.submit(hello(max_tokens=12, ignore_eos=True)))
+        assert text == whole
         assert isinstance(last, Finished)
         assert last.usage.decode_s >= 0
-        rate = handle.snapshot().decode_tok_per_s
-        assert rate is None or rate >= 0
-    finally:
-        handle.close()
+    assert clock.calls > 20
+    rate = lasting.snapshot().decode_tok_per_s
+    assert rate is None or rate >= 0

@@ -19,6 +19,7 @@ from moet_desk.engine.cuda.dense_weights import DenseLoader
 from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.load_pools import fill_slots
 from moet_desk.engine.cuda.loader import CudaCore, load
+from moet_desk.engine.cuda.mailbox_server import MailboxServer
 from moet_desk.engine.cuda.pools import DevicePool
 from moet_desk.engine.cuda.prefill import CudaPrefiller
 from moet_desk.engine.cuda.slot_memory import growable_slots
@@ -221,6 +222,7 @@ def test_keeper__another_program_comes_and_goes__slots_follow(
         card.free = 0
         for second in range(12, 16):
             vram.turn(float(second))
+        core.residency.restore_heat([(250, 5.0), (130, 2.0)])
         assert caplog.text.count("has its least size already") == 1
         assert vram.view().why == Why.LEAST.value
         card.free = 2 * GIB
@@ -228,7 +230,35 @@ def test_keeper__another_program_comes_and_goes__slots_follow(
             assert kept(core) == ((LEAST, LEAST) if second <= 20 + CALM_S else (256, 256))
             vram.turn(float(second))
         assert vram.view().why == Why.ROOM.value
-        assert len(rows_in(core, Plane.BASE)) == LEAST
+        assert rows_in(core, Plane.BASE) == {130, *range(224, 256)}  # those with any heat
+
+
+def test_fill_base__hottest_rows_first__those_in_ram_and_as_many_as_asked(demo_pack: Path) -> None:
+    with on_card(demo_pack, FakeCard(), arena_rows=100) as core:
+        pool, warm = core.pools[Plane.BASE], [(row, 1.0 + row) for row in range(256)]
+        pool.resize(LEAST)
+        pool.resize(256)
+        core.residency.restore_heat(warm)
+        held = rows_in(core, Plane.BASE)
+        in_ram = {row for row in range(256) if core.arena.holds(Plane.BASE, row)} - held
+        assert core.residency.fill_base(3) == 3
+        assert rows_in(core, Plane.BASE) - held == set(sorted(in_ram)[-3:])
+        assert core.residency.fill_base(1000) == len(in_ram) - 3
+        assert rows_in(core, Plane.BASE) == held | in_ram
+        assert core.residency.fill_base(1000) == 0
+
+
+def test_fill_base__a_read_is_still_under_way__nothing_is_copied(
+    demo_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_card(demo_pack, FakeCard(), arena_rows=100) as core:
+        core.pools[Plane.BASE].resize(LEAST)
+        core.pools[Plane.BASE].resize(256)
+        core.residency.restore_heat([(row, 1.0) for row in range(256)])
+        monkeypatch.setattr(MailboxServer, "settle", lambda self, limit_s: False)
+        assert core.residency.fill_base(9) == 0
+        monkeypatch.undo()
+        assert core.residency.fill_base(9) == 9
 
 
 def test_keeper__a_limit_of_the_person__counts_at_once_down_and_up(demo_pack: Path) -> None:
@@ -462,7 +492,7 @@ def test_engine__limit_set_while_idle__slots_go_and_the_snapshot_says_so(
         assert engine.wait_ready(60)
         vram = engine.snapshot().vram
         assert vram is not None
-        assert vram.limit == 10**9
+        assert (vram.limit, vram.free) == (10**9, card.free)  # before anything was decided
         engine.limit_vram(1)
         soon(lambda: engine.snapshot().sizes.base_slots == LEAST)
         vram = engine.snapshot().vram

@@ -49,7 +49,7 @@ def test_decide__free_memory__shrinks_below_half_of_what_is_kept(free: int, shri
     assert (found.why is Why.PRESSURE) == shrinks
     # up to three quarters of what is kept: the next breath of the other program fits
     gained = (3000 - found.base) * 7 * MIB
-    assert gained == 0 or 0 <= free + gained - TERMS.aim < 7 * MIB
+    assert gained == 0 or 0 <= free + gained - 2304 * MIB < 7 * MIB
 
 
 def test_decide__another_program_takes_it_all__least_pool_and_says_so() -> None:
@@ -129,6 +129,8 @@ def test_decide__limit_with_room_on_the_card__grows_up_to_it() -> None:
     assert found.base == 500 + 500 // 7
     near = replace(terms, limit=card.fixed + small.n_bytes + FINE.n_bytes + LEAST_GROWTH - 1)
     assert decided(base=small, card=card, terms=near).why is Why.FITS
+    just = replace(near, limit=(near.limit or 0) + 1)
+    assert decided(base=small, card=card, terms=just).why is Why.ROOM
 
 
 def test_decide__all_rows_have_slots__grows_no_further() -> None:
@@ -177,7 +179,7 @@ def pools(draw: st.DrawFn, slot_mib: int) -> Pool:
     return Pool(draw(st.integers(least, most)), least, planned, most, slot_mib * MIB)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     pools(7), pools(8), st.integers(0, 200 * GIB), st.integers(0, 20 * GIB),
     st.none() | st.integers(1, 200 * GIB), st.floats(0, 30),
@@ -208,7 +210,7 @@ def test_decide__anything__within_the_bounds_and_one_direction(
         assert at_least or free - more >= terms.aim
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(pools(7), pools(8), st.integers(0, 150 * GIB), st.integers(0, 10 * GIB))
 def test_divide__more_bytes__no_pool_is_smaller(base: Pool, fine: Pool, n: int, more: int) -> None:
     before, after = divide(n, base, fine), divide(n + more, base, fine)

@@ -6,6 +6,7 @@ Measures the card's free memory, so nothing else may use the card meanwhile.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -177,6 +178,7 @@ def test_load__and_close__all_memory_comes_back(demo_pack: Path) -> None:
     core = open_core(demo_pack)
     core.close()
     del core
+    gc.collect()
     torch.cuda.empty_cache()
     before = free()
     core = open_core(demo_pack)
@@ -186,6 +188,7 @@ def test_load__and_close__all_memory_comes_back(demo_pack: Path) -> None:
     core.close()
     assert free() - during >= mapped
     del core
+    gc.collect()
     torch.cuda.empty_cache()
     assert abs(before - free()) < 256 * MIB
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from moet_desk.kernels import reference as ref
-from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.heads import turn_back, turn_heads
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.pooled_keys import score_windows
-from moet_desk.kernels.triton.pooling import finish, pool
+from moet_desk.kernels.triton.pooling import finish, pool, pool_run
+from moet_desk.kernels.triton.prepare import Rotation
+from moet_desk.kernels.triton.route import route_named
+from moet_desk.kernels.triton.seen import Places, Pooled, find_places, list_seen
 from moet_desk.kernels.triton.shared_attention import shared_decode
 from moet_desk.kernels.triton.streams import StreamScratch, block_input, connect, write_back
 from tests.kernels.triton.makers import relative_error
@@ -73,6 +79,82 @@ def test_pool__token_by_token__entries_of_the_twin(ratio: int, overlap: bool) ->
     assert int(means.isnan().all(1).sum()) == n_tokens - 2
 
 
+@pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (128, False)])
+@pytest.mark.parametrize(("start", "count"), [(0, 512), (1005, 500), (2, 1)])
+def test_pool_run__a_prompt_s_rows__bits_of_one_by_one(
+    ratio: int, overlap: bool, start: int, count: int
+) -> None:
+    width, before = (2 * DIM if overlap else DIM), min(start, 2 * ratio)
+    tokens = _random(before + count, 2 * width, seed=16).cuda()
+    places = _random(ratio, width, seed=17).cuda()
+    at = torch.arange(start - before, start + count, dtype=torch.int32).cuda()
+    sums = torch.zeros(16, (9 if overlap else 3) * DIM).cuda()
+    want = torch.zeros(before + count, DIM).cuda()
+    rows = slice(0, before)
+    if before:
+        pool(
+            tokens[rows], places, at[rows], sums, at[rows] % 16, (at[rows] + 1) % 16, want[rows],
+            overlap=overlap,
+        )  # fmt: skip
+    own, held = sums.clone(), sums[start % 16].clone()
+    rows, means = slice(before, None), torch.zeros(count, DIM).cuda()
+    pool(
+        tokens[rows], places, at[rows], sums, at[rows] % 16, (at[rows] + 1) % 16, want[rows],
+        overlap=overlap,
+    )  # fmt: skip
+    targets = (at[rows] + 1) % 16
+    pool_run(tokens[rows], places, start, held, own, targets, means, overlap=overlap)
+    assert torch.equal(means, want[rows])
+    assert torch.equal(own[(start + count) % 16], sums[(start + count) % 16])
+
+
+def test_lists__released_sizes__as_the_twin() -> None:
+    positions, slots = [5, 40_000, 40_001], [1, 0, 0]
+    window, ring, first = 128, 640, 2 * 640
+    at = torch.tensor(positions, dtype=torch.int32).cuda()
+    runs = torch.tensor([[slot, 0, 0, 1] for slot in slots], dtype=torch.int32).cuda()
+    places = Places.make(3, torch.device("cuda"))
+    find_places(runs, at, places, ring=ring, ratio=4)
+    assert places.closed.tolist() == [1, 10_000, 10_000]
+    table = torch.randperm(3 * 640).view(3, 640).int()
+    pages = torch.zeros(3 * 640, 1, 584, dtype=torch.uint8).cuda()
+    kv = KvPages(pages, table.cuda(), KvFormat.FP8)
+    listed, lengths = torch.zeros(3, 500).int().cuda(), torch.zeros(3).int().cuda()
+    list_seen(places, Pooled(kv, 128, 2, first), listed, lengths, window=window, ring=ring)
+    for t, position in enumerate(positions):
+        far = first + table[t, ::2][: (position + 1) // 128]
+        want = ref.seen_entries(
+            position, far.tolist(), first=slots[t] * ring, window=window, ring=ring
+        )
+        assert listed[t, : int(lengths[t])].tolist() == want.tolist()
+
+
+def test_heads__released_sizes__as_the_twins() -> None:
+    x, at = 3 * _random(ROWS, HEADS, DIM, seed=18), torch.tensor([0, 7, 900, 901])
+    frequencies, magnitude = ref.rope_frequencies(ROTARY, 1.6e5)
+    cos, sin = ref.rope_tables(torch.arange(1000), frequencies, magnitude)
+    rotation = Rotation(at.int().cuda(), cos.cuda(), sin.cuda(), interleaved=True)
+    out, back = torch.empty_like(x).cuda(), torch.empty(8, ROWS, HEADS // 8 * DIM).cuda()
+    turn_heads(x.cuda(), out, rotation=rotation, eps=EPS)
+    heads = ref.unit(x, EPS)
+    own = cos[at][:, None], sin[at][:, None]
+    turned = ref.rotate(heads[..., -ROTARY:], *own, interleaved=True)
+    assert relative_error(out.cpu(), torch.cat([heads[..., :-ROTARY], turned], -1)) < 1e-6
+    turn_back(out, back, rotation=rotation)
+    assert relative_error(back.cpu(), heads.view(ROWS, 8, -1).transpose(0, 1)) < 1e-6
+
+
+def test_route_named__released_sizes__as_the_twin() -> None:
+    logits, table = _random(ROWS, 256, seed=19), torch.rand(99, 256).topk(6).indices.int()
+    tokens = torch.tensor([98, 0, 5, 5], dtype=torch.int32)
+    ids, weights = torch.zeros(ROWS, 6).int().cuda(), torch.zeros(ROWS, 6).cuda()
+    options: dict[str, Any] = {"score": Score.SQRT_SOFTPLUS, "renormalize": True, "scale": 1.5}
+    route_named(logits.cuda(), table.cuda(), tokens.cuda(), ids=ids, weights=weights, **options)
+    assert torch.equal(ids.cpu(), table[tokens.long()])
+    want = ref.weights_of(logits, table[tokens.long()].long(), **options)
+    assert relative_error(weights.cpu(), want) < 1e-5
+
+
 def test_finish__fp8__as_the_twin_rounds() -> None:
     vectors, weight = _random(3, DIM, seed=8), _random(DIM, seed=9)
     frequencies, magnitude = ref.rope_frequencies(ROTARY, 1e4)
@@ -101,8 +183,11 @@ def test_shared_decode__window_and_chosen_entries__as_the_twin_also_alone(form: 
     kv = KvPages(entries[:, None].contiguous().cuda(), table.cuda(), form)
     seen = torch.tensor(lengths, dtype=torch.int32).cuda()
     scratch = DecodeScratch.make(ROWS, HEADS, DIM, device=torch.device("cuda"))
+    few = torch.empty(ROWS, HEADS, DIM).cuda()
     out, alone = torch.empty(ROWS, HEADS, DIM).cuda(), torch.empty(1, HEADS, DIM).cuda()
     shared_decode(q.cuda(), kv, seen, sink.cuda(), out, scale=DIM**-0.5, scratch=scratch)
+    shared_decode(q.cuda(), kv, seen, sink.cuda(), few, scale=DIM**-0.5, scratch=scratch, splits=8)
+    assert relative_error(few.cpu(), out.cpu()) < 1e-5
     for t, n in enumerate(lengths):
         own = ref.shared_read(entries[table[t, :n].long()], form, DIM, ROTARY)
         mask = torch.ones(1, n, dtype=torch.bool)

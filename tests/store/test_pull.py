@@ -24,6 +24,7 @@ from moet_desk.store.pack_verify import verify_pack
 from moet_desk.store.pack_writer import write_pack
 from moet_desk.store.pull import pull
 from moet_desk.store.pull_prepare import prepare
+from tests.faults import Refusal, refused
 from tests.store.hub_server import BLOCK, Fault, HubServer, Repo
 from tests.store.pulls import (
     BUDGET,
@@ -148,6 +149,28 @@ def test_pull__no_server__network_error(tmp_path: Path, make: Any) -> None:
     with pytest.raises(JobPaused) as caught:
         pull_all(asked(tmp_path), line_to("http://127.0.0.1:9"), make)
     assert caught.value.code == "MD-NET-01"
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        Refusal(("socket",), errno.EMFILE),
+        Refusal(("connect",), errno.ENETUNREACH),
+        Refusal(("recvfrom",), errno.ECONNRESET),
+        Refusal(("recvfrom",), errno.ETIMEDOUT),
+    ],
+    ids=str,
+)
+def test_pull__no_way_through_the_network__pauses_then_goes_on(
+    refusal: Refusal, hub: HubServer, tmp_path: Path, make: Any
+) -> None:
+    wanted = asked(tmp_path)
+    with pytest.raises(JobPaused) as caught:
+        refused(refusal, lambda: pull_all(wanted, line_to(hub.url), make))
+    assert caught.value.code == "MD-NET-01"
+    assert os.strerror(refusal.number) in caught.value.cause
+    pull_all(wanted, line_to(hub.url), make)
+    assert verify_pack(wanted.dest).ok
 
 
 def test_pull__retry_after_beyond_patience__pauses_at_once(

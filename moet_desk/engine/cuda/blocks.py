@@ -57,11 +57,13 @@ class Experts(Protocol):
         """From ids, weights, codes and scales in `buffers` to `part`."""
         ...
 
-    def recover(self, *, torn: bool) -> None:
-        """After a failed step: make the device's view of the arena true again.
+    def recover(self) -> None:
+        """After a failed step: make the device's view of the arena true again."""
+        ...
 
-        Args:
-            torn: its launches stopped half way, so that nobody knows which slots were filled.
+    def forget(self) -> None:
+        """Empty all slots: the launches of a step stopped half way, so that some may claim rows
+        which nobody fetched.
         """
         ...
 

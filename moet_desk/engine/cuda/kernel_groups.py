@@ -47,6 +47,7 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_list_kernel": Group.ATTENTION,
     "_turn_kernel": Group.ATTENTION,
     "_pool_kernel": Group.ATTENTION,
+    "_pool_run_kernel": Group.ATTENTION,
     "_entry_kernel": Group.ATTENTION,
     "_key_kernel": Group.ATTENTION,
     "_query_kernel": Group.ATTENTION,

@@ -7,7 +7,7 @@ Where the driver can map memory by itself the pools grow and shrink while the mo
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,7 +91,12 @@ def release_pools(pools: Mapping[Plane, DevicePool]) -> None:
 
 
 def keeper_of(
-    pools: Mapping[Plane, DevicePool], sizes: PoolSizes, *, keep: int, device: torch.device
+    pools: Mapping[Plane, DevicePool],
+    sizes: PoolSizes,
+    *,
+    keep: int,
+    device: torch.device,
+    refill: Callable[[int], object],
 ) -> VramKeeper | None:
     """What keeps the pools at the right size; None if theirs is fixed.
 
@@ -100,6 +105,7 @@ def keeper_of(
         sizes: what they were made by.
         keep: bytes of the card that the plan left free.
         device: the card.
+        refill: see `VramKeeper`.
     """
     if any(pool.memory.behind is None for pool in pools.values()):
         return None
@@ -110,7 +116,7 @@ def keeper_of(
     arena += plan.arena_fine_rows * pools[Plane.FINE].arena.stride
     return VramKeeper(
         pools, bounds, fixed=plan.bytes_total - slots - arena,
-        terms=Terms(keep, sizes.options.vram_bytes), card=CardMemory.of(device),
+        terms=Terms(keep, sizes.options.vram_bytes), card=CardMemory.of(device), refill=refill,
     )  # fmt: skip
 
 

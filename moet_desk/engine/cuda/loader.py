@@ -227,17 +227,17 @@ def _load(
         pools, arena, reader.layout, buffers, n_experts=reader.meta.n_experts, readers=readers,
         bounce=_bounce(opened, allocate), form=form,
     )  # fmt: skip
+    residency = CudaResidency(
+        pools, arena, reader.layout, moe_layers=opened.moe_layers, server=server,
+        streamed=streamed.counters,
+    )  # fmt: skip
     head = MtpDrafter(DeviceHead(model, widths)) if opened.with_head else None
     decoder = CudaDecoder(model, drafting_of(options, head, widths=widths))
-    vram = keeper_of(pools, sizes, keep=opened.keep, device=device)
+    vram = keeper_of(pools, sizes, keep=opened.keep, device=device, refill=residency.fill_base)
     prefiller = CudaPrefiller(
         ChunkModel(model, buffers, streamed), decoder, chunk=plan.prefill_chunk,
         fast=fast_reading(plan, len(opened.order)),
         make_room=(lambda: None) if vram is None else vram.make_room,
-    )  # fmt: skip
-    residency = CudaResidency(
-        pools, arena, reader.layout, moe_layers=opened.moe_layers, server=server,
-        streamed=streamed.counters,
     )  # fmt: skip
     residency.restore_heat(heat.read(pack))
     return CudaCore(

@@ -161,7 +161,7 @@ class ShapeBench:
         self._random = np.random.default_rng(0)
         popular = self.loader.rows_by_popularity()
         self._fill_ram(popular)
-        experts.recover(torn=False)  # the device's view of where rows lie
+        experts.recover()  # the device's view of where rows lie
         popular = popular[: min(n_slots, setup.in_ram()[Plane.BASE])]
         places = self._host.table(Plane.BASE)[popular].tolist()
         self.pool.preload(popular[::-1], places[::-1], memory)

@@ -6,7 +6,9 @@ The twin is engine/blocks/pooled; rows read what rows before them left in the la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,13 +19,14 @@ from moet_desk.engine.cuda.pooled_sizes import LOOKING_ROWS, PooledSizes, seen_m
 from moet_desk.engine.cuda.products import GroupedWeight, Products
 from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.spec import Pool, PooledAttention, PoolIndexer
+from moet_desk.kernels.kv_sizes import POOL_STATES
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.heads import turn_back, turn_heads
 from moet_desk.kernels.triton.indexer import choose
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.pooled_keys import prepare_queries, score_windows, store_keys
-from moet_desk.kernels.triton.pooling import finish, pool
+from moet_desk.kernels.triton.pooling import finish, pool, pool_run
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.seen import Places, Pooled, list_seen
 from moet_desk.kernels.triton.shared_attention import shared_decode
@@ -35,10 +38,12 @@ class PooledBuffers:
 
     Attributes:
         joined: [R, r_q + D]; latent: [R, r_q].
-        pooling: [R, values and logits]; means: [R, D], key_means: [R, D_i], of windows that close.
+        pooling: [R, values, logits, weights of an indexer's heads].
+        means: [R, D]; key_means: [R, D_i], of windows that close.
         one, other: flat, [R, N, D]: heads on their way in and out.
         low: [R, G * r].
-        index_one, index_other: [R, N_i, D_i]; heads: [R, N_i].
+        index_one, index_other: [R, N_i, D_i].
+        held: [numbers of a state].
         places: of rows.
         splits: parts of a row's entries.
         scores: [B, S]; chosen, counts: int32 [B, K], [B]; listed, seen: int32 [B, L], [B].
@@ -54,7 +59,7 @@ class PooledBuffers:
     low: Tensor
     index_one: Tensor
     index_other: Tensor
-    heads: Tensor
+    held: Tensor
     places: Places
     splits: int
     scores: Tensor
@@ -80,7 +85,7 @@ class PooledBuffers:
             pooling=f32(rows, size.pooling), means=f32(rows, size.head_dim),
             key_means=f32(rows, size.index_dim), one=f32(rows * size.queries),
             other=f32(rows * size.queries), low=f32(rows, size.low), index_one=f32(*index),
-            index_other=f32(*index), heads=f32(rows, size.index_heads),
+            index_other=f32(*index), held=f32(size.held),
             places=Places.make(rows, device), splits=splits, scores=f32(looking, size.scored),
             chosen=i32(looking, size.top_k), counts=i32(looking),
             listed=i32(looking, size.listed), seen=i32(looking),
@@ -96,12 +101,14 @@ class PooledRows:
         table: int32 [T, pages of a sequence].
         memory: of the layer.
         sees_all: whether an indexer need not score for them: all that is closed is taken.
+        run: slot and first position, of rows that are of one sequence and follow each other.
     """
 
     places: Places
     table: Tensor
     memory: PoolMemory
     sees_all: bool = False
+    run: tuple[int, int] | None = None
 
     @property
     def n(self) -> int:
@@ -113,6 +120,14 @@ class PooledRows:
         return KvPages(rows.memory, self.table[here], self.memory.form)
 
 
+class Aside(Protocol):
+    """A branch for launches that need not wait for those of the main one (`blocks.Branch`)."""
+
+    def beside(self) -> AbstractContextManager[None]: ...
+
+    def join(self) -> None: ...
+
+
 class _Compressor:
     """Pools entries or keys of `dim` numbers."""
 
@@ -121,20 +136,27 @@ class _Compressor:
         self.eps = eps
 
     def read(
-        self, joined: Tensor, sums: Tensor, places: Places, means: Tensor, *, overlap: bool
+        self, b: PooledBuffers, joined: Tensor, sums: Tensor, rows: PooledRows, means: Tensor
     ) -> None:
         """Add rows to open windows; `means` gets those that close."""
-        pool(
-            joined, self.places, places.positions, sums, places.sources, places.targets, means,
-            overlap=overlap,
-        )  # fmt: skip
+        places, overlap = rows.places, sums.shape[1] == 9 * means.shape[1]
+        if rows.run is None:
+            pool(
+                joined, self.places, places.positions, sums, places.sources, places.targets,
+                means, overlap=overlap,
+            )  # fmt: skip
+            return
+        slot, start = rows.run
+        held = b.held[: sums.shape[1]]
+        held.copy_(sums[slot * POOL_STATES + start % POOL_STATES])
+        pool_run(joined, self.places, start, held, sums, places.targets, means, overlap=overlap)
 
 
 class _PoolIndexerLaunches:
     def __init__(self, indexer: PoolIndexer, load: DenseSource, name: str, eps: float) -> None:
         self.indexer = indexer
         self.compressor = _Compressor(load, name + "compressor.", eps)
-        self.w_query, self.w_heads = load.matrix(name + "wq_b"), load.matrix(name + "weights_proj")
+        self.w_query = load.matrix(name + "wq_b")
 
 
 class PooledLaunches:
@@ -173,7 +195,10 @@ class PooledLaunches:
         if mixer.pool.indexer is not None:
             self._index = _PoolIndexerLaunches(mixer.pool.indexer, load, name + "indexer.", eps)
             below.append(name + "indexer.compressor.")
-        self._w_pool = load.matrix(*(one + part for one in below for part in ("wkv", "wgate")))
+        parts = [one + part for one in below for part in ("wkv", "wgate")]
+        if self._index is not None:
+            parts.append(name + "indexer.weights_proj")
+        self._w_pool = load.matrix(*parts)
 
     def launch(
         self,
@@ -184,8 +209,9 @@ class PooledLaunches:
         out: Tensor,
         *,
         scratch: DecodeScratch,
+        branch: Aside | None = None,
     ) -> None:
-        """Take rows in, and give what they see.
+        """Take rows in, and give what they see; pools on a branch, if there is one.
 
         Shapes:
             normed, out [T, H] float32; may not be the same memory
@@ -200,15 +226,19 @@ class PooledLaunches:
             rows.memory.rows, places.rings, rows.memory.form, ratio=1, ring=rows.memory.ring,
         )  # fmt: skip
         if mixer.pool is not None:
-            self._pool(b, products, normed, rows, rotation, mixer.pool)
+            with nullcontext() if branch is None else branch.beside():
+                self._pool(b, products, normed, rows, rotation, mixer.pool)
         shape = (rows.n, mixer.n_heads, mixer.head_dim)
         size = rows.n * mixer.n_heads * mixer.head_dim
         one, other = b.one[:size].view(shape), b.other[:size].view(shape)
         products(b.latent[t], self._w_query, one.flatten(1))
         turn_heads(one, other, rotation=rotation, eps=mixer.norm_eps)
-        looking = LOOKING_ROWS[b.splits]
-        for first in range(0, rows.n, looking):
-            here = slice(first, min(first + looking, rows.n))
+        self._ask(b, products, rows, rotation)
+        if mixer.pool is not None and branch is not None:
+            branch.join()
+        for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
+            here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
+            self._choose(b, rows, here)
             self._attend(b, rows, here, other[here], one[here], scratch)
         back = products.by_group(b.other[:size], rows.n, mixer.out_groups)
         turn_back(one, back, rotation=rotation)
@@ -224,33 +254,37 @@ class PooledLaunches:
         rotation: Rotation,
         pooled: Pool,
     ) -> None:
-        """Add the rows to open windows, keep what closes, and make the indexer's queries ready."""
+        """Add the rows to open windows, and keep what closes."""
         t, places, memory, own = slice(0, rows.n), rows.places, rows.memory, self._compressor
         assert own is not None, "a pool has a compressor"  # noqa: S101
         assert memory.entries is not None, "and memory"  # noqa: S101
         assert memory.sums is not None, "of both kinds"  # noqa: S101
         values = b.pooling[t, : self._w_pool.n]
-        products(normed, self._w_pool, values)
+        products(normed, self._w_pool, values)  # how an indexer's heads count is behind
         width = 2 * own.places.shape[1]
-        overlap = pooled.indexer is not None
-        own.read(values[:, :width], memory.sums, places, b.means[t], overlap=overlap)
+        own.read(b, values[:, :width], memory.sums, rows, b.means[t])
         finish(
             b.means[t], own.norm, own.eps, *self._turns, places.positions, memory.entries.memory,
             rows.table, memory.form, ratio=pooled.ratio, spread=memory.entries.spread,
         )  # fmt: skip
         if self._index is None or memory.keys is None or memory.key_sums is None:
             return
-        keys, index = self._index.compressor, self._index
-        keys.read(values[:, width:], memory.key_sums, places, b.key_means[t], overlap=True)
+        keys = self._index.compressor
+        keys.read(b, values[:, width:], memory.key_sums, rows, b.key_means[t])
         store_keys(
             b.key_means[t], keys.norm, keys.eps, ratio=pooled.ratio, rotation=rotation,
             kv=rows.pages(memory.keys, t),
         )  # fmt: skip
-        if rows.sees_all:
+
+    def _ask(
+        self, b: PooledBuffers, products: Products, rows: PooledRows, rotation: Rotation
+    ) -> None:
+        """Make the indexer's queries ready, if it has to choose."""
+        if self._index is None or rows.sees_all:
             return
-        products(b.latent[t], index.w_query, b.index_one[t].flatten(1))
-        prepare_queries(b.index_one[t], b.index_other[t], memory.form, rotation=rotation)
-        products(normed, index.w_heads, b.heads[t])
+        one, other = (x[: rows.n] for x in (b.index_one, b.index_other))
+        products(b.latent[: rows.n], self._index.w_query, one.flatten(1))
+        prepare_queries(one, other, rows.memory.form, rotation=rotation)
 
     def _attend(
         self,
@@ -273,20 +307,28 @@ class PooledLaunches:
             scale=mixer.softmax_scale, scratch=scratch, splits=b.splits,
         )  # fmt: skip
 
+    def _choose(self, b: PooledBuffers, rows: PooledRows, here: slice) -> None:
+        """Let the indexer, if there is one, choose for a few rows."""
+        memory, n = rows.memory, slice(0, here.stop - here.start)
+        if self._index is None or memory.keys is None or memory.entries is None:
+            return
+        closed, indexer = rows.places.closed[here], self._index.indexer
+        if not rows.sees_all:
+            width = self._w_pool.n
+            score_windows(
+                b.index_other[here], b.pooling[here, width - indexer.n_heads : width],
+                rows.pages(memory.keys, here), closed, b.scores[n],
+                scale=(indexer.n_heads * indexer.head_dim) ** -0.5,
+            )  # fmt: skip
+        choose(b.scores[n], closed, rows.pages(memory.entries, here), b.chosen[n], b.counts[n])
+
     def _pooled(self, b: PooledBuffers, rows: PooledRows, here: slice) -> Pooled | None:
-        """Which pooled entries a few rows see, chosen if there is an indexer."""
+        """Which pooled entries a few rows see: what was chosen if there is an indexer."""
         memory, pooled, n = rows.memory, self.mixer.pool, slice(0, here.stop - here.start)
         if pooled is None or memory.entries is None:
             return None
         kv = rows.pages(memory.entries, here)
         found = Pooled(kv, pooled.ratio, memory.entries.spread, memory.first)
-        if self._index is None or memory.keys is None:
+        if self._index is None:
             return found
-        closed, indexer = rows.places.closed[here], self._index.indexer
-        if not rows.sees_all:
-            score_windows(
-                b.index_other[here], b.heads[here], rows.pages(memory.keys, here), closed,
-                b.scores[n], scale=(indexer.n_heads * indexer.head_dim) ** -0.5,
-            )  # fmt: skip
-        choose(b.scores[n], closed, kv, b.chosen[n], b.counts[n])
-        return Pooled(kv, pooled.ratio, 1, memory.first, b.chosen[n], b.counts[n])
+        return replace(found, chosen=b.chosen[n], counts=b.counts[n])

@@ -20,7 +20,7 @@ class PooledSizes:
 
     Attributes:
         joined: query latent and entry; latent: the former.
-        pooling: values and logits of both compressors.
+        pooling: values and logits of both compressors, and weights of an indexer's heads.
         queries: of all heads; low: between the products of the output.
         index_heads, index_dim, top_k: of the indexer.
         scored: entries that it scores.
@@ -57,10 +57,15 @@ class PooledSizes:
 
     def numbers(self, rows: int, splits: int) -> int:
         """Numbers of four bytes in `PooledBuffers` of so many rows."""
-        index = self.index_heads * (2 * self.index_dim + 1) + self.index_dim
+        index = self.index_heads * 2 * self.index_dim + self.index_dim
         row = self.joined + self.latent + self.head_dim + self.pooling + 2 * self.queries
         step = LOOKING_ROWS[splits] * (self.scored + self.top_k + self.listed + 2)
-        return rows * (row + self.low + index + 5) + step
+        return rows * (row + self.low + index + 5) + step + self.held
+
+    @property
+    def held(self) -> int:
+        """Most sums of one layer's open windows, of entries or of keys."""
+        return 9 * max(self.head_dim, self.index_dim)
 
 
 def _pooling_width(mixer: PooledAttention) -> int:
@@ -68,7 +73,8 @@ def _pooling_width(mixer: PooledAttention) -> int:
         return 1
     if mixer.pool.indexer is None:
         return 2 * mixer.head_dim
-    return 4 * (mixer.head_dim + mixer.pool.indexer.head_dim)
+    indexer = mixer.pool.indexer
+    return 4 * (mixer.head_dim + indexer.head_dim) + indexer.n_heads
 
 
 def seen_most(mixer: PooledAttention, context: int) -> int:

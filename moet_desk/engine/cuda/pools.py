@@ -221,12 +221,16 @@ class PoolExperts:
         """See `Experts`: 15 bits for exact answers (docs/adr/0009)."""
         return Activations.INT8 if self._fine is None else Activations.INT15
 
-    def recover(self, *, torn: bool) -> None:
+    def forget(self) -> None:
         """See `Experts`."""
         for pool in (self._base, self._fine):
             if pool is not None:
-                if torn:
-                    forget(pool.tables)
+                forget(pool.tables)
+
+    def recover(self) -> None:
+        """See `Experts`."""
+        for pool in (self._base, self._fine):
+            if pool is not None:
                 table = torch.from_numpy(self._host.table(pool.plane).copy())
                 pool.arena.place_of.copy_(table)
 

@@ -133,6 +133,22 @@ class CudaResidency:
         )  # fmt: skip
         self._promotions += len(rows)
 
+    def fill_base(self, most: int) -> int:
+        """Copy the hottest rows that are in RAM into free 2-bit slots, between steps.
+
+        Rows that were never used are left out. Returns how many were copied, at most `most`.
+        """
+        if self._server is not None and not self._server.settle(0.0):
+            return 0  # as in `fine_fill`
+        pool = self._pools[Plane.BASE]
+        n_rows, warmth = pool.tables.slot_of.shape[0], self._warmth(Plane.BASE)
+        may = self._arena.present(Plane.BASE)[:n_rows] & np.isfinite(warmth)
+        may &= pool.tables.slot_of.cpu().numpy() < 0
+        n = min(most, int(pool.tables.n_free), int(may.sum()))
+        hottest = np.argsort(-np.where(may, warmth, -np.inf), kind="stable")[:n]
+        table, rows = self._arena.table(Plane.BASE), hottest[::-1].tolist()
+        return pool.preload(rows, [int(table[row]) for row in rows], self._arena.memory(Plane.BASE))
+
     # -- what the screens see ----------------------------------------------------------------
 
     def view(self) -> CacheView:

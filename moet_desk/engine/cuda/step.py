@@ -9,6 +9,7 @@ Without a CUDA device (tests in the interpreter) the same launches run one after
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -150,7 +151,6 @@ class StepModel:
         self._graphs: dict[tuple[int, Plane, bool], torch.cuda.CUDAGraph] = {}  # bool: the head
         self._choice_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # rows, any drawn
         self._broken = False  # a step failed, and what it left is not cleared up yet
-        self._torn = False  # and not all of its launches were made
 
     def run(self, rows: Sequence[StepRow], plane: Plane) -> Tensor:
         """Compute a step and store its KV; the callers move the sequences' lengths on.
@@ -244,7 +244,8 @@ class StepModel:
         try:
             self._replay(len(rows), plane, draws, head=head)
         except BaseException:
-            self._broken = self._torn = True
+            self._broken = True
+            self._forget()
             raise
         finally:
             if self._server is not None:
@@ -461,8 +462,14 @@ class StepModel:
             self._server.take_error()  # of a request that failed long ago
         self.error.zero_()
         for experts in self._experts.values():
-            experts.recover(torn=self._torn)
-        self._broken = self._torn = False
+            experts.recover()
+        self._broken = False
+
+    def _forget(self) -> None:
+        """Empty all slots at once, because the next prompt may read them."""
+        with suppress(RuntimeError):  # of a lost card, for which the first error stands
+            for experts in self._experts.values():
+                experts.forget()
 
 
 def _runs(rows: Sequence[StepRow]) -> list[list[int]]:

@@ -66,6 +66,7 @@ class StreamChunk:
         rows = PooledRows(
             places, chunk.table.expand(n, -1), memory,
             sees_all=_sees_all(layer.mixer.mixer, chunk.start + here.stop),
+            run=(chunk.slot, chunk.start + here.start),
         )  # fmt: skip
         layer.around_mixer.read(x, block, streams.scratch)
         rms_norm(block, layer.around_mixer.norm, layer.eps, out=normed)

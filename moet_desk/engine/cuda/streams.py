@@ -76,7 +76,7 @@ class StreamLaunches:
         load: reads the weights.
         eps: of norms.
         moe_layer: counts from 0.
-        branch: of the shared expert.
+        branch: of the shared expert, and of attention's pools.
         turns: rope tables.
         context: longest sequence.
     """
@@ -105,7 +105,7 @@ class StreamLaunches:
             mixer, load, name + "attn.", turns=turns.of(mixer.rope), context=context
         )
         self.ffn = MoeLaunches(ffn, load, name + ffn.name, moe_layer=moe_layer, branch=branch)
-        self._products = StepProducts()
+        self._products, self._branch = StepProducts(), branch
 
     def launch(self, b: StepBuffers, rows: PooledRows, tokens: Tensor, experts: Experts) -> None:
         """The streams of a step's rows, which read `tokens` [T] int32, through the layer."""

@@ -67,6 +67,7 @@ class VramKeeper:
         fixed: bytes that the engine has on the card beside slots.
         terms: what is asked for.
         card: the card.
+        refill: puts the hottest rows into so many new 2-bit slots; fine ones have the hot FP4 set.
     """
 
     def __init__(
@@ -77,11 +78,12 @@ class VramKeeper:
         fixed: int,
         terms: Terms,
         card: CardMemory,
+        refill: Callable[[int], object] = lambda n_slots: None,
     ) -> None:
         self._pools, self._bounds, self._fixed = dict(pools), dict(bounds), fixed
-        self._terms, self._card = terms, card
+        self._terms, self._card, self._refill = terms, card, refill
         self._pace, self._next_s = Pace(), 0.0
-        self._free = 0
+        self._free: int | None = None  # nobody has looked yet
         self._changes = 0
         self._why = Why.FITS
         self._refusal = ""
@@ -116,7 +118,7 @@ class VramKeeper:
         """What the screens see."""
         base, fine = self._sizes()
         return VramView(
-            free=self._free,
+            free=self._seen_free(),
             slots=base.n_bytes + fine.n_bytes,
             planned=base.planned * base.slot_bytes + fine.planned * fine.slot_bytes,
             limit=self._terms.limit,
@@ -130,6 +132,12 @@ class VramKeeper:
             for plane in (Plane.BASE, Plane.FINE)
         )
         return base, fine
+
+    def _seen_free(self) -> int:
+        """Free bytes of the card at the last look."""
+        if self._free is None:
+            self._free = self._card.free()
+        return self._free
 
     def _decide(self, now_s: float) -> Decision:
         self._free = self._card.free()
@@ -169,16 +177,19 @@ class VramKeeper:
             return
         self._changes += 1
         self._why = decision.why
+        if after[0].slots > before[0].slots:
+            self._refill(after[0].slots - before[0].slots)
         log.info(
             "slots now take %s of the card, before %s: %s 2-bit and %s 4-bit (%s; %s are free)",
             show_memory(new), show_memory(old), f"{after[0].slots:,}", f"{after[1].slots:,}",
-            decision.why.value, show_memory(self._free),
+            decision.why.value, show_memory(self._seen_free()),
         )  # fmt: skip
 
     def _need(self) -> str:
-        if self._terms.limit is not None and self._free >= self._terms.low:
+        free = self._seen_free()
+        if self._terms.limit is not None and free >= self._terms.low:
             return f"{Why.LIMIT.value} than {show_memory(self._least())}"
-        return f"{show_memory(self._free)} of the card are free"
+        return f"{show_memory(free)} of the card are free"
 
     def _least(self) -> int:
         pools = self._bounds.values()

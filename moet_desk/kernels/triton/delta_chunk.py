@@ -54,6 +54,14 @@ def _dot(a, b, MMA: tl.constexpr):
         return tl.dot(a, b, input_precision="ieee")
 
 
+@triton.jit
+def _rows(first, R, T: tl.constexpr):
+    """Which of a block's rows there are, and their numbers; those that are not there read row 0."""
+    row = first + tl.arange(0, T)
+    live = row < R
+    return live, tl.where(live, row, 0).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["R"])
 def _solve_kernel(
     mixed,
@@ -80,14 +88,13 @@ def _solve_kernel(
     n = tl.program_id(1)
     m = n // (N // M)
     t = tl.arange(0, T)
-    row = block * T + t
-    live = row < R
-    line = mixed + tl.where(live, row, 0).to(tl.int64)[:, None] * C
-    gates = beta_decay + tl.where(live, row, 0).to(tl.int64) * bd_stride + n
+    live, row = _rows(block * T, R, T)
+    line = mixed + row[:, None] * C
+    gates = beta_decay + row * bd_stride + n
     beta = tl.where(live, sigmoid(tl.load(gates)), 0.0)
     decay = log_decay(tl.load(gates + N), tl.load(rate + n), tl.load(dt_bias + n))
     passed = tl.cumsum(tl.where(live, decay, 0.0), 0)
-    at = tl.where(live, row, 0).to(tl.int64) * N + n
+    at = row * N + n
     tl.store(passed_out + at, passed, mask=live)
     i = tl.arange(0, BK)
     mask = live[:, None] & (i < DK)[None, :]
@@ -146,9 +153,8 @@ def _scan_kernel(
     home = matrices + (slot.to(tl.int64) * N + n) * (DK * DV) + i[:, None] * DV + j[None, :]
     state = tl.load(home, mask=inside & (start > 0), other=0.0)
     for first in range(0, loop_bound(R, MMA), T):
-        row = first + t
-        live = row < R
-        at = tl.where(live, row, 0).to(tl.int64) * N + n
+        live, row = _rows(first, R, T)
+        at = row * N + n
         passed = tl.load(passed_in + at, mask=live, other=0.0)
         last = tl.min(passed, 0)  # it only falls
         wide = live[:, None] & (i < DK)[None, :]
@@ -156,7 +162,7 @@ def _scan_kernel(
         own = live[:, None] & (j < DV)[None, :]
         to = changes + at[:, None] * DV + j[None, :]
         delta = tl.load(to, mask=own, other=0.0) - _dot(taken, state, MMA)
-        line = mixed + tl.where(live, row, 0).to(tl.int64)[:, None] * C + i[None, :]
+        line = mixed + row[:, None] * C + i[None, :]
         q = tl.load(line + m * DK, mask=wide, other=0.0)
         out = _dot(q * tl.exp(passed)[:, None], state, MMA)
         near = seen + ((first // T * N + n).to(tl.int64) * T + t[:, None]) * T + t[None, :]
@@ -191,14 +197,15 @@ def delta_chunk(
     rows, n = mixed.shape[0], shape.n_values
     wide = max(16, triton.next_power_of_2(shape.key_dim))
     columns = min(_COLUMNS, max(16, triton.next_power_of_2(shape.value_dim)))
-    sizes = {"M": shape.n_keys, "N": n, "DK": shape.key_dim, "DV": shape.value_dim, "T": BLOCK}
+    form = {
+        "M": shape.n_keys, "N": n, "DK": shape.key_dim, "DV": shape.value_dim, "T": BLOCK,
+        "BK": wide, "BV": columns, "MMA": not INTERPRETED, "num_warps": _WARPS, "num_stages": 1,
+    }  # fmt: skip
+    between = (scratch.changes, scratch.reads, scratch.seen, scratch.passed)
     _solve_kernel[(triton.cdiv(rows, BLOCK), n)](
         mixed, gates, gates.stride(0), weights.rate, weights.dt_bias,
-        scratch.changes, scratch.reads, scratch.seen, scratch.passed, rows,
-        **sizes, BK=wide, BV=columns, MMA=not INTERPRETED, num_warps=_WARPS, num_stages=1,
+        *between, rows, **form,
     )  # fmt: skip
     _scan_kernel[(n, triton.cdiv(shape.value_dim, columns))](
-        mixed, scratch.changes, scratch.reads, scratch.seen, scratch.passed, matrices,
-        rows, slot, start,
-        **sizes, BK=wide, BV=columns, MMA=not INTERPRETED, num_warps=_WARPS, num_stages=1,
-    )  # fmt: skip
+        mixed, *between, matrices, rows, slot, start, **form
+    )

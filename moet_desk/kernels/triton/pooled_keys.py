@@ -142,6 +142,7 @@ def _keys(pages, entry, live, D: tl.constexpr, ENTRY: tl.constexpr, FORM: tl.con
 def _score_kernel(
     q,
     weights,
+    weights_stride,
     scale,
     pages,
     table,
@@ -176,7 +177,7 @@ def _score_kernel(
             products = query_scores(queries, keys, FORM, MMA)
             # not `maximum`: that would lose a NaN
             products = tl.where(products < 0.0, 0.0, products)
-            weight = tl.load(weights + t * N + head, mask=head < N, other=0.0) * scale
+            weight = tl.load(weights + t * weights_stride + head, mask=head < N, other=0.0) * scale
             found += tl.sum(products * weight[:, None], 0)
         tl.store(scores + t * scores_stride + at, found, mask=live)
 
@@ -229,7 +230,8 @@ def score_windows(
     relu(q . k).
 
     Shapes:
-        q [T, N, D], weights [T, N] float32; lengths [T] int32, windows closed for a row
+        q [T, N, D], weights [T, N] float32 (rows of these may lie apart); lengths [T] int32,
+        windows closed for a row
         scores [T, S] float32, of which row t gets the first lengths[t]
 
     Raises:
@@ -238,8 +240,8 @@ def score_windows(
     rows, n, d = q.shape
     _check_keys(kv, d)
     _score_kernel[(triton.cdiv(scores.shape[1], _TILE), rows)](
-        q, weights, scale, kv.pages, kv.table, kv.table.stride(0), lengths, scores,
-        scores.stride(0), N=n, D=d, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, TILE=_TILE,
+        q, weights, weights.stride(0), scale, kv.pages, kv.table, kv.table.stride(0), lengths,
+        scores, scores.stride(0), N=n, D=d, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, TILE=_TILE,
         BH=_HEADS, FORM=kv.form.value, MMA=not INTERPRETED, num_warps=4, num_stages=1,
     )  # fmt: skip
 

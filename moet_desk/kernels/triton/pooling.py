@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.kv_sizes import SHARED_BLOCK
+from moet_desk.kernels.kv_sizes import POOL_STATES, SHARED_BLOCK
 from moet_desk.kernels.triton.kv_entries import store_rope, store_vector
 from moet_desk.kernels.triton.numbers import bf16_code, e4m3_code, loop_bound
 from moet_desk.kernels.triton.portable import INTERPRETED
@@ -99,6 +99,91 @@ def _pool_kernel(
         tl.store(to + WIDTH + own, total, mask=inside)
         tl.store(to + 2 * WIDTH + own, weighted, mask=inside)
         tl.store(means + t * D + column, mean / whole, mask=inside & closes)
+
+
+@triton.jit(do_not_specialize=["start", "n_rows"])
+def _pool_run_kernel(
+    joined,
+    joined_stride,
+    places,
+    start,
+    held,
+    states,
+    targets,
+    means,
+    n_rows,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    KEPT: tl.constexpr,
+    B: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    WIDTH: tl.constexpr = 2 * D if OVERLAP else D
+    SLOT: tl.constexpr = 9 * D if OVERLAP else 3 * D
+    column = tl.program_id(0) * B + tl.arange(0, B)
+    inside = column < D
+    own = WIDTH - D + column
+    # The rows of this window; with overlap the walk begins where the window before it does.
+    behind = (tl.program_id(1) + 1) * RATIO - start % RATIO
+    begin = tl.maximum(behind - RATIO, 0)
+    end = tl.minimum(behind, n_rows)
+    first = tl.maximum(behind - 2 * RATIO, 0) if OVERLAP else begin
+    goes_on = inside & (first == 0) & (start % RATIO > 0)
+    peak = tl.load(held + own, mask=goes_on, other=float("-inf"))
+    total = tl.load(held + WIDTH + own, mask=goes_on, other=0.0)
+    weighted = tl.load(held + 2 * WIDTH + own, mask=goes_on, other=0.0)
+    if OVERLAP:
+        next_peak = tl.load(held + column, mask=goes_on, other=float("-inf"))
+        next_total = tl.load(held + WIDTH + column, mask=goes_on, other=0.0)
+        next_sum = tl.load(held + 2 * WIDTH + column, mask=goes_on, other=0.0)
+        left = held + 3 * WIDTH + column
+        known = inside & (first == 0) & (start >= RATIO)
+        old_peak = tl.load(left, mask=known, other=float("-inf"))
+        old_total = tl.load(left + D, mask=known, other=0.0)
+        old_sum = tl.load(left + 2 * D, mask=known, other=0.0)
+    for t in range(loop_bound(first, COMPILED), loop_bound(end, COMPILED)):
+        place = (start + t) % RATIO
+        closes = place == RATIO - 1
+        mine = t >= begin
+        kept = mine & (t >= n_rows - KEPT)
+        to = states + tl.load(targets + t).to(tl.int64) * SLOT
+        line = joined + tl.cast(t, tl.int64) * joined_stride
+        bias = places + place * WIDTH
+        value = tl.load(line + own, mask=inside, other=0.0)
+        logit = tl.load(line + WIDTH + own, mask=inside, other=0.0)
+        logit += tl.load(bias + own, mask=inside, other=0.0)
+        peak = tl.where(place > 0, peak, float("-inf"))
+        total = tl.where(place > 0, total, 0.0)
+        weighted = tl.where(place > 0, weighted, 0.0)
+        peak, total, weighted = _joined(peak, total, weighted, logit, 1.0, value)
+        if OVERLAP:
+            later = tl.load(line + column, mask=inside, other=0.0)
+            weight = tl.load(line + WIDTH + column, mask=inside, other=0.0)
+            weight += tl.load(bias + column, mask=inside, other=0.0)
+            next_peak = tl.where(place > 0, next_peak, float("-inf"))
+            next_total = tl.where(place > 0, next_total, 0.0)
+            next_sum = tl.where(place > 0, next_sum, 0.0)
+            next_peak, next_total, next_sum = _joined(
+                next_peak, next_total, next_sum, weight, 1.0, later
+            )
+            _, whole, mean = _joined(old_peak, old_total, old_sum, peak, total, weighted)
+            old_peak = tl.where(closes, next_peak, old_peak)
+            old_total = tl.where(closes, next_total, old_total)
+            old_sum = tl.where(closes, next_sum, old_sum)
+            tl.store(to + column, next_peak, mask=inside & kept)
+            tl.store(to + WIDTH + column, next_total, mask=inside & kept)
+            tl.store(to + 2 * WIDTH + column, next_sum, mask=inside & kept)
+            left = to + 3 * WIDTH + column
+            tl.store(left, old_peak, mask=inside & kept)
+            tl.store(left + D, old_total, mask=inside & kept)
+            tl.store(left + 2 * D, old_sum, mask=inside & kept)
+        else:
+            whole, mean = total, weighted
+        tl.store(to + own, peak, mask=inside & kept)
+        tl.store(to + WIDTH + own, total, mask=inside & kept)
+        tl.store(to + 2 * WIDTH + own, weighted, mask=inside & kept)
+        tl.store(means + t * D + column, mean / whole, mask=inside & closes & mine)
 
 
 @triton.jit
@@ -198,6 +283,43 @@ def pool(
     _pool_kernel[(triton.cdiv(d, _NUMBERS),)](
         joined, joined.stride(0), places, positions, states, sources, targets, means, rows,
         D=d, RATIO=places.shape[0], OVERLAP=overlap, B=_NUMBERS, COMPILED=not INTERPRETED,
+        num_warps=2, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def pool_run(
+    joined: Tensor,
+    places: Tensor,
+    start: int,
+    held: Tensor,
+    states: Tensor,
+    targets: Tensor,
+    means: Tensor,
+    *,
+    overlap: bool,
+) -> None:
+    """The same for rows of one sequence that follow each other from position `start` on, windows
+    side by side, with the same bits. States are kept behind the last rows alone.
+
+    Args:
+        joined: as `pool`, like the others that are not named here.
+        places: likewise.
+        start: position of the first row.
+        held: the state before it, a copy, because its slot may be written.
+        states: of all slots.
+        targets: of each row.
+        means: written where a window closes.
+        overlap: whether a token gives a part to the next window.
+
+    Shapes:
+        held [9 D, else 3 D] float32; the others as `pool`
+    """
+    rows, d = means.shape
+    ratio = places.shape[0]
+    windows = triton.cdiv(start % ratio + rows, ratio)
+    _pool_run_kernel[(triton.cdiv(d, _NUMBERS), windows)](
+        joined, joined.stride(0), places, start, held, states, targets, means, rows,
+        D=d, RATIO=ratio, OVERLAP=overlap, KEPT=POOL_STATES, B=_NUMBERS, COMPILED=not INTERPRETED,
         num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -36,7 +36,7 @@ def _project_kernel(
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.arange(0, R)
     total = tl.zeros((R,), tl.float32)
-    for turn in range(TURNS):
+    for turn in tl.static_range(TURNS):  # so that all reads are asked for at once
         column = (part * TURNS + turn) * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < K
         x = tl.load(streams + t * K + column, mask=inside, other=0.0)
@@ -193,7 +193,8 @@ def connect(
     )  # fmt: skip
     _connect_kernel[(n_rows,)](
         scratch.parts, base, scale, scratch.made, eps, norm_eps, N_PARTS=n_parts,
-        P=triton.next_power_of_2(n_parts), K=width, N=n, STEPS=steps, ROWS=rows, num_warps=4,
+        P=triton.next_power_of_2(n_parts), K=width, N=n, STEPS=steps, ROWS=rows,
+        num_warps=1,  # its many small sums then need no barrier
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def _cases() -> Iterator[Case]:
             "parts": F32, "base": F32, "scale": F32, "out": F32, "eps": "fp32", "norm_eps": "fp32",
         }  # fmt: skip
         values = {"N_PARTS": N_PARTS, "P": N_PARTS, "K": K, "N": N, "STEPS": 20, "ROWS": rows}
-        yield Case(f"streams_connect rows={rows}", streams._connect_kernel, types, values)
+        yield Case(f"streams_connect rows={rows}", streams._connect_kernel, types, values, 1)
         types = {"streams": F32, "made": F32, "out": F32}
         values = {"H": HIDDEN, "N": N, "ROWS": rows, "WIDE": 256}
         yield Case(f"streams_read rows={rows}", streams._read_kernel, types, values)
@@ -58,6 +58,12 @@ def _cases() -> Iterator[Case]:
         }  # fmt: skip
         values = {"D": dim, "RATIO": ratio, "OVERLAP": overlap, "B": 64, "COMPILED": True}
         yield Case(f"pool {ratio} D={dim}", pooling._pool_kernel, types, values, 2, EXACT)
+        types = {
+            "joined": F32, "joined_stride": "i32", "places": F32, "start": "i32", "held": F32,
+            "states": F32, "targets": "*i32", "means": F32, "n_rows": "i32",
+        }  # fmt: skip
+        name, values = f"pool_run {ratio} D={dim}", {**values, "KEPT": 16}
+        yield Case(name, pooling._pool_run_kernel, types, values, 2, EXACT)
     for form in KvFormat:
         types = {
             "vectors": F32, "vectors_stride": "i32", "weight": F32, "eps": "fp32", "cos": F32,
@@ -122,8 +128,8 @@ def _keys() -> Iterator[Case]:
         values = {"D": 128, "DR": 64, "FACTOR": 128**-0.5, "ROUNDS": form is KvFormat.FP8}
         yield Case(f"pooled_query {form.value}", pooled_keys._query_kernel, types, values, 8, EXACT)
         types = {
-            **pages, "q": F32, "weights": F32, "scale": "fp32", "lengths": "*i32", "scores": F32,
-            "scores_stride": "i32",
+            **pages, "q": F32, "weights": F32, "weights_stride": "i32", "scale": "fp32",
+            "lengths": "*i32", "scores": F32, "scores_stride": "i32",
         }  # fmt: skip
         values = {**size, "N": 64, "D": 128, "TILE": 32, "BH": 16, "MMA": True}
         name, kernel = f"pooled_score {form.value}", pooled_keys._score_kernel

@@ -8,3 +8,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from tests.kernels.triton.interpreter import quicken
+
+quicken()

@@ -9,7 +9,7 @@ from torch import Tensor
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import shared_entry_bytes
-from moet_desk.kernels.triton.pooling import finish, pool
+from moet_desk.kernels.triton.pooling import finish, pool, pool_run
 
 DIM, ROTARY = 80, 64
 RATIO = 4
@@ -55,6 +55,35 @@ def test_pool__steps_with_drafts_undone__entries_of_the_twin(overlap: bool) -> N
     assert sorted(found) == [4, 8, 12]
     for entry, slot in zip(want, (4, 8, 12), strict=True):
         torch.testing.assert_close(found[slot], entry, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("start", "count"), [(0, 3), (0, 22), (2, 1), (3, 21), (5, 2), (8, 19)])
+def test_pool_run__rows_of_one_sequence__bits_of_one_by_one(
+    start: int, count: int, overlap: bool
+) -> None:
+    width, n = 2 * DIM if overlap else DIM, start + count
+    tokens, places = _random(n, 2 * width, seed=8), _random(RATIO, width, seed=9)
+    sums = torch.full((16, (9 if overlap else 3) * DIM), torch.nan)
+    want, at = torch.full((n, DIM), torch.nan), torch.arange(n).int()
+    pool(tokens, places, at, sums, at % 16, (at + 1) % 16, want, overlap=overlap)
+    before = torch.full_like(sums, torch.nan)
+    if start:
+        first = at[:start]
+        nothing = torch.empty(start, DIM)
+        pool(
+            tokens[:start], places, first, before, first % 16, (first + 1) % 16, nothing,
+            overlap=overlap,
+        )  # fmt: skip
+    means, own = torch.full((count, DIM), torch.nan), at[start:]
+    pool_run(
+        tokens[start:], places, start, before[start % 16].clone(), before, (own + 1) % 16, means,
+        overlap=overlap,
+    )  # fmt: skip
+    assert torch.equal(means.nan_to_num(9e9), want[start:].nan_to_num(9e9))
+    kept = [i % 16 for i in range(max(start + 1, n - 15), n + 1)]
+    # what is not read is not kept: the part before the first window
+    assert torch.equal(before[kept].nan_to_num(9e9), sums[kept].nan_to_num(9e9))
 
 
 def test_pool__two_sequences_in_a_step__each_as_alone() -> None:
