@@ -126,7 +126,8 @@ MEMORY_AND_FILES: tuple[ErrorSpec, ...] = (
         "MD-NVME-05",
         "A read failed",
         "Reading row {row} of {tensor} in {path} failed: {reason}.",
-        "Run: moet-desk verify {model} --repair --source SOURCE",
+        "If the drive was unplugged, plug it in and try again. If not, mend the file: moet-desk"
+        " verify {model} --repair --source SOURCE",
         safe="The request was stopped; nothing was changed.",
         reaction=_ENGINE,
         exit=ExitCode.DAMAGED,

@@ -33,6 +33,7 @@ from moet_desk.store.pack_meta import (
 )
 from moet_desk.store.pack_rows import row_digest
 from moet_desk.store.quant_formats import decode
+from moet_desk.store.reads import open_again
 from moet_desk.store.row_table import RowTable
 from moet_desk.store.sources import TensorIndex
 from moet_desk.store.stored_tensors import Format
@@ -151,23 +152,10 @@ class PackReader:
         try:
             self._read(plane, view, offset)
         except OSError:
-            self._open_again(plane)
+            for fds, flags in ((self._fds, 0), (self._direct_fds, os.O_DIRECT)):
+                if plane in fds:
+                    open_again(self.path / ROW_FILES[plane], fds[plane], flags)
             self._read(plane, view, offset)
-
-    def _open_again(self, plane: Plane) -> None:
-        """Let the descriptors of a plane lead to its file anew. A drive that was unplugged, or went
-        away while the computer slept, comes back as another device; what was open stays dead.
-        """
-        path = self.path / ROW_FILES[plane]
-        for fds, flags in ((self._fds, 0), (self._direct_fds, os.O_DIRECT)):
-            if plane not in fds:
-                continue
-            new = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
-            try:
-                # in one step: other threads may be reading
-                os.dup2(new, fds[plane], inheritable=False)
-            finally:
-                os.close(new)
 
     def _read(self, plane: Plane, view: memoryview, offset: int) -> None:
         fd = self._fds[plane]

@@ -7,7 +7,6 @@ process. The page cache keeps rows that are asked for often. They have no checks
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moet_desk.errors import fail
+from moet_desk.store.reads import fill, open_again
 from moet_desk.store.stored_tensors import DTYPES, Format, TensorInfo
 
 ROW_FORMATS = (Format.F32, Format.F16, Format.BF16)
@@ -66,15 +66,14 @@ class RowTable:
         return self._info.weight.start + row * self._row_bytes
 
     def _fill(self, view: memoryview, row: int) -> None:
-        at, done = self._at(row), 0
+        path = self._info.weight.file
         try:
-            while done < len(view):
-                n_read = os.preadv(self._fd, [view[done:]], at + done)
-                if n_read == 0:
-                    raise OSError(errno.EIO, "the file ends before this row")
-                done += n_read
+            try:
+                fill(self._fd, view, self._at(row))
+            except OSError:
+                open_again(path, self._fd)
+                fill(self._fd, view, self._at(row))
         except OSError as error:
-            path = self._info.weight.file
             raise fail(
                 "MD-NVME-05", row=row, tensor=self._info.name, path=str(path),
                 reason=error.strerror or str(error), model=path.parent.name,

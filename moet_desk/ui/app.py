@@ -19,10 +19,7 @@ from moet_desk.locations import Locations
 from moet_desk.runtime import LOG_FILE
 from moet_desk.settings import Settings
 from moet_desk.ui.app_core import AppCore
-from moet_desk.ui.bridge import (
-    PackJob,
-    Phase,
-)
+from moet_desk.ui.bridge import PackJob, Phase
 from moet_desk.ui.chat_records import ChatStoreLike
 from moet_desk.ui.desk import Desk, EndpointControl
 from moet_desk.ui.keymap import APP_KEYS, binding_ids

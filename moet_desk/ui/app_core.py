@@ -27,22 +27,14 @@ from moet_desk.engine.playback import Playback
 from moet_desk.errors import ExitCode, MoetError
 from moet_desk.runtime import LOG_FILE
 from moet_desk.settings import Endpoint as EndpointSettings
-from moet_desk.ui.bridge import (
-    CALM_PERIOD_S,
-    GAUGE_PERIOD_S,
-    START_PERIOD_S,
-    TEXT_PERIOD_S,
-    Bridge,
-    Clock,
-    PackJob,
-    Phase,
-    system_clock,
-)
+from moet_desk.ui.bridge import Bridge, PackJob, Phase
 from moet_desk.ui.chat_records import ChatStoreLike, Wishes
+from moet_desk.ui.clock import Clock, system_clock
 from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.desk import Desk, EndpointControl, JobView, NoEndpoint, PlanWishes
 from moet_desk.ui.keymap import binding_ids
 from moet_desk.ui.look import Look, look_of, wishes_of
+from moet_desk.ui.paces import CALM_PERIOD_S, GAUGE_PERIOD_S, START_PERIOD_S, TEXT_PERIOD_S
 from moet_desk.ui.playback import Player, Record, Tape
 from moet_desk.ui.quality_words import precision_line
 from moet_desk.ui.screens.cache import CacheScreen
@@ -203,9 +195,9 @@ class AppCore(App[int]):
 
     async def _draw_due(self) -> bool:
         """Draw what it is time for; gauges wait a little for text. Returns whether text came."""
-        before = self.chat.n_flushes
+        before = self.chat.pace.n_flushes
         await self.pull_text()
-        drawn = self.chat.n_flushes != before
+        drawn = self.chat.pace.n_flushes != before
         now_s = self._clock.monotonic()
         late_s = now_s - self._gauges_due_s
         if late_s >= 0 and (drawn or not self.chat.busy or late_s > _WAIT_S):

@@ -1,18 +1,15 @@
 """The only crossing between the engine, the pack job and the screens.
 
 It pulls: the screens call it on timers (text 10 times a second, gauges twice) and it reads
-streams and snapshots; nothing is ever pushed into a widget. It owns the start (pack, open, load),
-the reading side of one answer, and the rule that slows flushing down when drawing is slow. It
-knows no widget. All runs on the UI thread, but for `open_engine`, which gets its own thread.
+streams and snapshots; nothing is ever pushed into a widget. It owns the start (pack, open, load)
+and the reading side of one answer. It knows no widget. All runs on the UI thread, but for
+`open_engine`, which gets its own thread.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import datetime
 from enum import Enum
 from typing import Any, Protocol
 
@@ -28,13 +25,8 @@ from moet_desk.telemetry import (
     EngineState,
     LoadStep,
 )
+from moet_desk.ui.clock import Clock, system_clock
 from moet_desk.ui.live_answer import LiveAnswer
-
-TEXT_PERIOD_S = 0.1
-GAUGE_PERIOD_S = 0.5
-START_PERIOD_S = 0.25
-CALM_PERIOD_S = 1.0
-"""Of the gauges: usually, while a model is loaded and on screens of lists, and with less motion."""
 
 
 class PackJob(Protocol):
@@ -61,85 +53,6 @@ class PackJob(Protocol):
     def cancel(self) -> None:
         """Stop; finished rows are kept."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """Where the screens read time, so that tests can hold it."""
-
-    wall: Callable[[], datetime]
-    monotonic: Callable[[], float]
-    cpu: Callable[[], float] = lambda: 0.0  # of the thread that asks
-
-
-def system_clock() -> Clock:
-    """Local time, the monotonic clock of this computer and the thread's CPU time."""
-    return Clock(lambda: datetime.now().astimezone(), time.monotonic, time.thread_time)
-
-
-class FlushPace:
-    """How often text is drawn: every 100 ms, more slowly while drawing takes long.
-
-    A flush over 40 ms doubles the period up to 400 ms, a faster one halves it again. One slow flush
-    alone is not worth a word (the first code block loads its highlighter); two in a row are.
-    """
-
-    SLOW_S = 0.040
-    SLOWEST_S = 0.4
-
-    def __init__(self, base_s: float = TEXT_PERIOD_S) -> None:
-        self._base_s = base_s
-        self._due_s = 0.0
-        self.period_s = base_s
-
-    @property
-    def slow(self) -> bool:
-        """Whether drawing does not keep up; the status line says so."""
-        return self.period_s >= self._base_s * 4
-
-    def due(self, now_s: float) -> bool:
-        """Whether a flush may happen now; if so, sets the time of the next one."""
-        if now_s < self._due_s:
-            return False
-        self._due_s = now_s + self.period_s
-        return True
-
-    def reset(self) -> None:
-        """An answer has ended: the next one starts at the usual pace."""
-        self.period_s = self._base_s
-
-    def record(self, flush_s: float) -> None:
-        """Take the duration of a flush into account."""
-        if flush_s > self.SLOW_S:
-            self.period_s = min(self.SLOWEST_S, self.period_s * 2)
-        else:
-            self.period_s = max(self._base_s, self.period_s / 2)
-
-
-class PicturePace:
-    """How often something is drawn: so often that drawing takes this share of a core.
-
-    Never more often than `base_s`, never less than `slowest_s`.
-    """
-
-    SHARE = 0.015
-
-    def __init__(self, base_s: float, *, share: float = SHARE, slowest_s: float = 1.0) -> None:
-        self._base_s = self.period_s = base_s
-        self._share, self._slowest_s = share, slowest_s
-        self._due_s = 0.0
-
-    def due(self, now_s: float) -> bool:
-        """Whether a picture may be drawn now; if so, sets the time of the next one."""
-        if now_s < self._due_s:
-            return False
-        self._due_s = now_s + self.period_s * 0.9  # a timer that fires early must not skip a turn
-        return True
-
-    def record(self, cpu_s: float) -> None:
-        """Take what a picture has cost into account, half of it each time."""
-        wanted = min(self._slowest_s, max(self._base_s, cpu_s / self._share))
-        self.period_s = (self.period_s + wanted) / 2
 
 
 class Phase(Enum):

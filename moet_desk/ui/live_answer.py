@@ -68,6 +68,11 @@ class LiveAnswer:
         return None if self._first_s is None else self._first_s - self.started_s
 
     @property
+    def silent_s(self) -> float:
+        """Seconds since the newest text, 0 before the first."""
+        return 0.0 if self._last_s is None else self._now_s() - self._last_s
+
+    @property
     def tok_per_s(self) -> float | None:
         """Mean rate since the first text, None until it means something."""
         if self._first_s is None or self._last_s is None or self._last_s < self._first_s + _LEAST_S:

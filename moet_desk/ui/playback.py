@@ -15,7 +15,7 @@ from textual.content import Content
 from moet_desk.engine.handle import EngineHandle, Quality
 from moet_desk.engine.playback import Cue, Playback, Question
 from moet_desk.errors import MoetError, fail
-from moet_desk.ui.bridge import Clock
+from moet_desk.ui.clock import Clock
 from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.gauges import spread

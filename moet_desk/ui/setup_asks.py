@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from moet_desk.errors import MoetError
 from moet_desk.ui.background import Background
-from moet_desk.ui.bridge import Clock
+from moet_desk.ui.clock import Clock
 from moet_desk.ui.desk import Desk, MachineView, Offer
 
 T = TypeVar("T")

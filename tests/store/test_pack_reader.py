@@ -14,11 +14,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moet_desk.errors import MoetError
 from moet_desk.store.pack_format import (
+    DENSE_FILE,
     FORMAT_VERSION,
     QUANTIZER_VERSION,
     PackMeta,
@@ -28,6 +30,7 @@ from moet_desk.store.pack_format import (
 )
 from moet_desk.store.pack_meta import read_meta
 from moet_desk.store.pack_reader import PackReader
+from moet_desk.store.row_table import ROW_FORMATS
 from tests.faults import n_open_files
 from tests.store.tiny import flip_bit
 
@@ -117,23 +120,45 @@ def test_read_row__drive_came_back_as_another_device__file_is_opened_anew(
         stride = reader.meta.base_stride
         want, got = mmap.mmap(-1, stride), mmap.mmap(-1, stride)
         reader.read_row(Plane.BASE, 6, want)
-        for fds in (reader._fds, reader._direct_fds):
-            for fd in fds.values():  # what was open can no longer be read
-                dead = os.open(tmp_path, os.O_RDONLY)
-                os.dup2(dead, fd, inheritable=False)
-                os.close(dead)
+
+        def dies(file: Path) -> None:
+            """What was open can no longer be read."""
+            dead = os.open(file, os.O_WRONLY)
+            for fds in (reader._fds, reader._direct_fds):
+                if Plane.BASE in fds:
+                    os.dup2(dead, fds[Plane.BASE], inheritable=False)
+            os.close(dead)
+
+        dies(tiny_pack / "experts.base")
         n_files = n_open_files()
         reader.read_row(Plane.BASE, 6, got)
         assert got[:] == want[:]
         assert n_open_files() == n_files
+        (tmp_path / "other").write_bytes(b"shorter")
+        dies(tmp_path / "other")
+        with pytest.raises(MoetError, match="another file"):
+            reader.read_row(Plane.BASE, 6, got)
         tiny_pack.rename(tmp_path / "gone")
-        dead = os.open(tmp_path, os.O_RDONLY)
-        for fds in (reader._fds, reader._direct_fds):
-            if Plane.BASE in fds:
-                os.dup2(dead, fds[Plane.BASE], inheritable=False)
-        os.close(dead)
         with pytest.raises(MoetError, match="No such file"):
             reader.read_row(Plane.BASE, 6, got)
+
+
+def test_dense_rows__drive_came_back_as_another_device__file_is_opened_anew(
+    tiny_pack: Path,
+) -> None:
+    with PackReader.open(tiny_pack) as reader:
+        infos = map(reader.dense.info, reader.dense.names())
+        name = next(i.name for i in infos if len(i.shape) == 2 and i.format in ROW_FORMATS)
+        table = reader.dense_rows(name)
+        want = table.read([0, 1])
+        dead = os.open(tiny_pack / DENSE_FILE, os.O_WRONLY)
+        os.dup2(dead, reader._dense_fd, inheritable=False)
+        assert torch.equal(table.read([0, 1]), want)
+        os.dup2(dead, reader._dense_fd, inheritable=False)
+        os.close(dead)
+        (tiny_pack / DENSE_FILE).unlink()
+        with pytest.raises(MoetError, match=r"MD-NVME-05.*No such file"):
+            table.read([0, 1])
 
 
 def test_read_row__file_cut_while_open__is_a_read_error(tiny_pack: Path) -> None:

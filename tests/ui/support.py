@@ -16,8 +16,9 @@ from moet_desk.engine.handle import EngineHandle
 from moet_desk.engine.scripted import Script, ScriptedEngine
 from moet_desk.errors import MoetError
 from moet_desk.ui.app import MoetDeskApp
-from moet_desk.ui.bridge import Clock, PackJob, Phase
+from moet_desk.ui.bridge import PackJob, Phase
 from moet_desk.ui.chat_records import Wishes
+from moet_desk.ui.clock import Clock
 from moet_desk.ui.look import Look
 from moet_desk.ui.setup_steps import Setup
 from tests.ui.desk import FakeDesk, FakeEndpoint

@@ -12,8 +12,10 @@ from moet_desk.engine.scripted import Script, ScriptedEngine, ScriptedFailure
 from moet_desk.errors import MoetError, fail
 from moet_desk.marked_text import MarkedText
 from moet_desk.telemetry import EngineState, LoadStep
-from moet_desk.ui.bridge import Bridge, FlushPace, Phase, PicturePace
-from tests.ui.support import FakePack, HeldClock
+from moet_desk.ui.bridge import Bridge, Phase
+from moet_desk.ui.clock import Clock
+from moet_desk.ui.paces import AnswerPace, FlushPace, PicturePace
+from tests.ui.support import NOON, FakePack, HeldClock
 
 
 def test_flush_pace__slow_then_fast__doubles_and_recovers() -> None:
@@ -28,9 +30,42 @@ def test_flush_pace__slow_then_fast__doubles_and_recovers() -> None:
     assert not pace.slow
 
 
-def test_flush_pace__due__once_per_period() -> None:
-    pace = FlushPace()
-    assert [pace.due(t) for t in (1.0, 1.05, 1.1, 1.15, 1.21)] == [True, False, True, False, True]
+def test_answer_pace__what_drawing_costs__decides_when_and_how_much_room() -> None:
+    now, cpu = [10.0], [0.0]
+    pace = AnswerPace(Clock(lambda: NOON, lambda: now[0], lambda: cpu[0]))
+
+    def draw(cost_s: float, *, grew: bool) -> None:
+        pace.begin()
+        pace.end(grew=grew)
+        now[0] += cost_s
+        cpu[0] += cost_s
+        pace.painted()
+        pace.painted()  # nothing was drawn since
+
+    def wait_s(*, in_front: bool) -> float:
+        now[0] += 60.0
+        assert pace.due(in_front=in_front)
+        began = now[0]
+        while not pace.due(in_front=in_front):
+            now[0] += 0.01
+        return now[0] - began
+
+    assert wait_s(in_front=True) == pytest.approx(0.1, abs=0.02)
+    assert wait_s(in_front=False) == pytest.approx(0.45, abs=0.02)
+    assert pace.room(40, 4.0, 20) == 0
+    for _ in range(12):
+        draw(0.0016, grew=False)  # 0.8 % of a core five times a second
+        draw(0.006, grew=True)  # 0.6 % once a second
+    assert wait_s(in_front=True) == pytest.approx(0.18, abs=0.02)
+    assert pace.room(40, 4.0, 20) == 10
+    assert pace.room(400, 4.0, 20) == 20
+    assert not pace.slow
+    draw(0.05, grew=False)
+    draw(0.05, grew=False)
+    assert pace.slow
+    pace.reset()
+    assert not pace.slow
+    assert pace.n_flushes == 26
 
 
 def poll_until(bridge: Bridge, phase: Phase, step: Callable[[], None] = lambda: None) -> None:

@@ -483,6 +483,39 @@ async def test_long_answer__far_segments_parked__drawn_again_when_looked_at() ->
         assert "Paragraph 0 with some words" in dump(stage.app)
 
 
+async def test_reading__bar_makes_the_chat_longer_than_the_view__all_of_it_is_seen() -> None:
+    three_lines = "a  \nb  \nc"  # with it the bar's last row is the first one that does not fit
+    script = Script(answers=(three_lines, "B."), prompt_tok_per_s=2.0, prompt_chunk=1)
+    stage = Stage(script)
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.play(pilot, 20.0, step_s=2.0)
+        assert stage.app.chat.transcript.max_scroll_y == 0
+        await stage.ask(pilot, "and then?")
+        for _ in range(3):
+            await stage.play(pilot, 0.5)
+        rows = dump(stage.app).splitlines()
+        at = next(i for i, row in enumerate(rows) if "Reading your message" in row)
+        assert "tok/s" in rows[at + 2]
+
+
+async def test_writing__no_word_for_some_seconds__said_in_place_of_the_speed() -> None:
+    stage = Stage(Script(answers=(LONG,), tokens_per_s=20))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await stage.ask(pilot, "q")
+        await stage.play(pilot, 2.0, step_s=0.1)
+        assert "20.0 tok/s" in dump(stage.app)
+        for seconds, said in ((1.5, False), (3.0, True)):
+            stage.time.seconds += seconds
+            await stage.app.pull_text()
+            await stage.settle(pilot)
+            assert ("no word for" in dump(stage.app)) is said
+        await stage.play(pilot, 1.0, step_s=0.1)
+        assert "no word for" not in dump(stage.app)
+
+
 async def test_hidden__cache_in_front__text_pulled_and_drawn_on_return() -> None:
     answer = "Some words while you look elsewhere, and yet more."
     stage = Stage(Script(answers=(answer,), tokens_per_s=20))

@@ -211,7 +211,7 @@ class PooledLaunches:
         scratch: DecodeScratch,
         branch: Aside | None = None,
     ) -> None:
-        """Take rows in, and give what they see; pools on a branch, if there is one.
+        """Take rows in, and give what they see; what is kept of them on a branch, if there is one.
 
         Shapes:
             normed, out [T, H] float32; may not be the same memory
@@ -219,22 +219,23 @@ class PooledLaunches:
         mixer, t, places = self.mixer, slice(0, rows.n), rows.places
         rotation = Rotation(places.positions, *self._turns, interleaved=True)
         products(normed, self._w_in, b.joined[t])
-        latent, entry = b.joined[t, : mixer.q_rank], b.joined[t, mixer.q_rank :]
-        rms_norm(latent, self._q_norm, mixer.norm_eps, out=b.latent[t])
-        finish(
-            entry, self._kv_norm, mixer.norm_eps, *self._turns, places.positions,
-            rows.memory.rows, places.rings, rows.memory.form, ratio=1, ring=rows.memory.ring,
-        )  # fmt: skip
-        if mixer.pool is not None:
-            with nullcontext() if branch is None else branch.beside():
+        with nullcontext() if branch is None else branch.beside():
+            finish(
+                b.joined[t, mixer.q_rank :], self._kv_norm, mixer.norm_eps, *self._turns,
+                places.positions, rows.memory.rows, places.rings, rows.memory.form, ratio=1,
+                ring=rows.memory.ring,
+            )  # fmt: skip
+            if mixer.pool is not None:
                 self._pool(b, products, normed, rows, rotation, mixer.pool)
+        latent = b.joined[t, : mixer.q_rank]
+        rms_norm(latent, self._q_norm, mixer.norm_eps, out=b.latent[t])
         shape = (rows.n, mixer.n_heads, mixer.head_dim)
         size = rows.n * mixer.n_heads * mixer.head_dim
         one, other = b.one[:size].view(shape), b.other[:size].view(shape)
         products(b.latent[t], self._w_query, one.flatten(1))
         turn_heads(one, other, rotation=rotation, eps=mixer.norm_eps)
         self._ask(b, products, rows, rotation)
-        if mixer.pool is not None and branch is not None:
+        if branch is not None:
             branch.join()
         for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
             here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))

@@ -27,10 +27,11 @@ from moet_desk.telemetry import (
     TierSizes,
     VramView,
 )
-from moet_desk.ui.bridge import GAUGE_PERIOD_S, Clock, PicturePace
 from moet_desk.ui.cache_cells import ENDS, LIST_HEAD, Measure, measures
+from moet_desk.ui.clock import Clock
 from moet_desk.ui.desk import JobView
 from moet_desk.ui.lean_screen import LeanScreen
+from moet_desk.ui.paces import GAUGE_PERIOD_S, PicturePace
 from moet_desk.ui.theme import RAMP_STEPS, Glyphs, tier_variable
 from moet_desk.ui.widgets.cache_lists import ExpertList, LayerStrips
 from moet_desk.ui.widgets.frame import SmallWindow, TabLine

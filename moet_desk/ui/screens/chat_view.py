@@ -18,7 +18,7 @@ from textual.widgets import Static, TextArea
 from moet_desk.engine.handle import Quality
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import EngineSnapshot
-from moet_desk.ui.bridge import TEXT_PERIOD_S, Bridge, FlushPace, Phase, PicturePace
+from moet_desk.ui.bridge import Bridge, Phase
 from moet_desk.ui.chat_lines import (
     closing_line,
     no_model_content,
@@ -29,6 +29,7 @@ from moet_desk.ui.chat_records import Draft, Status, Turn
 from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.desk import JobView
 from moet_desk.ui.lean_screen import LeanScreen
+from moet_desk.ui.paces import AnswerPace, PicturePace
 from moet_desk.ui.quality_words import again_words
 from moet_desk.ui.text import clean_line
 from moet_desk.ui.theme import Glyphs
@@ -49,13 +50,12 @@ from moet_desk.ui.widgets.key_line import KeyLine
 from moet_desk.ui.widgets.problem import ProblemPanel
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.transcript import Transcript
+from moet_desk.units import show_duration
 
 DRAFT_DELAY_S = 0.3
 _FIGURES_S = 0.5  # between two looks of the line under an answer that is written
-_TEXT_SHARE, _LAYOUT_SHARE, _RAIL_SHARE = 0.008, 0.006, 0.002
-"""Of a core: what flushes of text may take, those that change the layout, and the rail."""
-_SLOWEST_TEXT_S, _SLOWEST_LAYOUT_S = 0.4, 3.0
-_HIDDEN_S = 0.5  # between two looks for text while another screen is in front
+_RAIL_SHARE = 0.002  # of a core
+_SILENT_S = 2.0  # without a word; then that is said in place of the speed
 
 _TOO_LONG = ("MD-API-03", "MD-CONN-05")
 RETRY, RESTART, FORGET, NEW = "retry", "restart", "forget", "new"
@@ -88,14 +88,9 @@ class ChatView(LeanScreen):
         self._history = history
         self._plain = plain
         self._blink = blink
-        self.pace = FlushPace()
-        self._text_pace = PicturePace(TEXT_PERIOD_S, share=_TEXT_SHARE, slowest_s=_SLOWEST_TEXT_S)
-        self._layout_pace = PicturePace(0.0, share=_LAYOUT_SHARE, slowest_s=_SLOWEST_LAYOUT_S)
-        self._hidden_pace = PicturePace(_HIDDEN_S)
+        self.pace = AnswerPace(bridge.clock)
         self._rail_pace = PicturePace(0.0, share=_RAIL_SHARE)
         self._figures_due_s = 0.0
-        self.n_flushes = 0  # how often text was drawn
-        self._flushed: tuple[PicturePace, float, float] | None = None  # its pace, clock and CPU
         self._is_placing = False  # blocks of a new turn are on their way to the screen
         self._draft_due_s: float | None = None
         self._loading_drawn: Phase | None = None
@@ -160,9 +155,7 @@ class ChatView(LeanScreen):
         conversation = self._conversation
         self._save_draft_if_due()
         self.prompt.cursor_blink = self._blink and not conversation.busy  # each blink is a repaint
-        now_s = self._bridge.clock.monotonic()
-        paces = (self._text_pace, self.pace) if self.is_current else (self._hidden_pace,)
-        if not all(pace.due(now_s) for pace in paces):
+        if not self.pace.due(in_front=self.is_current):
             return
         if conversation.busy:
             pulled = conversation.pull()
@@ -213,40 +206,30 @@ class ChatView(LeanScreen):
         if live.n_tokens == 0 and live.prompt is not None:
             elapsed_s = self._bridge.clock.monotonic() - live.started_s
             answer.show_reading(live.prompt, elapsed_s=elapsed_s)
+            self._keep_end()  # it has more rows than the line before it
         elif self._bridge.clock.monotonic() >= self._figures_due_s:
             self._figures_due_s = self._bridge.clock.monotonic() + _FIGURES_S * 0.9
             answer.set_closing(self._live_closing())
+            self._keep_end()
 
     async def _draw_text(self, answer: AnswerBlock, turn: Turn) -> None:
-        clock = self._bridge.clock
-        self.n_flushes += 1
-        started_s, cpu_s = clock.monotonic(), clock.cpu()
+        self.pace.begin()
         grew = await answer.grow(turn, room=self._room(answer))
-        self._flushed = (self._layout_pace if grew else self._text_pace, started_s, cpu_s)
+        self.pace.end(grew=grew)
         if grew:
             self._keep_end()
 
     def measure_flush(self) -> None:
-        """Text was drawn and is about to be painted: what it costs decides when the next one is."""
-        if self._flushed is None:
-            return
-        (pace, started_s, cpu_s), clock = self._flushed, self._bridge.clock
-        self._flushed = None
-
-        def painted() -> None:
-            self.pace.record(clock.monotonic() - started_s)
-            pace.record(clock.cpu() - cpu_s)
-
-        self.call_after_refresh(painted)
+        """What was drawn is about to be painted: measure what that costs."""
+        if self.pace.waits:
+            self.call_after_refresh(self.pace.painted)
 
     def _room(self, answer: AnswerBlock) -> int:
-        """Blank rows to hold ready for the text, so that layouts are as seldom as they cost."""
-        live = self._conversation.live
+        live, most = self._conversation.live, self.transcript.size.height * 2 // 3
         if live is None or answer.live is None:
             return 0
         seconds = self._bridge.clock.monotonic() - live.started_s - (live.first_token_s or 0.0)
-        rows = answer.live.n_rows / max(1.0, seconds) * self._layout_pace.period_s
-        return min(round(rows), self.transcript.size.height * 2 // 3)
+        return self.pace.room(answer.live.n_rows, seconds, most)
 
     def _keep_end(self) -> None:
         self.call_after_refresh(self.transcript.settle)
@@ -440,10 +423,13 @@ class ChatView(LeanScreen):
         live, snapshot = self._conversation.live, self._bridge.snapshot()
         if live is None or live.n_tokens == 0:
             return Content(f"{self._glyphs.caret} waiting for the first token")
-        rate = live.tok_per_s
+        rate, silent_s = live.tok_per_s, live.silent_s
+        speed = "" if rate is None else show_number(rate, "tok/s")
+        if silent_s >= _SILENT_S:
+            speed = f"no word for {show_duration(silent_s)}"
         parts = [
             "writing",
-            *([] if rate is None else [show_number(rate, "tok/s")]),
+            *([speed] if speed else []),
             f"{live.n_tokens} tokens",
             *(
                 []

@@ -21,7 +21,7 @@ from textual.widgets import Static
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import EngineSnapshot
 from moet_desk.ui.background import Background
-from moet_desk.ui.bridge import Clock
+from moet_desk.ui.clock import Clock
 from moet_desk.ui.desk import Desk, DoctorView, Finding, JobView, Mark
 from moet_desk.ui.text import clean_line
 from moet_desk.ui.theme import Glyphs

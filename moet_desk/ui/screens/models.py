@@ -21,7 +21,7 @@ from textual.widgets.option_list import Option
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import EngineSnapshot
 from moet_desk.ui.background import Background
-from moet_desk.ui.bridge import Clock
+from moet_desk.ui.clock import Clock
 from moet_desk.ui.desk import (
     Desk,
     Fit,

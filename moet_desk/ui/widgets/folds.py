@@ -13,6 +13,7 @@ from textual.message import Message
 from textual.widgets import Static
 
 from moet_desk.ui.theme import Glyphs
+from moet_desk.ui.widgets.marked_markdown import needs_other_rows
 from moet_desk.units import show_duration
 
 _CHUNK_CHARS = 1500  # a growing Static costs more with each flush
@@ -41,7 +42,7 @@ class Fold(Static):
     def say(self, words: str) -> None:
         """Draw the line."""
         glyph = self._glyphs.fold if self.is_open else self._glyphs.unfold
-        self.update(Content(f"{glyph} {words}"))
+        self.update(Content(f"{glyph} {words}"), layout=False)  # it has one row
 
     def on_click(self, event: events.Click) -> None:
         event.stop()
@@ -110,7 +111,8 @@ class ThoughtFold(Vertical):
             if not self._drawn or self._drawn[-1].is_full:
                 self._drawn.append(_Chunk())
                 await self.mount(self._drawn[-1])
-            self._drawn[-1].update(Content(rest[:cut].rstrip("\n").expandtabs(4)))
+            content = Content(rest[:cut].rstrip("\n").expandtabs(4))
+            self._drawn[-1].update(content, layout=needs_other_rows(self._drawn[-1], content))
             if is_last:
                 return
             self._drawn[-1].is_full = True
