@@ -113,7 +113,10 @@ class StreamLaunches:
         x, normed, block = streams.x[t], b.normed[t], b.x[t]
         self.around_mixer.read(x, block, streams.scratch)
         rms_norm(block, self.around_mixer.norm, self.eps, out=normed)
-        self.mixer.launch(streams.pooled, self._products, normed, rows, block, scratch=b.attention)
+        self.mixer.launch(
+            streams.pooled, self._products, normed, rows, block, scratch=b.attention,
+            branch=self._branch,
+        )  # fmt: skip
         write_back(x, block, scratch=streams.scratch)
         self.around_ffn.read(x, block, streams.scratch)
         rms_norm_quantize(
