@@ -183,7 +183,7 @@ class AppCore(App[int]):
         """Draw text and gauges; while an answer is written in one repaint, which costs half."""
         if not self.is_running:
             return
-        if not self.chat.busy:
+        if not (self.chat.busy and self.chat.pace.is_due):
             await self._draw_due()
             return
         with self.batch_update():

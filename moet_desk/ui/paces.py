@@ -98,11 +98,16 @@ class AnswerPace:
         """An answer has ended: the next one starts at the usual pace."""
         self._flush.reset()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether text may be drawn now."""
+        return self._clock.monotonic() >= self._due_s
+
     def due(self, *, in_front: bool) -> bool:
         """Whether text may be drawn now; if so, sets the time of the next one."""
-        now_s = self._clock.monotonic()
-        if now_s < self._due_s:
+        if not self.is_due:
             return False
+        now_s = self._clock.monotonic()
         period_s = max(self._flush.period_s, self._text.period_s) if in_front else _HIDDEN_S
         self._due_s = now_s + period_s * 0.9  # a timer that fires early must not skip a turn
         return True
