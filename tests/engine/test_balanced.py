@@ -29,7 +29,7 @@ from moet_desk.marked_text import MarkedText, join
 from moet_desk.settings import SETTINGS
 from moet_desk.store.pack_meta import read_meta
 from moet_desk.telemetry import Finished, GateCounters, TextDelta, Usage
-from tests.engine.test_promise import STORY, SUM, Answer, answer, ask, engine
+from tests.engine.test_promise import FEW, STORY, SUM, TOKENS, Answer, answer, ask, engine
 
 
 class Row:
@@ -84,7 +84,11 @@ def test_default__setting_and_request__agree() -> None:
 
 
 def balanced(prompt: str, sampling: Sampling, gate: float = DEFAULT_GATE) -> GenerateRequest:
-    return replace(ask(prompt, Quality.BALANCED, sampling), gate=gate)
+    return replace(ask(prompt, Quality.BALANCED, sampling, tokens=tokens_of(prompt)), gate=gate)
+
+
+def tokens_of(prompt: str) -> int:
+    return FEW if prompt == STORY else TOKENS
 
 
 GREEDY = Sampling(temperature=0)
@@ -92,7 +96,7 @@ DRAWN = Sampling(temperature=0.8, seed=11)
 REQUESTS = [
     balanced(STORY, GREEDY),
     balanced(SUM, DRAWN, gate=0.8),
-    ask(STORY, Quality.EXACT, GREEDY),
+    ask(STORY, Quality.EXACT, GREEDY, tokens=FEW),
     ask(SUM, Quality.FAST, DRAWN),
 ]
 
@@ -150,7 +154,7 @@ def test_text__of_reruns__is_marked_and_told_piece_by_piece(demo_pack: Path, gat
 @pytest.mark.parametrize(("prompt", "sampling"), [(STORY, GREEDY), (SUM, DRAWN)])
 def test_tokens__gate_0__those_of_fast(demo_pack: Path, prompt: str, sampling: Sampling) -> None:
     with engine(demo_pack) as handle:
-        fast = answer(handle, [ask(prompt, Quality.FAST, sampling)])
+        fast = answer(handle, [ask(prompt, Quality.FAST, sampling, tokens=tokens_of(prompt))])
         assert answer(handle, [balanced(prompt, sampling, gate=0.0)]) == fast
     assert handle.snapshot().gate.rerun == 0
 
