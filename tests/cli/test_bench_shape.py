@@ -111,7 +111,7 @@ def test_bench_shape__rows_over_the_ram_limit__read_from_the_drive_of_the_models
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--shape", "gpt-5"], "is not one of 'deepseek-v4-flash'"),
+        (["--shape", "gpt-5"], "'gpt-5' is not one of 'qwen3-30b-a3"),
         (["--shape", "glm-5.2", "--vram-limit", "lots"], "lots"),
         (["--shape", "glm-5.2", "--hit-rate", "96"], "--hit-rate"),
         (["--shape", "glm-5.2", "--pool-slots", "9"], "--pool-slots cannot be used with --shape"),

@@ -259,7 +259,7 @@ def test_record_trace__steps_of_a_made_up_model__pictures_with_waiting_and_uses(
     monkeypatch.setattr(record_trace, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(device, "STORIES_EVERY_S", 0.0)
     tables = GpuTables.empty(2, 8, 16, device="cpu")
-    pool = SimpleNamespace(tables=tables, arena=SimpleNamespace(stride=4096))
+    pool = SimpleNamespace(tables=tables, arena=SimpleNamespace(stride=4096), n_slots=16)
     residency = CudaResidency(
         {Plane.BASE: pool},  # type: ignore[dict-item]
         record_trace.AllInRam(16),  # type: ignore[arg-type]
