@@ -99,10 +99,12 @@ def test_mutated_block__any_part__parity_is_lost(
     for name, wrong in CODE[what].items():
         monkeypatch.setattr(block, name, wrong)
     with loaded(pack, activations="float", kv_format="f32") as core:
-        if "_fused" in CODE[what] and not core.spec.recurrent[0].fused:
-            pytest.skip("nothing is fused here")
         got = logits_of(core, IDS.tolist(), plane=Plane.FINE)
-        assert not (got - want).abs().max() < 10 * allowed(core, want)
+        worst = (got - want).abs().max()
+        if "_fused" in CODE[what] and not core.spec.recurrent[0].fused:
+            assert worst < allowed(core, want)  # nothing is fused here, so nothing is changed
+        else:
+            assert not worst < 10 * allowed(core, want)
 
 
 def test_output_gate__left_out__parity_is_lost(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
