@@ -64,6 +64,7 @@ def open_core(pack: Path, widths: tuple[int, ...] = (1, 4), **sizes: int) -> Cud
 
 def test_memory__mapped_and_unmapped__goes_back_to_the_driver_and_keeps_its_address() -> None:
     driver = cuda_driver(DEVICE)
+    torch.zeros(1, dtype=torch.uint8, device=DEVICE)[:1] = 7  # what filling loads stays loaded
     before = free()
     memory = GrowableMemory(driver, 64 * GIB)  # more than most cards have: addresses alone
     assert before - free() < 64 * MIB
