@@ -53,8 +53,10 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_query_kernel": Group.ATTENTION,
     "_score_kernel": Group.ATTENTION,
     "_shared_decode_kernel": Group.ATTENTION,
-    "_advance_kernel": Group.OTHER,  # of streams, as the next one
+    "_advance_kernel": Group.OTHER,  # of streams, as the next three
     "_enter_kernel": Group.OTHER,
+    "_many_kernel": Group.OTHER,
+    "_after_kernel": Group.OTHER,
     "_gate_kernel": Group.OTHER,
     "_gemv_kernel": Group.DENSE,
     "_swiglu_gemv_kernel": Group.DENSE,
