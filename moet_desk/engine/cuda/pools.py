@@ -33,6 +33,7 @@ from moet_desk.kernels.triton.cache import (
 )
 from moet_desk.kernels.triton.experts import ExpertPool, experts_down, experts_hidden
 from moet_desk.kernels.triton.fetch import Arena, Mailbox, fetch, post, wait
+from moet_desk.kernels.triton.routed_lookup import Routing, route_and_look_up
 from moet_desk.store.pack_format import Plane
 
 
@@ -128,15 +129,27 @@ class DevicePool:
         return self.found[0].miss_row.shape[0]
 
     def fill(
-        self, ids: Tensor, layer: int, mailbox: Mailbox | None, *, ends_step: bool
+        self,
+        ids: Tensor,
+        layer: int,
+        mailbox: Mailbox | None,
+        *,
+        ends_step: bool,
+        routing: Routing | None = None,
     ) -> LookupOutput:
-        """Launch the look-up of a layer and the fetch of what is missing.
+        """Launch the look-up of a layer and the fetch of what is missing. With a routing the ids
+        are chosen before, in the same launch.
 
         Shapes:
             ids int32 [T, K]
         """
         found = self.found[ids.shape[0] - 1]
-        lookup(ids, self.tables, layer=layer, out=found, ends_step=ends_step)
+        if routing is None:
+            lookup(ids, self.tables, layer=layer, out=found, ends_step=ends_step)
+        else:
+            route_and_look_up(
+                routing, ids, self.tables, layer=layer, out=found, ends_step=ends_step
+            )
         if mailbox is not None:
             post(mailbox, self.arena, found, layer=layer, fine=self.plane is Plane.FINE)
         fetch(
@@ -234,12 +247,14 @@ class PoolExperts:
                 table = torch.from_numpy(self._host.table(pool.plane).copy())
                 pool.arena.place_of.copy_(table)
 
-    def __call__(self, moe_layer: int, buffers: StepBuffers, rows: int) -> None:
+    def __call__(
+        self, moe_layer: int, buffers: StepBuffers, rows: int, routing: Routing | None = None
+    ) -> None:
         """See `Experts`."""
         b, t = buffers, slice(0, rows)
         ids = b.ids[t]
         ends = moe_layer == self._n_layers - 1
-        found = self._base.fill(ids, moe_layer, self._mailbox, ends_step=ends)
+        found = self._base.fill(ids, moe_layer, self._mailbox, ends_step=ends, routing=routing)
         fine_slots, fine_slot = None, None
         if self._fine is not None:
             fine_found = self._fine.fill(ids, moe_layer, self._mailbox, ends_step=ends)
