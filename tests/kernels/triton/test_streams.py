@@ -19,7 +19,7 @@ from moet_desk.kernels.triton.streams import (
     write_back,
 )
 
-TOKENS, N, HIDDEN, EPS, NORM_EPS = 3, 4, 288, 1e-3, 1e-6
+TOKENS, N, HIDDEN, EPS, NORM_EPS = 3, 4, 160, 1e-3, 1e-6
 ROWS = 2 * N + N * N
 
 
