@@ -16,7 +16,7 @@ from torch import Tensor
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.pool_states import PoolMemory
 from moet_desk.engine.cuda.pooled_sizes import LOOKING_ROWS, PooledSizes, seen_most
-from moet_desk.engine.cuda.products import GroupedWeight, Products
+from moet_desk.engine.cuda.products import Products
 from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.spec import Pool, PooledAttention, PoolIndexer
 from moet_desk.kernels.kv_sizes import POOL_STATES
@@ -184,7 +184,7 @@ class PooledLaunches:
         self._q_norm, self._kv_norm = load.vector(name + "q_norm"), load.vector(name + "kv_norm")
         self._w_query = load.matrix(name + "wq_b")
         self._sinks = load.vector(name + "attn_sink")
-        self._w_low = GroupedWeight.of(load.matrix(name + "wo_a"), mixer.out_groups)
+        self._w_low = load.matrix(name + "wo_a")
         self._w_out = load.matrix(name + "wo_b")
         self._compressor: _Compressor | None = None
         self._index: _PoolIndexerLaunches | None = None

@@ -14,6 +14,7 @@ the engine thread.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 import triton
@@ -29,6 +30,9 @@ PARTS = 2
 """bfloat16 parts of a float32 activation."""
 
 _SPLIT_BLOCK = 1024
+
+_NARROWEST = 16
+"""Columns of a tile that tensor cores take at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ def _gemm_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
+    EACH: tl.constexpr,
     KIND: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     MMA: tl.constexpr,
@@ -124,9 +129,12 @@ def _gemm_kernel(
     m = (group * GROUP + inside % height) * BM + tl.arange(0, BM)
     n = (inside // height) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    x = parts + (tl.where(m < M, m, 0).to(tl.int64) * K)[:, None] + k[None, :]
-    w = weight + (tl.where(n < N, n, 0).to(tl.int64) * K)[:, None] + k[None, :]
     size = M.to(tl.int64) * K
+    x = parts + (tl.where(m < M, m, 0).to(tl.int64) * K)[:, None] + k[None, :]
+    if EACH < N:  # inputs of groups lie behind each other
+        x += (inside // height) * BN // EACH * size
+        size *= N // EACH
+    w = weight + (tl.where(n < N, n, 0).to(tl.int64) * K)[:, None] + k[None, :]
     acc = tl.zeros([BM, BN], tl.float32)
     for k0 in range(0, K, BK):
         if K % BK == 0:
@@ -189,28 +197,37 @@ def gemm(
     residual: Tensor | None = None,
     tile: GemmTile | None = None,
 ) -> None:
-    """Multiply many rows by W^T; relative error against float64 below 1e-5.
+    """Multiply many rows by W^T; relative error against float64 below 1e-5. With inputs of G groups
+    each of them is multiplied by N / G rows of W, the first group by the first ones.
 
     Shapes:
-        parts [2, M, K] bfloat16 from `split`; out [M, N] float32 (rows may lie apart)
+        parts [2, M, K] or [2, G, M, K] bfloat16 from `split`; out [M, N] float32 (rows may lie
+        apart)
         bias [N] bfloat16 or float32; residual [M, N] as `out`, may be `out` itself
     Raises:
         ValueError: the parts do not fit the weight, or `residual` lies otherwise than `out`.
     """
-    rows, k = parts.shape[1:]
+    rows, k = parts.shape[-2:]
+    each = weight.n if parts.dim() == 3 else weight.n // parts.shape[1]
     if k != weight.k:
         raise ValueError(f"{k} inputs do not fit a weight of {weight.k}")
     if residual is not None and residual.stride() != out.stride():
         raise ValueError("a residual must lie as the result does")
     tile = tile or tile_for(parts.device)
+    if each < weight.n:  # a tile has rows of one group
+        tile = replace(tile, n=gcd(tile.n, each))
+        if tile.n < _NARROWEST or each * parts.shape[1] != weight.n:
+            raise ValueError(
+                f"{weight.n} rows of a weight cannot be cut for {parts.shape[1]} groups"
+            )
     if weight.kind is WeightKind.INT8:
         tile = replace(tile, k=GROUP)  # a step of inputs has one scale
     grid = (triton.cdiv(rows, tile.m) * triton.cdiv(weight.n, tile.n),)
     _gemm_kernel[grid](
         parts, weight.raw, weight.scales, bias, residual, out, out.stride(0), rows,
-        N=weight.n, K=k, BM=tile.m, BN=tile.n, BK=tile.k, GROUP=8, KIND=weight.kind.value,
-        SCALE_ROWS=weight.scale_rows, MMA=not INTERPRETED, HARDWARE=has_e4m3(parts.device),
-        num_warps=tile.warps, num_stages=tile.stages,
+        N=weight.n, K=k, BM=tile.m, BN=tile.n, BK=tile.k, GROUP=8, EACH=each,
+        KIND=weight.kind.value, SCALE_ROWS=weight.scale_rows, MMA=not INTERPRETED,
+        HARDWARE=has_e4m3(parts.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

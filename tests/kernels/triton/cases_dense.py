@@ -115,7 +115,7 @@ def _norm(hidden: int) -> Case:
     )  # fmt: skip
 
 
-def _gemm(kind: WeightKind, capability: int, *, by_row: bool = False) -> Case:
+def _gemm(kind: WeightKind, capability: int, *, by_row: bool = False, each: int = 4096) -> Case:
     tile = TILES[capability]
     if kind is WeightKind.INT8:
         tile = replace(tile, k=32)
@@ -123,9 +123,10 @@ def _gemm(kind: WeightKind, capability: int, *, by_row: bool = False) -> Case:
     types |= {"parts": "*bf16", "out": "*fp32", "out_stride": "i32", "M": "i32"}
     values |= {
         "bias": None, "residual": None, "N": 4096, "K": 4096, "BM": tile.m, "BN": tile.n,
-        "BK": tile.k, "GROUP": 8, "MMA": True,
+        "BK": tile.k, "GROUP": 8, "EACH": each, "MMA": True,
     }  # fmt: skip
-    name = f"gemm {kind.value}{' by row' if by_row else ''} for {capability}"
+    own = " by row" if by_row else " in groups" if each < 4096 else ""
+    name = f"gemm {kind.value}{own} for {capability}"
     return Case(
         name, gemm._gemm_kernel, types, values, tile.warps,
         {"num_stages": tile.stages}, decode=False, only=capability,
@@ -165,6 +166,7 @@ def _cases() -> Iterator[Case]:
         yield _absorb(64, 192, 256, 512, rows, WeightKind.INT8)
     for capability in TILES:
         yield _gemm(WeightKind.FP8, capability, by_row=True)
+        yield _gemm(WeightKind.FP8, capability, each=1024)
 
 
 CASES = list(_cases())

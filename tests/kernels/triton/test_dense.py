@@ -109,6 +109,22 @@ def test_gemm__odd_sizes__within_2e_5(kind: WeightKind, m: int, n: int, k: int) 
     assert relative_error(out, x.double() @ real_values(weight).T + bias + residual) < 2e-5
 
 
+@pytest.mark.parametrize(("kind", "each"), [(WeightKind.FP8, 64), (WeightKind.BF16, 16)])
+def test_gemm__inputs_of_groups__each_by_its_own_rows(kind: WeightKind, each: int) -> None:
+    weight, x = dense_weight(3 * each, 96, kind), torch.randn(3, 21, 96)
+    parts, out = torch.empty(2, 3 * 21, 96, dtype=torch.bfloat16), torch.empty(21, 3 * each)
+    split(x.flatten(0, 1), parts)
+    gemm(parts.view(2, 3, 21, 96), weight, out)
+    wanted = torch.einsum("gmk,gnk->mgn", x.double(), real_values(weight).view(3, each, 96))
+    assert relative_error(out, wanted.flatten(1)) < 2e-5
+
+
+def test_gemm__groups_that_no_tile_fits__refused() -> None:
+    weight, out = dense_weight(3 * 40, 96, WeightKind.BF16), torch.empty(2, 120)
+    with pytest.raises(ValueError, match="cannot be cut"):
+        gemm(torch.zeros(2, 3, 2, 96, dtype=torch.bfloat16), weight, out)
+
+
 def test_split__two_parts__16_bits_of_x() -> None:
     x, parts = torch.randn(3, 70), torch.empty(2, 3, 70, dtype=torch.bfloat16)
     split(x, parts)

@@ -60,9 +60,10 @@ def by_head(
     x: Tensor, weight: DenseWeight, out: Tensor, *, first: int, count: int, pitch: int
 ) -> None:
     """`head_gemv`."""
+    values = real_values(weight).float()
     for head in range(x.shape[1]):
         rows = slice(first + head * pitch, first + head * pitch + count)
-        part = DenseWeight(weight.values[rows])
+        part = DenseWeight(values[rows])
         product(x[:, head], part, out[:, head * count : (head + 1) * count])
 
 
@@ -78,7 +79,12 @@ def glu(x: Tensor, gate_up: DenseWeight, out: Tensor, *, limit: float | None = N
 
 def of_parts(parts: Tensor, weight: DenseWeight, out: Tensor) -> None:
     """`gemm`."""
-    product(parts.float().sum(0), weight, out)
+    x = parts.float().sum(0)
+    if x.dim() == 2:
+        product(x, weight, out)
+    else:
+        each = out.shape[1] // x.shape[0]
+        by_head(x.transpose(0, 1), weight, out, first=0, count=each, pitch=each)
 
 
 @pytest.fixture(scope="module", autouse=True)
