@@ -148,10 +148,9 @@ def latents() -> None:
 
 
 def prompts(sweep: bool) -> None:
-    used = gemms.tile_for(DEVICE)
     for dtype in (torch.float8_e4m3fn, torch.bfloat16):
         for m, n, k in ((4096, 4096, 4096), (2048, 2112, 7168), (4096, 24576, 1536)):
-            w = weights(n, k, dtype)[0]
+            w, used = weights(n, k, dtype)[0], gemms.tile_for(DEVICE, k)
             x = torch.randn(m, k, device=DEVICE)
             parts = torch.empty(2, m, k, dtype=torch.bfloat16, device=DEVICE)
             out = torch.empty(m, n, device=DEVICE)

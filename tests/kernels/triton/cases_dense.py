@@ -17,7 +17,7 @@ POINTER = {
     WeightKind.F32: "*fp32", WeightKind.BF16: "*bf16", WeightKind.FP8: "*u8",
     WeightKind.INT8: "*i8",
 }  # fmt: skip
-TILES = {90: gemm.HOPPER_TILE, 120: gemm.CONSUMER_TILE}
+TILES = {90: {4096: gemm.HOPPER_TILE, 8192: gemm.HOPPER_TILE_HIGH}, 120: {4096: gemm.CONSUMER_TILE}}
 
 
 def _weight(kind: WeightKind, *, by_row: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
@@ -115,18 +115,20 @@ def _norm(hidden: int) -> Case:
     )  # fmt: skip
 
 
-def _gemm(kind: WeightKind, capability: int, *, by_row: bool = False, each: int = 4096) -> Case:
-    tile = TILES[capability]
+def _gemm(
+    kind: WeightKind, capability: int, *, by_row: bool = False, each: int = 4096, k: int = 4096
+) -> Case:
+    tile = TILES[capability][k]
     if kind is WeightKind.INT8:
         tile = replace(tile, k=32)
     types, values = _weight(kind, by_row=by_row)
     types |= {"parts": "*bf16", "out": "*fp32", "out_stride": "i32", "M": "i32"}
     values |= {
-        "bias": None, "residual": None, "N": 4096, "K": 4096, "BM": tile.m, "BN": tile.n,
+        "bias": None, "residual": None, "N": 4096, "K": k, "BM": tile.m, "BN": tile.n,
         "BK": tile.k, "GROUP": 8, "EACH": each, "MMA": True,
     }  # fmt: skip
     own = " by row" if by_row else " in groups" if each < 4096 else ""
-    name = f"gemm {kind.value}{own} for {capability}"
+    name = f"gemm {kind.value} K={k}{own} for {capability}"
     return Case(
         name, gemm._gemm_kernel, types, values, tile.warps,
         {"num_stages": tile.stages}, decode=False, only=capability,
@@ -156,7 +158,8 @@ def _cases() -> Iterator[Case]:
         yield _norm(hidden)
     for kind in WeightKind:
         for capability in TILES:
-            yield _gemm(kind, capability)
+            for k in TILES[capability]:
+                yield _gemm(kind, capability, k=k)
     for rows in (1, 8):
         yield _gemv(4096, 4096, rows, WeightKind.FP8, by_row=True)
         yield _gemv(4096, 4096, rows, WeightKind.FP8, swiglu=True, by_row=True)
