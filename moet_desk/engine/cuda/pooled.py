@@ -15,7 +15,8 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.pool_states import PoolMemory
-from moet_desk.engine.cuda.pooled_sizes import LOOKING_ROWS, PooledSizes, seen_most
+from moet_desk.engine.cuda.pooled_run import Question, RunBuffers, look
+from moet_desk.engine.cuda.pooled_sizes import CHUNK_SPLITS, LOOKING_ROWS, PooledSizes, seen_most
 from moet_desk.engine.cuda.products import GroupedWeight, Products
 from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.spec import Pool, PooledAttention, PoolIndexer
@@ -30,6 +31,7 @@ from moet_desk.kernels.triton.pooling import finish, pool, pool_run
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.seen import Places, Pooled, list_seen
 from moet_desk.kernels.triton.shared_attention import shared_decode
+from moet_desk.kernels.triton.shared_prefill import Run, turn_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class PooledBuffers:
         places: of rows.
         splits: parts of a row's entries.
         scores: [B, S]; chosen, counts: int32 [B, K], [B]; listed, seen: int32 [B, L], [B].
+        run: of a prompt's rows, in the place of these.
     """
 
     joined: Tensor
@@ -67,6 +70,7 @@ class PooledBuffers:
     counts: Tensor
     listed: Tensor
     seen: Tensor
+    run: RunBuffers | None
 
     @classmethod
     def make(cls, size: PooledSizes, rows: int, splits: int, device: torch.device) -> PooledBuffers:
@@ -89,6 +93,7 @@ class PooledBuffers:
             places=Places.make(rows, device), splits=splits, scores=f32(looking, size.scored),
             chosen=i32(looking, size.top_k), counts=i32(looking),
             listed=i32(looking, size.listed), seen=i32(looking),
+            run=RunBuffers.make(size, rows, device) if splits == CHUNK_SPLITS else None,
         )  # fmt: skip
 
 
@@ -233,14 +238,18 @@ class PooledLaunches:
         size = rows.n * mixer.n_heads * mixer.head_dim
         one, other = b.one[:size].view(shape), b.other[:size].view(shape)
         products(b.latent[t], self._w_query, one.flatten(1))
-        turn_heads(one, other, rotation=rotation, eps=mixer.norm_eps)
+        if rows.run is None:
+            turn_heads(one, other, rotation=rotation, eps=mixer.norm_eps)
         self._ask(b, products, rows, rotation)
         if branch is not None:
             branch.join()
-        for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
-            here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
-            self._choose(b, rows, here)
-            self._attend(b, rows, here, other[here], one[here], scratch)
+        if rows.run is not None:
+            self._look(b, rows, one, other, rotation, *rows.run)
+        else:
+            for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
+                here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
+                self._choose(b, rows, here)
+                self._attend(b, rows, here, other[here], one[here], scratch)
         back = products.by_group(b.other[:size], rows.n, mixer.out_groups)
         turn_back(one, back, rotation=rotation)
         products.grouped(back, self._w_low, b.low[t])
@@ -306,6 +315,39 @@ class PooledLaunches:
         shared_decode(
             heads, KvPages(memory.rows, listed, memory.form), b.seen[n], self._sinks, out,
             scale=mixer.softmax_scale, scratch=scratch, splits=b.splits,
+        )  # fmt: skip
+
+    def _look(
+        self,
+        b: PooledBuffers,
+        rows: PooledRows,
+        heads: Tensor,
+        room: Tensor,
+        rotation: Rotation,
+        slot: int,
+        start: int,
+    ) -> None:
+        """What rows of a prompt see, in the place of their queries: heads [T, N, D]."""
+        mixer, memory = self.mixer, rows.memory
+        assert b.run is not None, "a prompt has buffers for its rows"  # noqa: S101
+        parts = room.view(torch.bfloat16).view(2, *heads.shape)
+        turn_parts(heads, parts, rotation=rotation, eps=mixer.norm_eps, start=start)
+        pooled, n_pooled, question = None, 0, None
+        if mixer.pool is not None and memory.entries is not None:
+            kv = rows.pages(memory.entries, slice(0, 1))
+            pooled = Pooled(kv, mixer.pool.ratio, memory.entries.spread, memory.first)
+            n_pooled = (start + rows.n) // mixer.pool.ratio
+        if self._index is not None and memory.keys is not None and not rows.sees_all:
+            indexer, width = self._index.indexer, self._w_pool.n
+            question = Question(
+                b.index_other[: rows.n], b.pooling[: rows.n, width - indexer.n_heads : width],
+                rows.pages(memory.keys, slice(0, 1)), rows.places.closed[: rows.n],
+                (indexer.n_heads * indexer.head_dim) ** -0.5,
+            )  # fmt: skip
+        run = Run(start, memory.ring, slot * memory.ring, mixer.window, pooled, n_pooled)
+        look(
+            b.run, parts, run, memory, self._sinks, heads, scale=mixer.softmax_scale,
+            question=question,
         )  # fmt: skip
 
     def _choose(self, b: PooledBuffers, rows: PooledRows, here: slice) -> None:
