@@ -11,6 +11,7 @@ from torch import Tensor
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.head_parts import back_parts, head_parts
 from moet_desk.kernels.triton.heads import turn_back, turn_heads
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.pooled_keys import score_windows
@@ -20,7 +21,7 @@ from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.route import route_named
 from moet_desk.kernels.triton.seen import Places, Pooled, find_places, list_seen
 from moet_desk.kernels.triton.shared_attention import shared_decode
-from moet_desk.kernels.triton.shared_prefill import Run, decode_seen, run_attention, turn_parts
+from moet_desk.kernels.triton.shared_prefill import Run, decode_seen, run_attention
 from moet_desk.kernels.triton.streams import StreamScratch, block_input, connect, write_back
 from tests.kernels.triton.makers import relative_error
 
@@ -258,19 +259,23 @@ def test_run_attention__rows_of_a_prompt__as_the_twin_also_alone(form: KvFormat,
         assert torch.equal(alone[0], out[1])
 
 
-def test_turn_parts__released_sizes__near_the_twins() -> None:
+def test_head_parts__released_sizes__near_the_twins() -> None:
     x, start = 3 * _random(ROWS, HEADS, DIM, seed=23), 900
     frequencies, magnitude = ref.rope_frequencies(ROTARY, 1.6e5)
     cos, sin = ref.rope_tables(torch.arange(1000), frequencies, magnitude)
     at = torch.arange(start, start + ROWS)
     rotation = Rotation(at.int().cuda(), cos.cuda(), sin.cuda(), interleaved=True)
     parts = torch.empty(2, ROWS, HEADS, DIM, dtype=torch.bfloat16).cuda()
-    turn_parts(x.cuda(), parts, rotation=rotation, eps=EPS, start=start)
+    head_parts(x.cuda(), parts, rotation=rotation, eps=EPS)
     heads = ref.unit(x, EPS)
     own = cos[at][:, None], sin[at][:, None]
     turned = ref.rotate(heads[..., -ROTARY:], *own, interleaved=True)
     want = torch.cat([heads[..., :-ROTARY], turned], -1)
     assert relative_error(parts.float().sum(0).cpu(), want) < 1e-5
+    back = torch.empty(2, 8, ROWS, HEADS // 8 * DIM, dtype=torch.bfloat16).cuda()
+    back_parts(want.cuda(), back, rotation=rotation)
+    by_group = heads.view(ROWS, 8, -1).transpose(0, 1)
+    assert relative_error(back.float().sum(0).cpu(), by_group) < 1e-5
 
 
 @pytest.mark.parametrize("form", [KvFormat.FP8, KvFormat.BF16, KvFormat.F32])

@@ -22,7 +22,8 @@ from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.spec import Pool, PooledAttention, PoolIndexer
 from moet_desk.kernels.kv_sizes import POOL_STATES
 from moet_desk.kernels.triton.attention import DecodeScratch
-from moet_desk.kernels.triton.heads import turn_back, turn_heads
+from moet_desk.kernels.triton.head_parts import head_parts
+from moet_desk.kernels.triton.heads import turn_heads
 from moet_desk.kernels.triton.indexer import choose
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
@@ -31,7 +32,7 @@ from moet_desk.kernels.triton.pooling import finish, pool, pool_run
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.seen import Places, Pooled, list_seen
 from moet_desk.kernels.triton.shared_attention import shared_decode
-from moet_desk.kernels.triton.shared_prefill import Run, turn_parts
+from moet_desk.kernels.triton.shared_prefill import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +251,7 @@ class PooledLaunches:
                 here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
                 self._choose(b, rows, here)
                 self._attend(b, rows, here, other[here], one[here], scratch)
-        back = products.by_group(b.other[:size], rows.n, mixer.out_groups)
-        turn_back(one, back, rotation=rotation)
-        products.grouped(back, self._w_low, b.low[t])
+        products.turned_back(one, b.other[:size], self._w_low, b.low[t], rotation=rotation)
         products(b.low[t], self._w_out, out)
 
     def _pool(
@@ -331,7 +330,7 @@ class PooledLaunches:
         mixer, memory = self.mixer, rows.memory
         assert b.run is not None, "a prompt has buffers for its rows"  # noqa: S101
         parts = room.view(torch.bfloat16).view(2, *heads.shape)
-        turn_parts(heads, parts, rotation=rotation, eps=mixer.norm_eps, start=start)
+        head_parts(heads, parts, rotation=rotation, eps=mixer.norm_eps)
         pooled, n_pooled, question = None, 0, None
         if mixer.pool is not None and memory.entries is not None:
             kv = rows.pages(memory.entries, slice(0, 1))

@@ -4,9 +4,9 @@ Twin: `reference.shared_attention`. Rows of a prompt are of one sequence, so wha
 decoded once for all of them (`decode_seen`), into bfloat16, which holds it exactly: the ring, then
 pooled entries by their numbers. A program takes one row with some heads: of the row's entries it
 makes tiles that are keys and values at once, so these stand as matrices' rows and heads as columns.
-Queries come in two bfloat16 parts and weights are cut into two, as `prefill_attention` has it. What
-a row gives depends on its own entries alone, not on how many rows are read at a time. Launchers
-allocate nothing. Called on the engine thread.
+Queries come in two bfloat16 parts (`head_parts`) and weights are cut into two, as
+`prefill_attention` has it. What a row gives depends on its own entries alone, not on how many rows
+are read at a time. Launchers allocate nothing. Called on the engine thread.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from torch import Tensor
 
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import SHARED_BLOCK, shared_entry_bytes
-from moet_desk.kernels.triton.gemm import store_parts
-from moet_desk.kernels.triton.kv_entries import KvPages, check_entries
-from moet_desk.kernels.triton.numbers import bf16_part, has_e4m3, loop_bound
+from moet_desk.kernels.triton.kv_entries import (
+    KvPages,
+    check_entries,
+    load_rope,
+    load_vectors,
+)
+from moet_desk.kernels.triton.numbers import bf16_part, e4m3_value, has_e4m3, loop_bound
 from moet_desk.kernels.triton.portable import INTERPRETED
-from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.seen import Pooled
-from moet_desk.kernels.triton.shared_attention import _values
 
-_DECODED, _TURNED = 32, 4
-"""Entries that a program decodes, and heads that one turns."""
+_DECODED = 32
+"""Entries that a program decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,36 +70,34 @@ class Run:
     n_pooled: int
 
 
-@triton.jit(do_not_specialize=["start", "size"])
-def _parts_kernel(
-    x,
-    parts,
-    size,
-    cos,
-    sin,
-    start,
-    eps,
-    N: tl.constexpr,
+@triton.jit
+def _stored(
+    pages,
+    entry,
+    live,
+    C: tl.constexpr,
+    ENTRY: tl.constexpr,
     D: tl.constexpr,
-    DR: tl.constexpr,
-    B: tl.constexpr,
-    BH: tl.constexpr,
+    W: tl.constexpr,
+    FORM: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
-    t = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BH + tl.arange(0, BH)
-    j = tl.arange(0, B)
-    inside = (head < N)[:, None] & (j < D)[None, :]
-    at = ((t * N + head) * D)[:, None] + j[None, :]
-    mine = tl.load(x + at, mask=inside, other=0.0)
-    mine *= tl.rsqrt(tl.sum(mine * mine, 1) / D + eps)[:, None]
-    even, odd = tl.split(tl.reshape(mine, (BH, B // 2, 2)))
-    pair = tl.arange(0, B // 2) - (D - DR) // 2
-    turning = (pair >= 0) & (pair < DR // 2)
-    angle = (start + t) * (DR // 2) + pair
-    c = tl.load(cos + angle, mask=turning, other=1.0)[None, :]
-    s = tl.load(sin + angle, mask=turning, other=0.0)[None, :]
-    turned = tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), (BH, B))
-    store_parts(parts, at, size.to(tl.int64), turned, inside)
+    """Chunk C of entries [S], the numbers of one scale or those that rotate: [S, W] float32."""
+    R: tl.constexpr = D - W
+    if C * W == R:
+        if FORM == "fp8":
+            return load_vectors(pages, entry, live, ENTRY, R, W, 0, W, "bf16", HARDWARE)
+        else:
+            return load_rope(pages, entry, live, ENTRY, R, W, W, FORM, HARDWARE)
+    elif FORM == "fp8":
+        line = pages + entry * ENTRY
+        column = C * W + tl.arange(0, W)
+        codes = tl.load(line[:, None] + column[None, :], mask=live[:, None], other=0)
+        power = tl.load(line + R + 2 * W + C, mask=live, other=127).to(tl.int32)
+        scale = (power << 23).to(tl.float32, bitcast=True)
+        return e4m3_value(codes, HARDWARE) * scale[:, None]
+    else:
+        return load_vectors(pages, entry, live, ENTRY, 0, R, C * W, W, FORM, HARDWARE)
 
 
 @triton.jit(do_not_specialize=["base", "first", "count"])
@@ -126,7 +126,7 @@ def _decode_kernel(
     entry = tl.where(at < RING, base + at, far).to(tl.int64)
     to = entries + (at.to(tl.int64) * D)[:, None]
     for c in tl.static_range(D // W):
-        value = _values(pages, entry, live, c, ENTRY, D - W, W, FORM, HARDWARE)
+        value = _stored(pages, entry, live, c, ENTRY, D, W, FORM, HARDWARE)
         column = c * W + tl.arange(0, W)
         tl.store(to + column[None, :], value.to(entries.dtype.element_ty), mask=live[:, None])
 
@@ -234,20 +234,6 @@ def _run_attention_kernel(
     for c in tl.static_range(D // CD):
         to = out + line[None, :] + (c * CD + tl.arange(0, CD))[:, None]
         tl.store(to, acc[c] * factor[None, :], mask=(head < N)[None, :])
-
-
-def turn_parts(x: Tensor, parts: Tensor, *, rotation: Rotation, eps: float, start: int) -> None:
-    """As `heads.turn_heads` of rows from position `start` on, cut into two bfloat16 parts.
-
-    Shapes:
-        x [T, N, D] float32, parts [2, T, N, D] bfloat16, contiguous; not the same memory
-    """
-    rows, n, d = x.shape
-    _parts_kernel[(rows, triton.cdiv(n, _TURNED))](
-        x, parts, x.numel(), rotation.cos, rotation.sin, start, eps, N=n, D=d,
-        DR=2 * rotation.cos.shape[1], B=triton.next_power_of_2(d), BH=_TURNED, num_warps=4,
-        enable_fp_fusion=False,
-    )  # fmt: skip
 
 
 def decode_seen(kv: KvPages, run: Run, entries: Tensor) -> None:

@@ -123,7 +123,7 @@ def _gemm(kind: WeightKind, capability: int, *, by_row: bool = False) -> Case:
     types |= {"parts": "*bf16", "out": "*fp32", "out_stride": "i32", "M": "i32"}
     values |= {
         "bias": None, "residual": None, "N": 4096, "K": 4096, "BM": tile.m, "BN": tile.n,
-        "BK": tile.k, "GROUP": 8, "MMA": True,
+        "BK": tile.k, "GROUP": 8, "INPUTS": 1, "MMA": True,
     }  # fmt: skip
     name = f"gemm {kind.value}{' by row' if by_row else ''} for {capability}"
     return Case(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import pooled_key_bytes, shared_entry_bytes
 from moet_desk.kernels.triton import (
+    head_parts,
     heads,
     pooled_keys,
     pooled_scores,
@@ -142,11 +143,14 @@ def _keys() -> Iterator[Case]:
 def _prompts() -> Iterator[Case]:
     """Of a prompt's rows."""
     types = {
-        "x": F32, "parts": "*bf16", "size": "i32", "cos": F32, "sin": F32, "start": "i32",
+        "x": F32, "parts": "*bf16", "size": "i32", "cos": F32, "sin": F32, "positions": "*i32",
         "eps": "fp32",
     }  # fmt: skip
-    values = {"N": 64, "D": 512, "DR": 64, "B": 512, "BH": 4}
-    yield Case("run_parts", shared_prefill._parts_kernel, types, values, 4, EXACT)
+    for back in (False, True):
+        values = {
+            "N": 64, "D": 512, "DR": 64, "EACH": 8 if back else 64, "B": 512, "BH": 4, "BACK": back,
+        }  # fmt: skip
+        yield Case(f"run_parts back={back}", head_parts._parts_kernel, types, values, 4, EXACT)
     for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
         types = {
             "pages": "*u8", "base": "i32", "table": "*i32", "first": "i32", "entries": "*bf16",

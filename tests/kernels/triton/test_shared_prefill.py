@@ -8,10 +8,11 @@ from torch import Tensor
 
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.triton.head_parts import back_parts, head_parts
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.seen import Pooled
-from moet_desk.kernels.triton.shared_prefill import Run, decode_seen, run_attention, turn_parts
+from moet_desk.kernels.triton.shared_prefill import Run, decode_seen, run_attention
 
 HEADS, DIM, ROTARY, WINDOW, RING, FIRST, RATIO = 5, 128, 64, 6, 48, 96, 4
 START, ROWS, PAGE, SPREAD = 65, 3, 2, 2
@@ -100,17 +101,22 @@ def test_run_attention__rows_of_a_prompt__as_the_twin_and_each_row_alone(
         assert torch.equal(alone[0], out[1])
 
 
-def test_turn_parts__rows_and_heads__near_the_twins() -> None:
-    x = 3 * _random(ROWS, HEADS, DIM, seed=4)
+def test_head_parts__there_and_back__near_the_twins_and_by_groups() -> None:
+    x, n_heads = 3 * _random(ROWS, 6, DIM, seed=4), 6
     frequencies, magnitude = ref.rope_frequencies(ROTARY, 1e4)
     cos, sin = ref.rope_tables(torch.arange(80), frequencies, magnitude)
     positions = torch.arange(START, START + ROWS)
-    parts = torch.empty(2, ROWS, HEADS, DIM, dtype=torch.bfloat16)
     rotation = Rotation(positions.int(), cos, sin, interleaved=True)
-    turn_parts(x, parts, rotation=rotation, eps=1e-6, start=START)
+    parts = torch.empty(2, ROWS, n_heads, DIM, dtype=torch.bfloat16)
+    head_parts(x, parts, rotation=rotation, eps=1e-6)
     heads = ref.unit(x, 1e-6)
     own = cos[positions][:, None], sin[positions][:, None]
     turned = ref.rotate(heads[..., -ROTARY:], *own, interleaved=True)
     want = torch.cat([heads[..., :-ROTARY], turned], -1)
-    torch.testing.assert_close(parts.float().sum(0), want, rtol=2**-14, atol=1e-6)
+    near = {"rtol": 2**-14, "atol": 1e-6}
+    torch.testing.assert_close(parts.float().sum(0), want, **near)
     assert parts[1].abs().max() < 2**-6 * parts[0].abs().max()
+    back = torch.empty(2, 2, ROWS, 3 * DIM, dtype=torch.bfloat16)
+    back_parts(want, back, rotation=rotation)
+    by_group = heads.view(ROWS, 2, 3 * DIM).transpose(0, 1)
+    torch.testing.assert_close(back.float().sum(0), by_group, rtol=2**-13, atol=1e-5)
