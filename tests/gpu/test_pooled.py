@@ -15,7 +15,7 @@ from moet_desk.kernels.triton.head_parts import back_parts, head_parts
 from moet_desk.kernels.triton.heads import turn_back, turn_heads
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.pooled_keys import score_windows
-from moet_desk.kernels.triton.pooled_scores import score_run
+from moet_desk.kernels.triton.pooled_scores import prepare_run, rounds, score_run
 from moet_desk.kernels.triton.pooling import finish, pool, pool_run
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.route import route_named
@@ -284,11 +284,16 @@ def test_score_run__rows_of_a_prompt__as_the_twin(form: KvFormat) -> None:
     keys = ref.pooled_key_write(_random(n_held, KEY, seed=24), form)
     pages, table = keys.view(-1, 16, keys.shape[1]), torch.arange(n_held // 16).int()
     kv = KvPages(pages.contiguous().cuda(), table[None].cuda(), form)
-    q, weights = _random(100, HEADS, KEY, seed=25), _random(100, HEADS, seed=26)
-    if form is KvFormat.FP8:
-        q = ref.index_rounded(q)
+    raw, weights = _random(100, HEADS, KEY, seed=25), _random(100, HEADS, seed=26)
+    q = torch.empty(raw.shape, dtype=torch.bfloat16 if rounds(form) else torch.float32).cuda()
+    turns = torch.ones(1, ROTARY // 2).cuda(), torch.zeros(1, ROTARY // 2).cuda()
+    rotation = Rotation(torch.zeros(100).int().cuda(), *turns, interleaved=True)
+    prepare_run(raw.cuda(), q, form, rotation=rotation)
+    want = ref.index_rounded(raw) if rounds(form) else raw
+    assert ((q.cpu().float() - want).abs() > 1e-5).float().mean() < 1e-4  # near two codes' middle
     scores = torch.full((100, n_held), torch.nan).cuda()
-    score_run(q.cuda(), weights.cuda(), kv, lengths.int().cuda(), scores, scale=0.01)
-    want = ref.index_scores(q, ref.pooled_key_read(keys, form, KEY), 0.01 * weights, lengths)
+    score_run(q, weights.cuda(), kv, lengths.int().cuda(), scores, scale=0.01)
+    own = q.cpu().float()
+    want = ref.index_scores(own, ref.pooled_key_read(keys, form, KEY), 0.01 * weights, lengths)
     for t, n in enumerate(lengths.tolist()):
         assert relative_error(scores[t, :n].cpu(), want[t, :n]) < 1e-5

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.pool_states import PoolMemory
-from moet_desk.engine.cuda.pooled_run import Question, RunBuffers, look
+from moet_desk.engine.cuda.pooled_run import Question, RunBuffers, kept_queries, look
 from moet_desk.engine.cuda.pooled_sizes import CHUNK_SPLITS, LOOKING_ROWS, PooledSizes, seen_most
 from moet_desk.engine.cuda.products import GroupedWeight, Products
 from moet_desk.engine.page_rows import PageRows
@@ -28,6 +28,7 @@ from moet_desk.kernels.triton.indexer import choose
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.pooled_keys import prepare_queries, score_windows, store_keys
+from moet_desk.kernels.triton.pooled_scores import prepare_run
 from moet_desk.kernels.triton.pooling import finish, pool, pool_run
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.seen import Places, Pooled, list_seen
@@ -293,7 +294,11 @@ class PooledLaunches:
             return
         one, other = (x[: rows.n] for x in (b.index_one, b.index_other))
         products(b.latent[: rows.n], self._index.w_query, one.flatten(1))
-        prepare_queries(one, other, rows.memory.form, rotation=rotation)
+        if rows.run is None:
+            prepare_queries(one, other, rows.memory.form, rotation=rotation)
+        else:
+            form = rows.memory.form
+            prepare_run(one, kept_queries(other, form), form, rotation=rotation)
 
     def _attend(
         self,
@@ -339,7 +344,8 @@ class PooledLaunches:
         if self._index is not None and memory.keys is not None and not rows.sees_all:
             indexer, width = self._index.indexer, self._w_pool.n
             question = Question(
-                b.index_other[: rows.n], b.pooling[: rows.n, width - indexer.n_heads : width],
+                kept_queries(b.index_other[: rows.n], memory.form),
+                b.pooling[: rows.n, width - indexer.n_heads : width],
                 rows.pages(memory.keys, slice(0, 1)), rows.places.closed[: rows.n],
                 (indexer.n_heads * indexer.head_dim) ** -0.5,
             )  # fmt: skip

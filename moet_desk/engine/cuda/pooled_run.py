@@ -16,7 +16,7 @@ from moet_desk.engine.cuda.pooled_sizes import PooledSizes
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.triton.indexer import choose
 from moet_desk.kernels.triton.kv_entries import KvPages
-from moet_desk.kernels.triton.pooled_scores import score_run
+from moet_desk.kernels.triton.pooled_scores import rounds, score_run
 from moet_desk.kernels.triton.seen import Pooled
 from moet_desk.kernels.triton.shared_prefill import Run, decode_seen, run_attention
 
@@ -72,6 +72,13 @@ class Question:
     keys: KvPages
     closed: Tensor
     scale: float
+
+
+def kept_queries(room: Tensor, form: KvFormat) -> Tensor:
+    """Room for an indexer's queries [T, N, D] in as many float32, contiguous."""
+    if not rounds(form):
+        return room
+    return room.view(torch.bfloat16).flatten()[: room.numel()].view(room.shape)
 
 
 def look(

@@ -43,20 +43,31 @@ def _rotated(line, scale, weight, cos, sin, position, D: tl.constexpr, DR: tl.co
 
 
 @triton.jit
-def _rounded(x, FACTOR: tl.constexpr, D: tl.constexpr):
-    """Nibbles [D / 32, 32] and exponents [D / 32] of a vector [D] that is turned first."""
+def hadamard(D: tl.constexpr):
+    """Signs of a Hadamard matrix [D, D]."""
     i = tl.arange(0, D)
     both = i[:, None] & i[None, :]
     both ^= both >> 4
     both ^= both >> 2
     both ^= both >> 1
-    sign = 1.0 - 2.0 * (both & 1).to(tl.float32)
-    blocks = tl.reshape(tl.sum(sign * x[:, None], 0) * FACTOR, (D // 32, 32))
+    return 1.0 - 2.0 * (both & 1).to(tl.float32)
+
+
+@triton.jit
+def block_codes(blocks):
+    """Nibbles [n, 32] of blocks [n, 32] and their exponents [n]."""
     largest = tl.div_rn(tl.maximum(tl.max(tl.abs(blocks), 1), 7.052966e-38), 6.0)
     bits = largest.to(tl.int32, bitcast=True)
     power = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)  # up to a power of two
     inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
     return e2m1_code(blocks * inverse[:, None]), power
+
+
+@triton.jit
+def _rounded(x, FACTOR: tl.constexpr, D: tl.constexpr):
+    """Nibbles [D / 32, 32] and exponents [D / 32] of a vector [D] that is turned first."""
+    turned = tl.sum(hadamard(D) * x[:, None], 0) * FACTOR
+    return block_codes(tl.reshape(turned, (D // 32, 32)))
 
 
 @triton.jit

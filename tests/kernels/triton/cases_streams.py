@@ -178,8 +178,16 @@ def _prompts() -> Iterator[Case]:
                 only=capability,
             )  # fmt: skip
     for form in (KvFormat.FP8, KvFormat.BF16):
+        query = "*bf16" if form is KvFormat.FP8 else F32
+        types = {"q": F32, "q_out": query, "cos": F32, "sin": F32, "positions": "*i32"}
+        values = {
+            "N": 64, "D": 128, "DR": 64, "BH": pooled_scores.QUERY_HEADS, "FACTOR": 128**-0.5,
+            "ROUNDS": form is KvFormat.FP8, "MMA": True,
+        }  # fmt: skip
+        name = f"run_query {form.value}"
+        yield Case(name, pooled_scores._query_run_kernel, types, values, 4, EXACT)
         types = {
-            "q": F32, "weights": F32, "weights_stride": "i32", "scale": "fp32", "pages": "*u8",
+            "q": query, "weights": F32, "weights_stride": "i32", "scale": "fp32", "pages": "*u8",
             "table": "*i32", "lengths": "*i32", "scores": F32, "scores_stride": "i32",
             "rows": "i32",
         }  # fmt: skip
