@@ -15,21 +15,25 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.pool_states import PoolMemory
-from moet_desk.engine.cuda.pooled_sizes import LOOKING_ROWS, PooledSizes, seen_most
-from moet_desk.engine.cuda.products import Products
+from moet_desk.engine.cuda.pooled_run import Question, RunBuffers, kept_queries, look
+from moet_desk.engine.cuda.pooled_sizes import CHUNK_SPLITS, LOOKING_ROWS, PooledSizes, seen_most
+from moet_desk.engine.cuda.products import GroupedWeight, Products
 from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.spec import Pool, PooledAttention, PoolIndexer
 from moet_desk.kernels.kv_sizes import POOL_STATES
 from moet_desk.kernels.triton.attention import DecodeScratch
-from moet_desk.kernels.triton.heads import turn_back, turn_heads
+from moet_desk.kernels.triton.head_parts import head_parts
+from moet_desk.kernels.triton.heads import turn_heads
 from moet_desk.kernels.triton.indexer import choose
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.pooled_keys import prepare_queries, score_windows, store_keys
+from moet_desk.kernels.triton.pooled_scores import prepare_run
 from moet_desk.kernels.triton.pooling import finish, pool, pool_run
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.seen import Places, Pooled, list_seen
 from moet_desk.kernels.triton.shared_attention import shared_decode
+from moet_desk.kernels.triton.shared_prefill import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class PooledBuffers:
         places: of rows.
         splits: parts of a row's entries.
         scores: [B, S]; chosen, counts: int32 [B, K], [B]; listed, seen: int32 [B, L], [B].
+        run: of a prompt's rows, in the place of these.
     """
 
     joined: Tensor
@@ -67,6 +72,7 @@ class PooledBuffers:
     counts: Tensor
     listed: Tensor
     seen: Tensor
+    run: RunBuffers | None
 
     @classmethod
     def make(cls, size: PooledSizes, rows: int, splits: int, device: torch.device) -> PooledBuffers:
@@ -89,6 +95,7 @@ class PooledBuffers:
             places=Places.make(rows, device), splits=splits, scores=f32(looking, size.scored),
             chosen=i32(looking, size.top_k), counts=i32(looking),
             listed=i32(looking, size.listed), seen=i32(looking),
+            run=RunBuffers.make(size, rows, device) if splits == CHUNK_SPLITS else None,
         )  # fmt: skip
 
 
@@ -184,7 +191,7 @@ class PooledLaunches:
         self._q_norm, self._kv_norm = load.vector(name + "q_norm"), load.vector(name + "kv_norm")
         self._w_query = load.matrix(name + "wq_b")
         self._sinks = load.vector(name + "attn_sink")
-        self._w_low = load.matrix(name + "wo_a")
+        self._w_low = GroupedWeight.of(load.matrix(name + "wo_a"), mixer.out_groups)
         self._w_out = load.matrix(name + "wo_b")
         self._compressor: _Compressor | None = None
         self._index: _PoolIndexerLaunches | None = None
@@ -233,17 +240,19 @@ class PooledLaunches:
         size = rows.n * mixer.n_heads * mixer.head_dim
         one, other = b.one[:size].view(shape), b.other[:size].view(shape)
         products(b.latent[t], self._w_query, one.flatten(1))
-        turn_heads(one, other, rotation=rotation, eps=mixer.norm_eps)
+        if rows.run is None:
+            turn_heads(one, other, rotation=rotation, eps=mixer.norm_eps)
         self._ask(b, products, rows, rotation)
         if branch is not None:
             branch.join()
-        for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
-            here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
-            self._choose(b, rows, here)
-            self._attend(b, rows, here, other[here], one[here], scratch)
-        back = products.by_group(b.other[:size], rows.n, mixer.out_groups)
-        turn_back(one, back, rotation=rotation)
-        products.grouped(back, self._w_low, b.low[t])
+        if rows.run is not None:
+            self._look(b, rows, one, other, rotation, *rows.run)
+        else:
+            for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
+                here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
+                self._choose(b, rows, here)
+                self._attend(b, rows, here, other[here], one[here], scratch)
+        products.turned_back(one, b.other[:size], self._w_low, b.low[t], rotation=rotation)
         products(b.low[t], self._w_out, out)
 
     def _pool(
@@ -285,7 +294,11 @@ class PooledLaunches:
             return
         one, other = (x[: rows.n] for x in (b.index_one, b.index_other))
         products(b.latent[: rows.n], self._index.w_query, one.flatten(1))
-        prepare_queries(one, other, rows.memory.form, rotation=rotation)
+        if rows.run is None:
+            prepare_queries(one, other, rows.memory.form, rotation=rotation)
+        else:
+            form = rows.memory.form
+            prepare_run(one, kept_queries(other, form), form, rotation=rotation)
 
     def _attend(
         self,
@@ -306,6 +319,40 @@ class PooledLaunches:
         shared_decode(
             heads, KvPages(memory.rows, listed, memory.form), b.seen[n], self._sinks, out,
             scale=mixer.softmax_scale, scratch=scratch, splits=b.splits,
+        )  # fmt: skip
+
+    def _look(
+        self,
+        b: PooledBuffers,
+        rows: PooledRows,
+        heads: Tensor,
+        room: Tensor,
+        rotation: Rotation,
+        slot: int,
+        start: int,
+    ) -> None:
+        """What rows of a prompt see, in the place of their queries: heads [T, N, D]."""
+        mixer, memory = self.mixer, rows.memory
+        assert b.run is not None, "a prompt has buffers for its rows"  # noqa: S101
+        parts = room.view(torch.bfloat16).view(2, *heads.shape)
+        head_parts(heads, parts, rotation=rotation, eps=mixer.norm_eps)
+        pooled, n_pooled, question = None, 0, None
+        if mixer.pool is not None and memory.entries is not None:
+            kv = rows.pages(memory.entries, slice(0, 1))
+            pooled = Pooled(kv, mixer.pool.ratio, memory.entries.spread, memory.first)
+            n_pooled = (start + rows.n) // mixer.pool.ratio
+        if self._index is not None and memory.keys is not None and not rows.sees_all:
+            indexer, width = self._index.indexer, self._w_pool.n
+            question = Question(
+                kept_queries(b.index_other[: rows.n], memory.form),
+                b.pooling[: rows.n, width - indexer.n_heads : width],
+                rows.pages(memory.keys, slice(0, 1)), rows.places.closed[: rows.n],
+                (indexer.n_heads * indexer.head_dim) ** -0.5,
+            )  # fmt: skip
+        run = Run(start, memory.ring, slot * memory.ring, mixer.window, pooled, n_pooled)
+        look(
+            b.run, parts, run, memory, self._sinks, heads, scale=mixer.softmax_scale,
+            question=question,
         )  # fmt: skip
 
     def _choose(self, b: PooledBuffers, rows: PooledRows, here: slice) -> None:

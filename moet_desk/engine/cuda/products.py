@@ -5,12 +5,38 @@ What pooled attention launches is the same for both but for these. Called on the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from moet_desk.kernels.triton.dense import DenseWeight, gemv, head_gemv
-from moet_desk.kernels.triton.gemm import gemm, split
+from moet_desk.engine.cuda.dense_weights import as_float
+from moet_desk.kernels.triton.dense import DenseWeight, WeightKind, gemv, head_gemv
+from moet_desk.kernels.triton.gemm import gemm, gemm_by_group, split
+from moet_desk.kernels.triton.head_parts import back_parts
+from moet_desk.kernels.triton.heads import turn_back
+from moet_desk.kernels.triton.prepare import Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """A matrix whose rows are cut into groups, each of which multiplies inputs of its own.
+
+    Attributes:
+        whole: [G * r, K].
+        groups: how many.
+    """
+
+    whole: DenseWeight
+    groups: int
+
+    @classmethod
+    def of(cls, whole: DenseWeight, groups: int) -> GroupedWeight:
+        """Cut a weight; where groups share a block of scales, it is decoded to float32."""
+        if whole.kind is WeightKind.FP8 and whole.n // groups % whole.scale_rows:
+            whole = as_float(whole)
+        return cls(whole, groups)
 
 
 class Products(Protocol):
@@ -20,12 +46,12 @@ class Products(Protocol):
         """x [T, K] (rows may lie apart) by W^T: out [T, N] float32 (likewise)."""
         ...
 
-    def by_group(self, flat: Tensor, rows: int, groups: int) -> Tensor:
-        """Room for an input of `grouped`, [G, T, K], in a flat buffer of G * T * K numbers."""
-        ...
-
-    def grouped(self, x: Tensor, weight: DenseWeight, out: Tensor) -> None:
-        """Each group by its own rows of W [G * r, K]: x as `by_group` gave it, out [T, G * r]."""
+    def turned_back(
+        self, x: Tensor, room: Tensor, weight: GroupedWeight, out: Tensor, *, rotation: Rotation
+    ) -> None:
+        """Undo the rotation of heads x [T, N, D] and multiply each group of them by its own rows
+        of the weight: out [T, G * r]; `room` has as many numbers as x.
+        """
         ...
 
 
@@ -35,12 +61,12 @@ class StepProducts:
     def __call__(self, x: Tensor, weight: DenseWeight, out: Tensor) -> None:
         gemv(x, weight, out)
 
-    def by_group(self, flat: Tensor, rows: int, groups: int) -> Tensor:
-        return flat.view(rows, groups, -1).transpose(0, 1)
-
-    def grouped(self, x: Tensor, weight: DenseWeight, out: Tensor) -> None:
-        count = weight.n // x.shape[0]
-        head_gemv(x.transpose(0, 1), weight, out, first=0, count=count, pitch=count)
+    def turned_back(
+        self, x: Tensor, room: Tensor, weight: GroupedWeight, out: Tensor, *, rotation: Rotation
+    ) -> None:
+        back, count = room.view(len(x), weight.groups, -1), weight.whole.n // weight.groups
+        turn_back(x, back.transpose(0, 1), rotation=rotation)
+        head_gemv(back, weight.whole, out, first=0, count=count, pitch=count)
 
 
 class ChunkProducts:
@@ -62,9 +88,9 @@ class ChunkProducts:
         split(x, parts)
         return parts
 
-    def by_group(self, flat: Tensor, rows: int, groups: int) -> Tensor:
-        return flat.view(groups, rows, -1)
-
-    def grouped(self, x: Tensor, weight: DenseWeight, out: Tensor) -> None:
-        flat = self.split(x.flatten(0, 1))  # one launch for all groups: a prompt has thousands
-        gemm(flat.view(2, *x.shape), weight, out)
+    def turned_back(
+        self, x: Tensor, room: Tensor, weight: GroupedWeight, out: Tensor, *, rotation: Rotation
+    ) -> None:
+        back = room.view(torch.bfloat16).view(2, weight.groups, len(x), -1)
+        back_parts(x, back, rotation=rotation)
+        gemm_by_group(back, weight.whole, out)

@@ -14,7 +14,6 @@ the engine thread.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import gcd
 
 import torch
 import triton
@@ -30,9 +29,6 @@ PARTS = 2
 """bfloat16 parts of a float32 activation."""
 
 _SPLIT_BLOCK = 1024
-
-_NARROWEST = 16
-"""Columns of a tile that tensor cores take at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +111,7 @@ def _gemm_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
-    EACH: tl.constexpr,
+    INPUTS: tl.constexpr,
     KIND: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     MMA: tl.constexpr,
@@ -123,19 +119,20 @@ def _gemm_kernel(
 ):
     SCALE_K: tl.constexpr = (K + 127) // 128
     # GROUP row tiles share a column tile in turn, so that its weights are still in L2.
-    columns = tl.cdiv(N, BN)
+    columns = tl.cdiv(N, BN) * INPUTS
     group = tl.program_id(0) // (GROUP * columns)
     height = min(tl.cdiv(M, BM) - group * GROUP, GROUP)
     inside = tl.program_id(0) % (GROUP * columns)
     m = (group * GROUP + inside % height) * BM + tl.arange(0, BM)
-    n = (inside // height) * BN + tl.arange(0, BN)
+    own = inside // height // tl.cdiv(N, BN)  # whose input
+    n = inside // height % tl.cdiv(N, BN) * BN + tl.arange(0, BN)
+    inner = n < N
+    n += own * N
     k = tl.arange(0, BK)
-    size = M.to(tl.int64) * K
-    x = parts + (tl.where(m < M, m, 0).to(tl.int64) * K)[:, None] + k[None, :]
-    if EACH < N:  # inputs of groups lie behind each other
-        x += (inside // height) * BN // EACH * size
-        size *= N // EACH
-    w = weight + (tl.where(n < N, n, 0).to(tl.int64) * K)[:, None] + k[None, :]
+    line = tl.where(m < M, m, 0).to(tl.int64) + M.to(tl.int64) * own
+    x = parts + (line * K)[:, None] + k[None, :]
+    w = weight + (tl.where(inner, n, 0).to(tl.int64) * K)[:, None] + k[None, :]
+    size = M.to(tl.int64) * (K * INPUTS)
     acc = tl.zeros([BN, BM], tl.float32)
     for k0 in range(0, K, BK):
         if K % BK == 0:
@@ -147,20 +144,20 @@ def _gemm_kernel(
             raw = tl.load(w + k0, mask=seen, other=0)
         product = _product(high, low, raw, KIND, MMA, HARDWARE)
         if KIND == "int8":
-            scale = tl.load(scales + n * (K // 32) + k0 // 32, mask=n < N, other=0.0)
+            scale = tl.load(scales + n * (K // 32) + k0 // 32, mask=inner, other=0.0)
             product *= scale.to(tl.float32)[:, None]
         elif KIND == "fp8":
             if SCALE_ROWS == 1:
-                scale = tl.load(scales + n, mask=n < N, other=0.0)
+                scale = tl.load(scales + n, mask=inner, other=0.0)
             else:
-                scale = tl.load(scales + n // 128 * SCALE_K + k0 // 128, mask=n < N, other=0.0)
+                scale = tl.load(scales + n // 128 * SCALE_K + k0 // 128, mask=inner, other=0.0)
             product *= scale[:, None]
         acc += product
     acc = tl.trans(acc)
-    live = (m < M)[:, None] & (n < N)[None, :]
+    live = (m < M)[:, None] & inner[None, :]
     at = (m.to(tl.int64) * out_stride)[:, None] + n[None, :]
     if bias is not None:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + n, mask=inner, other=0.0).to(tl.float32)[None, :]
     if residual is not None:
         acc += tl.load(residual + at, mask=live, other=0.0)
     tl.store(out + at, acc, mask=live)
@@ -199,35 +196,46 @@ def gemm(
     residual: Tensor | None = None,
     tile: GemmTile | None = None,
 ) -> None:
-    """Multiply many rows by W^T; relative error against float64 below 1e-5. With inputs of G groups
-    each of them is multiplied by N / G rows of W, the first group by the first ones.
+    """Multiply many rows by W^T; relative error against float64 below 1e-5.
 
     Shapes:
-        parts [2, M, K] or [2, G, M, K] bfloat16 from `split`; out [M, N] float32 (rows may lie
-        apart)
+        parts [2, M, K] bfloat16 from `split`; out [M, N] float32 (rows may lie apart)
         bias [N] bfloat16 or float32; residual [M, N] as `out`, may be `out` itself
     Raises:
         ValueError: the parts do not fit the weight, or `residual` lies otherwise than `out`.
     """
-    rows, k = parts.shape[-2:]
-    each = weight.n if parts.dim() == 3 else weight.n // parts.shape[1]
-    if k != weight.k:
-        raise ValueError(f"{k} inputs do not fit a weight of {weight.k}")
     if residual is not None and residual.stride() != out.stride():
         raise ValueError("a residual must lie as the result does")
+    _launch(parts[:, None], weight, out, bias, residual, tile)
+
+
+def gemm_by_group(parts: Tensor, weight: DenseWeight, out: Tensor) -> None:
+    """Multiply inputs by rows of a weight of their own: G of them by N / G rows each.
+
+    Shapes:
+        parts [2, G, M, K] bfloat16, contiguous; out [M, N] float32 (rows may lie apart)
+
+    Raises:
+        ValueError: the parts do not fit the weight.
+    """
+    _launch(parts, weight, out, None, None, None)
+
+
+def _launch(
+    parts: Tensor, weight: DenseWeight, out: Tensor, bias: Tensor | None,
+    residual: Tensor | None, tile: GemmTile | None,
+) -> None:  # fmt: skip
+    groups, rows, k = parts.shape[1:]
+    if k != weight.k or weight.n % groups:
+        raise ValueError(f"{groups} inputs of {k} do not fit a weight of {weight.n} x {weight.k}")
     tile = tile or tile_for(parts.device, k)
-    if each < weight.n:  # a tile has rows of one group
-        tile = replace(tile, n=gcd(tile.n, each))
-        if tile.n < _NARROWEST or each * parts.shape[1] != weight.n:
-            raise ValueError(
-                f"{weight.n} rows of a weight cannot be cut for {parts.shape[1]} groups"
-            )
     if weight.kind is WeightKind.INT8:
         tile = replace(tile, k=GROUP)  # a step of inputs has one scale
-    grid = (triton.cdiv(rows, tile.m) * triton.cdiv(weight.n, tile.n),)
+    count = weight.n // groups
+    grid = (triton.cdiv(rows, tile.m) * triton.cdiv(count, tile.n) * groups,)
     _gemm_kernel[grid](
         parts, weight.raw, weight.scales, bias, residual, out, out.stride(0), rows,
-        N=weight.n, K=k, BM=tile.m, BN=tile.n, BK=tile.k, GROUP=8, EACH=each,
+        N=count, K=k, BM=tile.m, BN=tile.n, BK=tile.k, GROUP=8, INPUTS=groups,
         KIND=weight.kind.value, SCALE_ROWS=weight.scale_rows, MMA=not INTERPRETED,
         HARDWARE=has_e4m3(parts.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -124,8 +124,8 @@ def _gemm(
     types, values = _weight(kind, by_row=by_row)
     types |= {"parts": "*bf16", "out": "*fp32", "out_stride": "i32", "M": "i32"}
     values |= {
-        "bias": None, "residual": None, "N": 4096, "K": k, "BM": tile.m, "BN": tile.n,
-        "BK": tile.k, "GROUP": 8, "EACH": each, "MMA": True,
+        "bias": None, "residual": None, "N": each, "K": k, "BM": tile.m, "BN": tile.n,
+        "BK": tile.k, "GROUP": 8, "INPUTS": 4096 // each, "MMA": True,
     }  # fmt: skip
     own = " by row" if by_row else " in groups" if each < 4096 else ""
     name = f"gemm {kind.value} K={k}{own} for {capability}"

@@ -15,7 +15,7 @@ from moet_desk.kernels.triton.dense import (
     head_gemv,
     swiglu_gemv,
 )
-from moet_desk.kernels.triton.gemm import gemm, split, swiglu_split
+from moet_desk.kernels.triton.gemm import gemm, gemm_by_group, split, swiglu_split
 from tests.kernels.triton.makers import dense_weight, real_values, relative_error
 
 KINDS = list(WeightKind)
@@ -109,20 +109,17 @@ def test_gemm__odd_sizes__within_2e_5(kind: WeightKind, m: int, n: int, k: int) 
     assert relative_error(out, x.double() @ real_values(weight).T + bias + residual) < 2e-5
 
 
-@pytest.mark.parametrize(("kind", "each"), [(WeightKind.FP8, 64), (WeightKind.BF16, 16)])
-def test_gemm__inputs_of_groups__each_by_its_own_rows(kind: WeightKind, each: int) -> None:
-    weight, x = dense_weight(3 * each, 96, kind), torch.randn(3, 21, 96)
-    parts, out = torch.empty(2, 3 * 21, 96, dtype=torch.bfloat16), torch.empty(21, 3 * each)
-    split(x.flatten(0, 1), parts)
-    gemm(parts.view(2, 3, 21, 96), weight, out)
-    wanted = torch.einsum("gmk,gnk->mgn", x.double(), real_values(weight).view(3, each, 96))
-    assert relative_error(out, wanted.flatten(1)) < 2e-5
-
-
-def test_gemm__groups_that_no_tile_fits__refused() -> None:
-    weight, out = dense_weight(3 * 40, 96, WeightKind.BF16), torch.empty(2, 120)
-    with pytest.raises(ValueError, match="cannot be cut"):
-        gemm(torch.zeros(2, 3, 2, 96, dtype=torch.bfloat16), weight, out)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gemm_by_group__inputs_of_their_own__within_2e_5(kind: WeightKind) -> None:
+    weight, x = dense_weight(3 * 44, 96, kind), torch.randn(3, 17, 96)
+    parts, out = torch.empty(2, 3 * 17, 96, dtype=torch.bfloat16), torch.empty(17, 150)
+    split(x.view(3 * 17, 96), parts)
+    gemm_by_group(parts.view(2, 3, 17, 96), weight, out[:, : 3 * 44])
+    each = real_values(weight).view(3, 44, 96).transpose(1, 2)
+    wanted = (x.double() @ each).transpose(0, 1).flatten(1)
+    assert relative_error(out[:, : 3 * 44], wanted) < 2e-5
+    with pytest.raises(ValueError, match="do not fit"):
+        gemm_by_group(parts[:, : 2 * 17].view(2, 2, 17, 96), dense_weight(9, 96, kind), out)
 
 
 def test_split__two_parts__16_bits_of_x() -> None:

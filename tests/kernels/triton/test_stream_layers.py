@@ -60,10 +60,9 @@ def by_head(
     x: Tensor, weight: DenseWeight, out: Tensor, *, first: int, count: int, pitch: int
 ) -> None:
     """`head_gemv`."""
-    values = real_values(weight).float()
     for head in range(x.shape[1]):
         rows = slice(first + head * pitch, first + head * pitch + count)
-        part = DenseWeight(values[rows])
+        part = DenseWeight(weight.values[rows])
         product(x[:, head], part, out[:, head * count : (head + 1) * count])
 
 
@@ -79,12 +78,13 @@ def glu(x: Tensor, gate_up: DenseWeight, out: Tensor, *, limit: float | None = N
 
 def of_parts(parts: Tensor, weight: DenseWeight, out: Tensor) -> None:
     """`gemm`."""
-    x = parts.float().sum(0)
-    if x.dim() == 2:
-        product(x, weight, out)
-    else:
-        each = out.shape[1] // x.shape[0]
-        by_head(x.transpose(0, 1), weight, out, first=0, count=each, pitch=each)
+    product(parts.float().sum(0), weight, out)
+
+
+def of_group_parts(parts: Tensor, weight: DenseWeight, out: Tensor) -> None:
+    """`gemm_by_group`."""
+    count = weight.n // parts.shape[1]
+    by_head(parts.float().sum(0).transpose(0, 1), weight, out, first=0, count=count, pitch=count)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,6 +93,7 @@ def quick_products() -> Iterator[None]:
         for module in (blocks, products, step, streams):
             patch.setattr(module, "gemv", product)
         patch.setattr(products, "head_gemv", by_head)
+        patch.setattr(products, "gemm_by_group", of_group_parts)
         patch.setattr(blocks, "swiglu_gemv", glu)
         for module in (products, stream_chunk):
             patch.setattr(module, "gemm", of_parts)
