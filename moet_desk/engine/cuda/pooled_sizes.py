@@ -22,7 +22,7 @@ class PooledSizes:
         joined: query latent and entry; latent: the former.
         pooling: values and logits of both compressors, and weights of an indexer's heads.
         queries: of all heads; low: between the products of the output.
-        index_heads, index_dim, top_k: of the indexer.
+        index_heads, index_dim: of the indexer.
         scored: entries that it scores.
         listed: entries that a row sees.
     """
@@ -35,7 +35,6 @@ class PooledSizes:
     low: int
     index_heads: int
     index_dim: int
-    top_k: int
     scored: int
     listed: int
 
@@ -50,7 +49,6 @@ class PooledSizes:
             queries=first.n_heads * first.head_dim, low=first.out_groups * first.out_rank,
             index_heads=max([1, *(i.n_heads for i in indexers)]),
             index_dim=max([1, *(i.head_dim for i in indexers)]),
-            top_k=max([1, *(i.top_k for i in indexers)]),
             scored=max([1, *(-(-context // m.pool.ratio) for m in mixers if m.pool)]),
             listed=max(seen_most(m, context) for m in mixers),
         )  # fmt: skip
@@ -59,7 +57,7 @@ class PooledSizes:
         """Numbers of four bytes in `PooledBuffers` of so many rows."""
         index = self.index_heads * 2 * self.index_dim + self.index_dim
         row = self.joined + self.latent + self.head_dim + self.pooling + 2 * self.queries
-        step = LOOKING_ROWS[splits] * (self.scored + self.top_k + self.listed + 2)
+        step = LOOKING_ROWS[splits] * (self.scored + self.listed + 1)
         return rows * (row + self.low + index + 5) + step + self.held
 
     @property
