@@ -230,13 +230,12 @@ def test_run_attention__rows_of_a_prompt__as_the_twin_also_alone(form: KvFormat,
     own = KvPages(entries[first:].view(40, page, -1).contiguous().cuda(), kv.table, form)
     pooled = None if sees == "window" else Pooled(own, ratio, 1, first)
     far = torch.arange(n_pooled).expand(ROWS, -1)
-    closed = (start + rows + 1) // ratio
+    closed, chosen = (start + rows + 1) // ratio, None
     if sees == "chosen":
         far = torch.stack([torch.randperm(n_pooled - 1)[:512].sort().values for _ in rows])
         closed = torch.full((ROWS,), 512)
-        counts = closed.int().cuda()
-        pooled = Pooled(own, ratio, 1, first, far.int().cuda(), counts)
-    run = Run(start, ring, ring, window, pooled, 0 if pooled is None else n_pooled)
+        chosen = far.int().cuda(), closed.int().cuda()
+    run = Run(start, ring, ring, window, pooled, 0 if pooled is None else n_pooled, chosen)
     kept = torch.float32 if form is KvFormat.F32 else torch.bfloat16
     decoded = torch.full((ring + run.n_pooled, DIM), torch.nan, dtype=kept).cuda()
     decode_seen(kv, run, decoded)

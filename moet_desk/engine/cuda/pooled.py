@@ -7,7 +7,7 @@ The twin is engine/blocks/pooled; rows read what rows before them left in the la
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,9 +22,9 @@ from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.spec import Pool, PooledAttention, PoolIndexer
 from moet_desk.kernels.kv_sizes import POOL_STATES
 from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.choose import list_chosen
 from moet_desk.kernels.triton.head_parts import head_parts
 from moet_desk.kernels.triton.heads import turn_heads
-from moet_desk.kernels.triton.indexer import choose
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.pooled_keys import prepare_queries, score_windows, store_keys
@@ -50,7 +50,7 @@ class PooledBuffers:
         held: [numbers of a state].
         places: of rows.
         splits: parts of a row's entries.
-        scores: [B, S]; chosen, counts: int32 [B, K], [B]; listed, seen: int32 [B, L], [B].
+        scores: [B, S]; listed, seen: int32 [B, L], [B].
         run: of a prompt's rows, in the place of these.
     """
 
@@ -68,8 +68,6 @@ class PooledBuffers:
     places: Places
     splits: int
     scores: Tensor
-    chosen: Tensor
-    counts: Tensor
     listed: Tensor
     seen: Tensor
     run: RunBuffers | None
@@ -93,7 +91,6 @@ class PooledBuffers:
             other=f32(rows * size.queries), low=f32(rows, size.low), index_one=f32(*index),
             index_other=f32(*index), held=f32(size.held),
             places=Places.make(rows, device), splits=splits, scores=f32(looking, size.scored),
-            chosen=i32(looking, size.top_k), counts=i32(looking),
             listed=i32(looking, size.listed), seen=i32(looking),
             run=RunBuffers.make(size, rows, device) if splits == CHUNK_SPLITS else None,
         )  # fmt: skip
@@ -250,7 +247,7 @@ class PooledLaunches:
         else:
             for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
                 here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
-                self._choose(b, rows, here)
+                self._list(b, rows, here)
                 self._attend(b, rows, here, other[here], one[here], scratch)
         products.turned_back(one, b.other[:size], self._w_low, b.low[t], rotation=rotation)
         products(b.low[t], self._w_out, out)
@@ -311,11 +308,7 @@ class PooledLaunches:
     ) -> None:
         """What a few rows see: heads, out [T, N, D]."""
         mixer, memory, n = self.mixer, rows.memory, slice(0, heads.shape[0])
-        places, listed = rows.places.of(here), b.listed[n, : self._width]
-        list_seen(
-            places, self._pooled(b, rows, here), listed, b.seen[n], window=mixer.window,
-            ring=memory.ring,
-        )  # fmt: skip
+        listed = b.listed[n, : self._width]
         shared_decode(
             heads, KvPages(memory.rows, listed, memory.form), b.seen[n], self._sinks, out,
             scale=mixer.softmax_scale, scratch=scratch, splits=b.splits,
@@ -355,28 +348,29 @@ class PooledLaunches:
             question=question,
         )  # fmt: skip
 
-    def _choose(self, b: PooledBuffers, rows: PooledRows, here: slice) -> None:
-        """Let the indexer, if there is one, choose for a few rows."""
-        memory, n = rows.memory, slice(0, here.stop - here.start)
-        if self._index is None or memory.keys is None or memory.entries is None:
+    def _list(self, b: PooledBuffers, rows: PooledRows, here: slice) -> None:
+        """Name what a few rows see: of pooled entries all, or what the indexer chooses."""
+        mixer, memory, n = self.mixer, rows.memory, slice(0, here.stop - here.start)
+        places, listed, seen = rows.places.of(here), b.listed[n, : self._width], b.seen[n]
+        pooled = self._pooled(rows, here)
+        if self._index is None or memory.keys is None or pooled is None:
+            list_seen(places, pooled, listed, seen, window=mixer.window, ring=memory.ring)
             return
-        closed, indexer = rows.places.closed[here], self._index.indexer
+        indexer, width = self._index.indexer, self._w_pool.n
         if not rows.sees_all:
-            width = self._w_pool.n
             score_windows(
                 b.index_other[here], b.pooling[here, width - indexer.n_heads : width],
-                rows.pages(memory.keys, here), closed, b.scores[n],
+                rows.pages(memory.keys, here), places.closed, b.scores[n],
                 scale=(indexer.n_heads * indexer.head_dim) ** -0.5,
             )  # fmt: skip
-        choose(b.scores[n], closed, rows.pages(memory.entries, here), b.chosen[n], b.counts[n])
+        list_chosen(
+            b.scores[n], places, pooled, listed, seen, top_k=indexer.top_k, window=mixer.window,
+            ring=memory.ring,
+        )  # fmt: skip
 
-    def _pooled(self, b: PooledBuffers, rows: PooledRows, here: slice) -> Pooled | None:
-        """Which pooled entries a few rows see: what was chosen if there is an indexer."""
-        memory, pooled, n = rows.memory, self.mixer.pool, slice(0, here.stop - here.start)
-        if pooled is None or memory.entries is None:
+    def _pooled(self, rows: PooledRows, here: slice) -> Pooled | None:
+        """Which pooled entries a few rows see, or choose from."""
+        entries, pooled = rows.memory.entries, self.mixer.pool
+        if pooled is None or entries is None:
             return None
-        kv = rows.pages(memory.entries, here)
-        found = Pooled(kv, pooled.ratio, memory.entries.spread, memory.first)
-        if self._index is None:
-            return found
-        return replace(found, chosen=b.chosen[n], counts=b.counts[n])
+        return Pooled(rows.pages(entries, here), pooled.ratio, entries.spread, rows.memory.first)

@@ -108,13 +108,13 @@ def _lists() -> Iterator[Case]:
     values = {"KEPT": 16, "RING": 640, "RATIO": 4, "B": 64}
     yield Case("places", seen._places_kernel, types, values, 2)
     types = {
-        "positions": i32, "rings": i32, "table": i32, "table_stride": "i32", "chosen": i32,
-        "counts": i32, "listed": i32, "listed_stride": "i32", "lengths": i32, "first": "i32",
+        "positions": i32, "rings": i32, "table": i32, "table_stride": "i32",
+        "listed": i32, "listed_stride": "i32", "lengths": i32, "first": "i32",
     }  # fmt: skip
-    for ratio, page, spread, top_k in ((0, 1, 1, 0), (4, 16, 1, 512), (128, 1, 2, 0)):
+    for ratio, page, spread in ((0, 1, 1), (128, 1, 2)):
         values = {
             "WINDOW": 128, "RING": 640, "RATIO": ratio, "PAGE": page, "SPREAD": spread,
-            "TOP_K": top_k, "B": 256,
+            "B": 256,
         }  # fmt: skip
         yield Case(f"seen {ratio}", seen._list_kernel, types, values, 2)
 
