@@ -22,7 +22,15 @@ from moet_desk.kernels.triton.route import route_named
 from moet_desk.kernels.triton.seen import Places, Pooled, find_places, list_seen
 from moet_desk.kernels.triton.shared_attention import shared_decode
 from moet_desk.kernels.triton.shared_prefill import Run, decode_seen, run_attention
-from moet_desk.kernels.triton.streams import StreamScratch, block_input, connect, write_back
+from moet_desk.kernels.triton.streams import (
+    Given,
+    StreamGates,
+    StreamScratch,
+    advance,
+    enter,
+    multiply_many,
+    write_back,
+)
 from tests.kernels.triton.makers import relative_error
 
 pytestmark = [
@@ -39,27 +47,51 @@ def _random(*shape: int, seed: int) -> Tensor:
 
 
 def test_streams__around_a_block__near_the_twin_also_alone() -> None:
-    n_made = 2 * N + N * N
+    n_made, top_k = 2 * N + N * N, 6
     weights = ref.StreamWeights(
         _random(n_made, N * HIDDEN, seed=1) / 64, _random(n_made, seed=2), _random(3, seed=3)
     )
-    streams, y = _random(ROWS, N, HIDDEN, seed=4), _random(ROWS, HIDDEN, seed=5)
+    streams, y, norm = (_random(*shape, HIDDEN, seed=4) for shape in ((ROWS, N), (ROWS,), ()))
+    part, counts = _random(ROWS, top_k, HIDDEN, seed=5), _random(ROWS, top_k, seed=6)
     made = ref.connections(streams, weights, steps=STEPS, eps=EPS, norm_eps=EPS)
-    read, after = made.block_input(streams), made.after(streams, y)
-    on_card = [x.cuda() for x in (weights.project, weights.base, weights.scale)]
+    read = ref.rms_norm(made.block_input(streams), norm, EPS)
+    after = made.after(streams, y + (counts[..., None] * part).sum(1))
+    project = weights.project.cuda()
+    gates = StreamGates(weights.base.cuda(), weights.scale.cuda(), STEPS, EPS, EPS)
     results = []
     for rows in (slice(0, ROWS), slice(1, 2)):
         x, n_rows = streams[rows].cuda(), len(range(ROWS)[rows])
         scratch = StreamScratch.make(n_rows, N, HIDDEN, torch.device("cuda"))
         out = torch.empty(n_rows, HIDDEN).cuda()
-        connect(x, *on_card, steps=STEPS, eps=EPS, norm_eps=EPS, scratch=scratch)
-        block_input(x, n_made, scratch=scratch, out=out)
-        write_back(x, y[rows].cuda(), scratch=scratch)
-        results.append((out.cpu(), x.cpu()))
+        advance(x, None, project, scratch=scratch)
+        enter(x, gates, norm.cuda(), scratch=scratch, out=out)
+        given = Given(y[rows].cuda(), part[rows].flatten(0, 1).cuda(), counts[rows].cuda())
+        advance(x, given, project, scratch=scratch)
+        products = scratch.parts.sum(1)[:, :n_made]
+        results.append((out.cpu(), x.cpu(), products.cpu()))
     assert relative_error(results[0][0], read) < 1e-5
     assert relative_error(results[0][1], after) < 1e-5
+    assert relative_error(results[0][2], after.flatten(1) @ weights.project.T) < 1e-5
     for together, alone in zip(*results, strict=True):
         assert torch.equal(together[1], alone[0])
+
+
+def test_streams__of_a_prompt__near_the_twin() -> None:
+    many, n_made = 45, 2 * N + N * N
+    weights = ref.StreamWeights(
+        _random(n_made, N * HIDDEN, seed=1) / 64, _random(n_made, seed=2), _random(3, seed=3)
+    )
+    streams, y, norm = (_random(*shape, HIDDEN, seed=4) for shape in ((many, N), (many,), ()))
+    made = ref.connections(streams, weights, steps=STEPS, eps=EPS, norm_eps=EPS)
+    x, out = streams.cuda(), torch.empty(many, HIDDEN).cuda()
+    scratch = StreamScratch.make(many, N, HIDDEN, torch.device("cuda"), parts=8)
+    gates = StreamGates(weights.base.cuda(), weights.scale.cuda(), STEPS, EPS, EPS)
+    multiply_many(x, weights.project.cuda(), scratch=scratch)
+    enter(x, gates, norm.cuda(), scratch=scratch, out=out)
+    write_back(x, y.cuda(), scratch=scratch)
+    read = ref.rms_norm(made.block_input(streams), norm, EPS)
+    assert relative_error(out.cpu(), read) < 1e-5
+    assert relative_error(x.cpu(), made.after(streams, y)) < 1e-5
 
 
 @pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (128, False)])

@@ -43,6 +43,7 @@ from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prepare import Rotation, gqa_prepare, mla_prepare, rotate_queries
 from moet_desk.kernels.triton.quant import rms_norm_quantize
 from moet_desk.kernels.triton.route import route, route_named
+from moet_desk.kernels.triton.streams import Given
 
 
 class Experts(Protocol):
@@ -304,7 +305,7 @@ class MoeLaunches:
         adds: bool = True,
     ) -> None:
         """Of rows that read `tokens` [T] int32, needed where a table names experts. Without `adds`,
-        x becomes what is given.
+        x stays; what would be added is `given`.
         """
         t = slice(0, rows)
         if self.shared is not None:  # beside the router, the look-up and the fetch
@@ -319,8 +320,6 @@ class MoeLaunches:
             self._branch.join()
         if adds:
             self.add(b, rows)
-        else:
-            self._give(b, rows)
 
     def choose(self, b: StepBuffers, rows: int, tokens: Tensor | None = None) -> None:
         """From `normed` to the experts' ids and weights, and to what identity experts give."""
@@ -348,10 +347,10 @@ class MoeLaunches:
             n_real=router.n_experts, share=share,
         )  # fmt: skip
 
-    def _give(self, b: StepBuffers, rows: int) -> None:
-        """x = what the experts left in `part`, and the shared expert beside them."""
+    def given(self, b: StepBuffers, rows: int) -> Given:
+        """What the experts left in `part`, and the shared expert beside them."""
         t, pairs = slice(0, rows), slice(0, rows * self.router.top_k)
-        combine(b.part[pairs], b.weights[t], base=None, residual=b.shared_out[t], out=b.x[t])
+        return Given(b.shared_out[t], b.part[pairs], b.weights[t])
 
     def add(self, b: StepBuffers, rows: int) -> None:
         """x += what the experts left in `part`, and what is in the shared expert's place."""

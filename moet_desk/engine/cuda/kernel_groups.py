@@ -53,9 +53,9 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_query_kernel": Group.ATTENTION,
     "_score_kernel": Group.ATTENTION,
     "_shared_decode_kernel": Group.ATTENTION,
-    "_project_kernel": Group.OTHER,  # of streams, as the next three
-    "_connect_kernel": Group.OTHER,
-    "_read_kernel": Group.OTHER,
+    "_advance_kernel": Group.OTHER,  # of streams, as the next three
+    "_enter_kernel": Group.OTHER,
+    "_many_kernel": Group.OTHER,
     "_after_kernel": Group.OTHER,
     "_gate_kernel": Group.OTHER,
     "_gemv_kernel": Group.DENSE,

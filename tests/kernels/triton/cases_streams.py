@@ -22,28 +22,12 @@ from tests.kernels.triton.cases_attention import DECODE, DEVICE, ONE_STAGE, PART
 from tests.kernels.triton.gate import Case
 
 N, HIDDEN = 4, 4096
-K, N_PARTS = N * HIDDEN, 32
 F32 = "*fp32"
 EXACT = {"enable_fp_fusion": False}
 
 
 def _cases() -> Iterator[Case]:
-    for rows, r in ((2 * N + N * N, 32), (N, 8)):
-        types = {"streams": F32, "project": F32, "parts": F32}
-        values = {"K": K, "ROWS": rows, "R": r, "COLUMNS": 128, "TURNS": 4}
-        yield Case(f"streams_project rows={rows}", streams._project_kernel, types, values)
-        types = {
-            "parts": F32, "base": F32, "scale": F32, "out": F32, "eps": "fp32", "norm_eps": "fp32",
-        }  # fmt: skip
-        values = {"N_PARTS": N_PARTS, "P": N_PARTS, "K": K, "N": N, "STEPS": 20, "ROWS": rows}
-        yield Case(f"streams_connect rows={rows}", streams._connect_kernel, types, values, 1)
-        types = {"streams": F32, "made": F32, "out": F32}
-        values = {"H": HIDDEN, "N": N, "ROWS": rows, "WIDE": 256}
-        yield Case(f"streams_read rows={rows}", streams._read_kernel, types, values)
-    types = {"streams": F32, "made": F32, "y": F32}
-    values = {"H": HIDDEN, "N": N, "ROWS": 2 * N + N * N, "WIDE": 256}
-    yield Case("streams_after", streams._after_kernel, types, values)
-
+    yield from _streams()
     for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
         values = {
             **PARTS, **DEVICE, "N": 64, "D": 512, "W": 64, "PAGE": 1, "FORM": form.value,
@@ -96,6 +80,56 @@ def _cases() -> Iterator[Case]:
     }  # fmt: skip
     values = {"E": 256, "E2": 256, "K": 6, "K2": 8, "SCORE": 2, "RENORM": True}
     yield Case("route_named", route._named_kernel, types, values, 2)
+
+
+def _streams() -> Iterator[Case]:
+    """What stands around blocks."""
+    made, first = 2 * N + N * N, {"made": None, "y": None, "part": None, "weights": None}
+    types = {"streams": F32, "project": F32, "parts": F32}
+    after = {"made": F32, "y": F32}
+    for rows, r, given, top_k in (
+        (made, 32, {}, 0),
+        (made, 32, after, 0),
+        (made, 32, {**after, "part": F32, "weights": F32}, 6),
+        (N, 4, {**after, "part": F32, "weights": F32}, 6),
+    ):
+        missing = {name: None for name in first if name not in given}
+        line = rows + N * N + 4
+        values = {"H": HIDDEN, "N": N, "K": top_k, "ROWS": rows, "R": r, "LINE": line, "C": 32}
+        name = f"streams_advance rows={rows} K={top_k} {'behind' if given else 'first'}"
+        kernel = streams._advance_kernel
+        yield Case(name, kernel, {**types, **given}, {**values, **missing})
+    types["n_tokens"] = "i32"
+    for rows, r in ((made, 32), (N, 16)):
+        values = {
+            "H": HIDDEN, "N": N, "ROWS": rows, "R": r, "LINE": rows + N * N + 4, "EACH": 512,
+            "B": 16, "C": 32,
+        }  # fmt: skip
+        name = f"streams_many rows={rows}"
+        yield Case(name, streams._many_kernel, types, values, decode=False, wants=("HMMA",))
+    types = {
+        "streams": F32, "parts": F32, "base": F32, "scale": F32, "made": F32, "out": F32,
+        "eps": "fp32", "norm_eps": "fp32",
+    }  # fmt: skip
+    for rows, norm, codes, fine, parts in (
+        (made, True, "*i32", False, 128),
+        (made, True, "*i32", True, 128),
+        (made, True, None, False, 128),
+        (made, True, "*i8", False, 8),
+        (N, False, None, False, 128),
+    ):
+        values = {
+            "H": HIDDEN, "N": N, "P": parts, "P2": parts, "ROWS": rows, "LINE": rows + N * N + 4,
+            "STEPS": 20, "WIDE": 128, "PLAIN": codes == "*i8", "FINE": fine, "PTX": True,
+        }  # fmt: skip
+        more = {"weight": F32 if norm else None, "codes": codes, "scales": codes and F32}
+        own = {**types, **{name: kind for name, kind in more.items() if kind}}
+        values |= {name: None for name, kind in more.items() if not kind}
+        name = f"streams_enter rows={rows} parts={parts} {codes} fine={fine}"
+        yield Case(name, streams._enter_kernel, own, values, 1, EXACT)
+    types = {"streams": F32, "made": F32, "y": F32}
+    values = {"H": HIDDEN, "N": N, "ROWS": made, "WIDE": 256}
+    yield Case("streams_after", streams._after_kernel, types, values)
 
 
 def _lists() -> Iterator[Case]:
