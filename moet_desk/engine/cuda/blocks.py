@@ -6,7 +6,7 @@ be captured as one graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -58,16 +58,6 @@ class Experts(Protocol):
         """From ids, weights, codes and scales in `buffers` to `part`."""
         ...
 
-    def recover(self) -> None:
-        """After a failed step: make the device's view of the arena true again."""
-        ...
-
-    def forget(self) -> None:
-        """Empty all slots: the launches of a step stopped half way, so that some may claim rows
-        which nobody fetched.
-        """
-        ...
-
 
 class Branch:
     """A second stream, for launches that need not wait for those of the main one.
@@ -90,6 +80,16 @@ class Branch:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
+
+    def mark(self) -> Callable[[], None]:
+        """What lets later launches follow those that are on the branch now, but no later ones.
+
+        A capture ends with an error if nothing follows the branch's last launch.
+        """
+        if self._stream is None:
+            return lambda: None
+        event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(event)
 
     def join(self) -> None:
         """What is launched from here on follows the branch too."""

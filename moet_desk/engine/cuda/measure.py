@@ -149,7 +149,7 @@ class ShapeBench:
             undo.callback(server.close)
         experts = PoolExperts(
             self.pool, self.pools.get(Plane.FINE), setup.layout, n_layers=n_layers,
-            mailbox=mailbox, host=self._host, form=self._form,
+            mailbox=mailbox, host=self._host, form=self._form, n_named=spec.n_named,
         )  # fmt: skip
         self.model = StepModel(
             spec, self.loader, self.kv, {setup.plane: experts},
