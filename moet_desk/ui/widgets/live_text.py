@@ -24,7 +24,7 @@ from textual.widgets import Markdown
 from textual.widgets.markdown import MarkdownFence
 
 from moet_desk.marked_text import MarkedText
-from moet_desk.ui.lean_screen import Growing
+from moet_desk.ui.lean_rows import Growing, Rows
 from moet_desk.ui.markdown_marks import MARKS, mark_tokens
 from moet_desk.ui.text import SEGMENT_CHARS, last_block, markdown_parser, shown_length
 from moet_desk.ui.widgets.markdown_rows import LOOKS, STYLES, RowDrawer
@@ -37,7 +37,7 @@ _COLOUR_AGAIN, _COLOUR_STEP = 1.25, 40
 """When growing code is coloured anew: longer by this factor, and by so many characters."""
 
 
-class LiveText(Growing, Widget):
+class LiveText(Growing, Rows, Widget):
     """A growing Markdown text. Give it all of the text with `show`."""
 
     DEFAULT_CSS = "LiveText { height: auto; width: 1fr; color: $foreground;" + STYLES + "}"
@@ -216,13 +216,17 @@ class LiveText(Growing, Widget):
             self._theme = self.app.theme
             self.call_later(self._draw_anew)  # when all styles are the new ones
 
-    def render_line(self, y: int) -> Strip:
+    def row(self, y: int) -> Strip:
         at = y - len(self._kept)
         rows = self._kept if at < 0 else self._tail
         at = y if at < 0 else at
         if at >= len(rows):
             return Strip.blank(self.size.width, self.visual_style.rich_style)
-        return self._selected(rows[at], y).apply_offsets(0, y)
+        return self._selected(rows[at], y)
+
+    def render_line(self, y: int) -> Strip:
+        """A row in which each word knows where it stands, which the mouse asks for."""
+        return self.row(y).apply_offsets(0, y)
 
     def _selected(self, row: Strip, y: int) -> Strip:
         selection = self.text_selection
