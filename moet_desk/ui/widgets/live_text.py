@@ -29,6 +29,7 @@ from moet_desk.ui.markdown_marks import MARKS, mark_tokens
 from moet_desk.ui.text import SEGMENT_CHARS, last_block, markdown_parser, shown_length
 from moet_desk.ui.widgets.markdown_rows import LOOKS, STYLES, RowDrawer
 from moet_desk.ui.widgets.marked_markdown import PLAIN_BULLETS, underlined
+from moet_desk.ui.widgets.open_rows import OpenCode, OpenRows, has_fence
 from moet_desk.ui.widgets.segments import cut_segments
 
 _UNWRAPPED = 1 << 16
@@ -58,6 +59,8 @@ class LiveText(Growing, Rows, Widget):
         self._code = ""  # what of the last block is coloured, in whole lines
         self._code_rows: list[Strip] = []
         self._grows = False  # what is drawn now may go on
+        self._open: OpenRows | None = None
+        self._shown_end = 0  # of the text that is drawn
         self._width = 0
         self._theme = ""
 
@@ -125,6 +128,8 @@ class LiveText(Growing, Rows, Widget):
     def _draw_anew(self) -> None:
         self._kept, self._ended, self._tail = [], [], []
         self._kept_chars = self._drawn_chars = 0
+        self._open = None
+        self._drawer.forget_looks()
         self._draw(0)
         self.refresh()
 
@@ -132,13 +137,15 @@ class LiveText(Growing, Rows, Widget):
         self._width = self.size.width
         if not self._width:  # drawn once it has its place
             return
-        first, before = len(self._kept), self._tail
+        if not self._much_is_new() and self._extend(room):
+            return
+        first, before, self._open = len(self._kept), self._tail, None
         rest = self._text.cut(self._kept_chars)
-        if len(self._text) - self._drawn_chars > SEGMENT_CHARS // 2:  # much at once
+        if self._much_is_new():
             for part in cut_segments(rest)[:-1]:
                 self._keep(self._parse(part), len(part))
             rest = self._text.cut(self._kept_chars)
-        self._drawn_chars = len(self._text)
+        self._drawn_chars, before_end = len(self._text), self._kept_chars
         tail = rest.cut(0, shown_length(rest.text))
         tokens = self._parse(tail)
         line = last_block(tokens, tail.text)
@@ -149,7 +156,45 @@ class LiveText(Growing, Rows, Widget):
             tokens = tokens[at:]
         self._grows = True
         self._tail = self._drawer.draw(tokens, self._width)
-        self._repaint(first, before, room)
+        self._shown_end = before_end + len(tail)
+        self._open = self._opened(tokens)
+        self._repaint(first, before, [*self._kept[first:], *self._tail], room)
+
+    def _extend(self, room: int) -> bool:
+        """Draw what was added if it goes on with what was there. False: the block is drawn anew."""
+        text, width = self._text.text, self.size.width
+        if self._open is None or width != self._width or (self._text.marks and self._shows_marks):
+            return False
+        end = self._kept_chars + shown_length(text[self._kept_chars :])
+        new, self._drawn_chars = text[self._shown_end : end], len(text)
+        if new:
+            at = self._open.first
+            rows = self._open.grow(new)
+            if rows is None:
+                return False
+            self._shown_end, before = end, self._tail[at:]
+            self._tail[at:] = rows
+            self._repaint(len(self._kept) + at, before, rows, room)
+        return True
+
+    def _opened(self, tokens: Sequence[Token]) -> OpenRows | None:
+        """What is at the end of the rows, if more may come that changes only the last ones."""
+        source = self._text.text[self._kept_chars : self._shown_end]
+        last = tokens[-1] if tokens else None
+        if last is None or last.type != "fence":
+            return self._drawer.open_words(source, self._tail)
+        first, _, code = source.partition("\n")
+        if not first.startswith(last.markup) or not code.strip() or has_fence(code):
+            return None
+        return OpenCode(code, self._plain_code, self._code_waits, self._tail[-1:])
+
+    def _plain_code(self, code: str) -> list[Strip]:
+        lines = _plain_lines(code, self._drawer.code_style)
+        return self._drawer.code_rows(lines, self._width)
+
+    def _code_waits(self, n_chars: int) -> bool:
+        n_done = len(self._code)
+        return n_chars < max(n_done * _COLOUR_AGAIN, n_done + _COLOUR_STEP)
 
     def _keep(self, tokens: Sequence[Token], n_chars: int) -> None:
         """Draw blocks that have ended, once and for all."""
@@ -165,9 +210,13 @@ class LiveText(Growing, Rows, Widget):
             mark_tokens(tokens, text.text, text.marks)
         return tokens
 
-    def _repaint(self, first: int, before: Sequence[Strip], room: int) -> None:
+    def _much_is_new(self) -> bool:
+        return len(self._text) - self._drawn_chars > SEGMENT_CHARS // 2
+
+    def _repaint(
+        self, first: int, before: Sequence[Strip], now: Sequence[Strip], room: int
+    ) -> None:
         """Repaint what differs from the rows that were there from row `first` on."""
-        now = [*self._kept[first:], *self._tail]
         pairs = enumerate(zip(before, now, strict=False))
         same = next((y for y, (old, new) in pairs if old != new), min(len(before), len(now)))
         if self.n_rows > self._rows:
@@ -181,7 +230,7 @@ class LiveText(Growing, Rows, Widget):
         """The lines of a block of code in colour; while it grows, the last ones wait for theirs."""
         code = token.content.rstrip()
         n_done = len(self._code)
-        waits = len(code) < max(n_done * _COLOUR_AGAIN, n_done + _COLOUR_STEP)
+        waits = self._code_waits(len(code))
         if self._grows and n_done and waits and code.startswith(self._code):
             return self._code_rows + _plain_lines(code[n_done:], style)
         ansi, dark = self.app.native_ansi_color, self.app.current_theme.dark
