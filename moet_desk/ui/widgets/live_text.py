@@ -12,28 +12,24 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from markdown_it.token import Token
-from rich.segment import Segment
 from textual import events
 from textual.geometry import Region, Size
 from textual.selection import Selection
 from textual.strip import Strip
 from textual.style import Style
-from textual.visual import RenderOptions
 from textual.widget import Widget
 from textual.widgets import Markdown
-from textual.widgets.markdown import MarkdownFence
 
 from moet_desk.marked_text import MarkedText
 from moet_desk.ui.lean_rows import Growing, Rows
 from moet_desk.ui.markdown_marks import MARKS, mark_tokens
 from moet_desk.ui.text import SEGMENT_CHARS, last_block, markdown_parser, shown_length
+from moet_desk.ui.widgets.code_colours import CodeColours, plain_lines
 from moet_desk.ui.widgets.markdown_rows import LOOKS, STYLES, RowDrawer
 from moet_desk.ui.widgets.marked_markdown import PLAIN_BULLETS, underlined
 from moet_desk.ui.widgets.open_rows import OpenCode, OpenRows, has_fence
 from moet_desk.ui.widgets.segments import cut_segments
 
-_UNWRAPPED = 1 << 16
-_TAB = 8  # as Textual draws it
 _COLOUR_AGAIN, _COLOUR_STEP = 1.25, 40
 """When growing code is coloured anew: longer by this factor, and by so many characters."""
 
@@ -49,6 +45,7 @@ class LiveText(Growing, Rows, Widget):
         super().__init__()
         bullets = PLAIN_BULLETS if plain else Markdown.BULLETS
         self._drawer = RowDrawer(self, bullets, self._code_lines)
+        self._colours = CodeColours(self)
         self._shows_marks = shows_marks
         self._text = MarkedText()
         self._kept: list[Strip] = []  # rows of the blocks that have ended
@@ -189,7 +186,7 @@ class LiveText(Growing, Rows, Widget):
         return OpenCode(code, self._plain_code, self._code_waits, self._tail[-1:])
 
     def _plain_code(self, code: str) -> list[Strip]:
-        lines = _plain_lines(code, self._drawer.code_style)
+        lines = plain_lines(code, self._drawer.code_style)
         return self._drawer.code_rows(lines, self._width)
 
     def _code_waits(self, n_chars: int) -> bool:
@@ -232,11 +229,12 @@ class LiveText(Growing, Rows, Widget):
         n_done = len(self._code)
         waits = self._code_waits(len(code))
         if self._grows and n_done and waits and code.startswith(self._code):
-            return self._code_rows + _plain_lines(code[n_done:], style)
-        ansi, dark = self.app.native_ansi_color, self.app.current_theme.dark
-        coloured = MarkdownFence.highlight(code, token.info, ansi=ansi, dark=dark)
-        options = RenderOptions(self._get_style, {})
-        rows = underlined(coloured, token).render_strips(_UNWRAPPED, None, style, options)
+            return self._code_rows + plain_lines(code[n_done:], style)
+        if token.meta.get(MARKS) is None:
+            rows = self._colours.lines(code, token.info, style)
+        else:
+            content = underlined(self._colours.content(code, token.info), token)
+            rows = self._colours.draw(content, style)
         if self._grows and token.meta.get(MARKS) is None:
             self._code, self._code_rows = code[: code.rfind("\n") + 1], rows[:-1]
         return rows
@@ -300,9 +298,3 @@ class LiveText(Growing, Rows, Widget):
 
 def _begins_at(token: Token, line: int) -> bool:
     return token.level == 0 and token.map is not None and token.map[0] == line
-
-
-def _plain_lines(code: str, style: Style) -> list[Strip]:
-    """Lines of code in one colour."""
-    ink = style.rich_style
-    return [Strip([Segment(line.expandtabs(_TAB), ink)]) for line in code.split("\n")]
