@@ -89,13 +89,17 @@ class Rows(Framed):
         """A row of the content as it is seen, as wide as that."""
         return super().render_line(y)
 
+    def rows(self, lines: range) -> Sequence[Strip]:
+        """Some of them, one after the other."""
+        return [self.row(y) for y in lines]
+
     def render_lines(self, crop: Region) -> list[Strip]:
         """Rows of the part `crop` of the widget."""
         if self.auto_links and self.hover_style._link_id:  # the mouse is over a link
             return super().render_lines(crop)
         if self._has_new_look():
             self._draw_frame()
-        rows = [self._framed(self.row(y)) for y in crop.line_range]
+        rows = [self._framed(row) for row in self.rows(crop.line_range)]
         span = crop.column_span
         return rows if span == (0, self.outer_size.width) else [row.crop(*span) for row in rows]
 
@@ -199,7 +203,8 @@ class LeanBar(Rows, ScrollBar):
         super()._draw_frame()
         self._draw()
 
-    def row(self, y: int) -> Strip:
-        if len(self._cells) != self.size.height:
+    def rows(self, lines: range) -> Sequence[Strip]:
+        size = self.size
+        if len(self._cells) != size.height:
             self._draw()
-        return Strip([self._cells[y]], self.size.width)
+        return [Strip([self._cells[y]], size.width) for y in lines]

@@ -264,12 +264,18 @@ class LiveText(Growing, Rows, Widget):
             self.call_later(self._draw_anew)  # when all styles are the new ones
 
     def row(self, y: int) -> Strip:
-        at = y - len(self._kept)
-        rows = self._kept if at < 0 else self._tail
-        at = y if at < 0 else at
-        if at >= len(rows):
-            return Strip.blank(self.size.width, self.visual_style.rich_style)
-        return self._selected(rows[at], y)
+        return self.rows(range(y, y + 1))[0]
+
+    def rows(self, lines: range) -> list[Strip]:
+        n_kept = len(self._kept)
+        rows = self._kept[lines.start : lines.stop]
+        rows += self._tail[max(0, lines.start - n_kept) : max(0, lines.stop - n_kept)]
+        if self.text_selection is not None:
+            rows = [self._selected(row, y) for y, row in enumerate(rows, lines.start)]
+        n_blank = len(lines) - len(rows)
+        if n_blank:
+            rows += [Strip.blank(self.size.width, self.visual_style.rich_style)] * n_blank
+        return rows
 
     def render_line(self, y: int) -> Strip:
         """A row in which each word knows where it stands, which the mouse asks for."""
