@@ -15,34 +15,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing.pool import Pool
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
 from bench import kernels_moe as moe
+from bench.compiling import Answers, Found, compiled, compilers, newest
 from bench.timing import DEVICE, per_call_us
 from moet_desk.catalogue import load_catalogue
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton import experts, grouped, tile_table
-from moet_desk.kernels.triton.compile import read_cubin
 from moet_desk.kernels.triton.tile_table import MANY_TOKENS, GroupedTile, Tile
 
 Shape = tuple[int, int, int]  # hidden, inner width, experts per token
-Found = dict[str, list[Any]]  # tiles that passed, by kernel
 _T = TypeVar("_T", Tile, GroupedTile)
 
 MUCH_USED = (
@@ -235,57 +230,13 @@ def grouped_trials(job: Job, *, tokens: int = _TOKENS) -> list[Trial]:
 # -- compiling, in processes of their own --------------------------------------------------------
 
 
-class _Target:
-    """A driver for compiling alone: of one card that nothing is launched on."""
-
-    def __init__(self, capability: int) -> None:
-        self._capability = capability
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._capability, 32)
-
-
-def only_compile(capability: int) -> None:
-    """From now on this process's tensors have no memory, and a launch puts the kernel's code for
-    `capability` (90, 120) into the cache and does no more.
-    """
-    torch.set_num_threads(1)
-    for module in (moe, sys.modules[__name__]):
-        vars(module)["DEVICE"] = torch.device("meta")
-    triton.runtime.driver.set_active(_Target(capability))
-    launch = JITFunction.run
-
-    def compile_it(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return launch(self, *args, grid=grid, warmup=True, **options)
-
-    JITFunction.run = compile_it
-
-
 def passes(job: Job, name: str, tile: Any, most_shared_bytes: int) -> bool:
     """Compile one candidate of a job, and say whether the limits let it pass."""
     trial = next(trial for trial in job.trials(pool_bytes=1) if trial.name == name)
     trial.calls(tile)[0]()
-    newest = next(reversed(trial.kernel.device_caches[0][0].values()))
-    info = read_cubin(newest.asm["cubin"], shared_bytes=int(newest.metadata.shared))
+    info = newest(trial.kernel)
     spills = job.tokens > 0 and info.stack_bytes > 0
     return info.shared_bytes <= most_shared_bytes and not spills
-
-
-class Answer(Protocol):
-    """What a process will say of a candidate, such as `AsyncResult`."""
-
-    def ready(self) -> bool: ...
-
-    def get(self) -> bool: ...
-
-
-Answers = Sequence[tuple[str, Any, Answer]]  # kernel, tile
 
 
 def submitted(pool: Pool, jobs: Iterable[Job], most_shared_bytes: int) -> dict[Job, Answers]:
@@ -298,28 +249,6 @@ def submitted(pool: Pool, jobs: Iterable[Job], most_shared_bytes: int) -> dict[J
         ]
         for job in jobs
     }
-
-
-def compiled(waiting: Mapping[Job, Answers], *, until: float) -> Iterator[tuple[Job, Found]]:
-    """Each job once all of its candidates are compiled, with those that passed; ends in time."""
-    left = dict(waiting)
-    while left and time.monotonic() < until:
-        job = next((j for j, parts in left.items() if all(p[2].ready() for p in parts)), None)
-        if job is None:
-            time.sleep(0.05)
-        else:
-            yield job, _passed(job, left.pop(job))
-
-
-def _passed(job: Job, answers: Answers) -> Found:
-    found: Found = {name: [] for name, _, _ in answers}
-    for name, tile, answer in answers:
-        try:
-            if answer.get():
-                found[name].append(tile)
-        except Exception as problem:  # whatever a compiler refuses
-            print(f"left out: {job} {name} {tile}: {problem!r}"[:200], file=sys.stderr)
-    return found
 
 
 # -- measuring -----------------------------------------------------------------------------------
@@ -448,10 +377,8 @@ def run(jobs: Sequence[Job], file: Path, *, until: float) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     capability, card = tile_table.capability_of(device), torch.cuda.get_device_name(device)
     limits = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    workers = max(1, len(os.sched_getaffinity(0)) - 1)  # one core measures
-    target = (int(capability.replace(".", "")),)
     torch.manual_seed(0)
-    with multiprocessing.get_context("spawn").Pool(workers, only_compile, target) as pool:
+    with compilers(int(capability.replace(".", "")), ("bench.kernels_moe", __name__)) as pool:
         waiting = submitted(pool, jobs, int(limits["max_shared_mem"]))
         ready = compiled(waiting, until=until)
         return measure(ready, file, capability=capability, card=card)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import kernels_moe, tune
+from bench import compiling, kernels_moe, tune
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton import tile_table
 from moet_desk.kernels.triton.experts import Tile, tiles_for
@@ -191,10 +191,10 @@ class Said:
 
 def test_compiled__jobs_come_when_whole__late_ones_never(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(10))
-    monkeypatch.setattr(tune.time, "monotonic", lambda: float(next(now)))
-    monkeypatch.setattr(tune.time, "sleep", lambda _: None)
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(compiling.time, "sleep", lambda _: None)
     late, first, last = (tune.Job((64, 32, 1), False, tokens) for tokens in (0, 1, 3))
-    waiting: dict[tune.Job, tune.Answers] = {
+    waiting: dict[tune.Job, compiling.Answers] = {
         late: [("gate_up", "a", Said(True)), ("down", "b", Said(True, after=float("inf")))],
         last: [("gate_up", "a", Said(True)), ("down", "b", Said(True, after=2))],
         first: [
@@ -202,7 +202,7 @@ def test_compiled__jobs_come_when_whole__late_ones_never(monkeypatch: pytest.Mon
             ("gate_up", "c", Said(OSError())), ("down", "d", Said(True)),
         ],
     }  # fmt: skip
-    assert list(tune.compiled(waiting, until=9.0)) == [
+    assert list(compiling.compiled(waiting, until=9.0)) == [
         (first, {"gate_up": ["a"], "down": ["d"]}), (last, {"gate_up": ["a"], "down": ["b"]}),
     ]  # fmt: skip
     assert next(now, None) is None or next(now) > 8
@@ -233,9 +233,9 @@ def test_measure__a_run_that_breaks_off__keeps_the_rows_before(
 
 
 ALONE = """
-import torch
 from bench import tune
-tune.only_compile(90)
+from bench.compiling import only_compile
+only_compile(90, ("bench.kernels_moe", "bench.tune"))
 decode, prompt = (tune.Job((64, 32, 1), False, tokens) for tokens in (3, 0))
 print(tune.passes(decode, "down", tune.Tile(8, 1), 1 << 18))
 print(tune.passes(decode, "down", tune.Tile(8, 2), -1))
