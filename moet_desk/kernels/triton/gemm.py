@@ -226,10 +226,10 @@ def _launch(
     groups, rows, k = parts.shape[1:]
     if k != weight.k or weight.n % groups:
         raise ValueError(f"{groups} inputs of {k} do not fit a weight of {weight.n} x {weight.k}")
-    tile = tile or tile_for(parts.device)
+    count = weight.n // groups
+    tile = tile or tile_for(parts.device, rows, weight.n)
     if weight.kind is WeightKind.INT8:
         tile = replace(tile, k=GROUP)  # a step of inputs has one scale
-    count = weight.n // groups
     grid = (triton.cdiv(rows, tile.m) * triton.cdiv(count, tile.n) * groups,)
     _gemm_kernel[grid](
         parts, weight.raw, weight.scales, bias, residual, out, out.stride(0), rows,
@@ -239,14 +239,22 @@ def _launch(
     )  # fmt: skip
 
 
-def tile_for(device: torch.device) -> GemmTile:
-    """Hopper has 227 KiB of shared memory per multiprocessor, consumer cards 99."""
+def tile_for(device: torch.device, rows: int, columns: int) -> GemmTile:
+    """Hopper has 227 KiB of shared memory per multiprocessor, consumer cards 99; where large tiles
+    would leave half of the card idle, small ones.
+    """
     if INTERPRETED:
         return GemmTile(m=16, n=32, k=64, warps=4, stages=1)
+    if triton.cdiv(rows, 128) * triton.cdiv(columns, 128) <= FEW_TILES:
+        return SMALL_TILE
     if torch.cuda.get_device_capability(device)[0] in (9, 10):
         return HOPPER_TILE
     return CONSUMER_TILE
 
 
 HOPPER_TILE = GemmTile(m=128, n=128, k=64, warps=8, stages=3)
+SMALL_TILE = GemmTile(m=64, n=64, k=64, warps=4, stages=3)
 CONSUMER_TILE = GemmTile(m=64, n=128, k=64, warps=4, stages=3)
+
+FEW_TILES = 64
+"""Programs of 128 x 128 that fill no more than half of a large card."""

@@ -115,8 +115,8 @@ def _norm(hidden: int) -> Case:
     )  # fmt: skip
 
 
-def _gemm(kind: WeightKind, capability: int, *, by_row: bool = False) -> Case:
-    tile = TILES[capability]
+def _gemm(kind: WeightKind, capability: int, *, by_row: bool = False, small: bool = False) -> Case:
+    tile = gemm.SMALL_TILE if small else TILES[capability]
     if kind is WeightKind.INT8:
         tile = replace(tile, k=32)
     types, values = _weight(kind, by_row=by_row)
@@ -125,7 +125,8 @@ def _gemm(kind: WeightKind, capability: int, *, by_row: bool = False) -> Case:
         "bias": None, "residual": None, "N": 4096, "K": 4096, "BM": tile.m, "BN": tile.n,
         "BK": tile.k, "GROUP": 8, "INPUTS": 1, "MMA": True,
     }  # fmt: skip
-    name = f"gemm {kind.value}{' by row' if by_row else ''} for {capability}"
+    more = f"{' by row' if by_row else ''}{' small' if small else ''}"
+    name = f"gemm {kind.value}{more} for {capability}"
     return Case(
         name, gemm._gemm_kernel, types, values, tile.warps,
         {"num_stages": tile.stages}, decode=False, only=capability,
@@ -156,6 +157,7 @@ def _cases() -> Iterator[Case]:
     for kind in WeightKind:
         for capability in TILES:
             yield _gemm(kind, capability)
+            yield _gemm(kind, capability, small=True)
     for rows in (1, 8):
         yield _gemv(4096, 4096, rows, WeightKind.FP8, by_row=True)
         yield _gemv(4096, 4096, rows, WeightKind.FP8, swiglu=True, by_row=True)
