@@ -228,10 +228,10 @@ def _launch(
     groups, rows, k = parts.shape[1:]
     if k != weight.k or weight.n % groups:
         raise ValueError(f"{groups} inputs of {k} do not fit a weight of {weight.n} x {weight.k}")
-    tile = tile or tile_for(parts.device, k)
+    count = weight.n // groups
+    tile = tile or tile_for(parts.device, rows, weight.n, k)
     if weight.kind is WeightKind.INT8:
         tile = replace(tile, k=GROUP)  # a step of inputs has one scale
-    count = weight.n // groups
     grid = (triton.cdiv(rows, tile.m) * triton.cdiv(count, tile.n) * groups,)
     _gemm_kernel[grid](
         parts, weight.raw, weight.scales, bias, residual, out, out.stride(0), rows,
@@ -241,13 +241,15 @@ def _launch(
     )  # fmt: skip
 
 
-def tile_for(device: torch.device, inputs: int) -> GemmTile:
-    """Hopper has 227 KiB of shared memory per multiprocessor, consumer cards 99. H200, FP8, 512
-    rows, low tiles and high ones: 1536 x 4096 54 and 83 us, 32768 x 1024 168 and 185, 4096 x 8192
-    176 and 161.
+def tile_for(device: torch.device, rows: int, columns: int, inputs: int) -> GemmTile:
+    """Hopper has 227 KiB of shared memory per multiprocessor, consumer cards 99; where large tiles
+    would leave half of the card idle, small ones. H200, FP8, 512 rows, low tiles and high ones:
+    1536 x 4096 54 and 83 us, 32768 x 1024 168 and 185, 4096 x 8192 176 and 161.
     """
     if INTERPRETED:
         return GemmTile(m=16, n=32, k=64, warps=4, stages=1)
+    if triton.cdiv(rows, 128) * triton.cdiv(columns, 128) <= FEW_TILES:
+        return SMALL_TILE
     if torch.cuda.get_device_capability(device)[0] in (9, 10):
         return HOPPER_TILE if inputs < 8192 else HOPPER_TILE_HIGH
     return CONSUMER_TILE
@@ -255,4 +257,8 @@ def tile_for(device: torch.device, inputs: int) -> GemmTile:
 
 HOPPER_TILE = GemmTile(m=64, n=128, k=64, warps=4, stages=4)
 HOPPER_TILE_HIGH = GemmTile(m=128, n=128, k=64, warps=8, stages=3)
+SMALL_TILE = GemmTile(m=64, n=64, k=64, warps=4, stages=3)
 CONSUMER_TILE = GemmTile(m=64, n=128, k=64, warps=4, stages=3)
+
+FEW_TILES = 64
+"""Programs of 128 x 128 that fill no more than half of a large card."""

@@ -28,8 +28,8 @@ from moet_desk.kernels.triton.prepare import Rotation
 HOPPER_SHAPE = (256, 64, 16, 8)
 CARD_SHAPE = (128, 32, 16, 8)
 """Windows, heads at a time, rows and warps of a program."""
-QUERY_HEADS = 32
-"""Heads that a program rounds."""
+QUERY_HEADS, QUERY_WARPS = 16, 8
+"""Heads that a program rounds at a time, and its warps."""
 PLAIN_SHAPE = (32, 16, 16, 4)
 """Of float32 keys, which nobody keeps on a card for their speed."""
 
@@ -80,22 +80,24 @@ def _query_run_kernel(
     MMA: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BH + tl.arange(0, BH)
-    inside = (head < N)[:, None]
-    at = ((t * N + head) * D)[:, None] + tl.arange(0, D)[None, :]
-    x = tl.load(q + at, mask=inside, other=0.0)
-    even, odd = tl.split(tl.reshape(x, (BH, D // 2, 2)))
     pair = tl.arange(0, D // 2) - (D - DR) // 2
     angle = tl.load(positions + t) * (DR // 2) + pair
     c = tl.load(cos + angle, mask=pair >= 0, other=1.0)[None, :]
     s = tl.load(sin + angle, mask=pair >= 0, other=0.0)[None, :]
-    x = tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), (BH, D))
-    if ROUNDS:
-        x = _turned(x, hadamard(D), MMA) * FACTOR
-        nibbles, power = block_codes(tl.reshape(x, (BH * D // 32, 32)))
-        scale = (power << 23).to(tl.float32, bitcast=True)
-        x = tl.reshape(e2m1_value(nibbles) * scale[:, None], (BH, D))
-    tl.store(q_out + at, x.to(q_out.dtype.element_ty), mask=inside)
+    signs = hadamard(D)
+    for head0 in tl.range(0, N, BH):
+        head = head0 + tl.arange(0, BH)
+        inside = (head < N)[:, None]
+        at = ((t * N + head) * D)[:, None] + tl.arange(0, D)[None, :]
+        x = tl.load(q + at, mask=inside, other=0.0)
+        even, odd = tl.split(tl.reshape(x, (BH, D // 2, 2)))
+        x = tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), (BH, D))
+        if ROUNDS:
+            x = _turned(x, signs, MMA) * FACTOR
+            nibbles, power = block_codes(tl.reshape(x, (BH * D // 32, 32)))
+            scale = (power << 23).to(tl.float32, bitcast=True)
+            x = tl.reshape(e2m1_value(nibbles) * scale[:, None], (BH, D))
+        tl.store(q_out + at, x.to(q_out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -159,10 +161,10 @@ def prepare_run(q: Tensor, out: Tensor, form: KvFormat, *, rotation: Rotation) -
         q [T, N, D] float32, out [T, N, D], bfloat16 where `rounds`, else float32
     """
     rows, n, d = q.shape
-    _query_run_kernel[(rows, triton.cdiv(n, QUERY_HEADS))](
+    _query_run_kernel[(rows,)](
         q, out, rotation.cos, rotation.sin, rotation.positions, N=n, D=d,
         DR=2 * rotation.cos.shape[1], BH=QUERY_HEADS, FACTOR=d**-0.5, ROUNDS=rounds(form),
-        MMA=not INTERPRETED, num_warps=4, enable_fp_fusion=False,
+        MMA=not INTERPRETED, num_warps=QUERY_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 

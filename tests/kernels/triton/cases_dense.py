@@ -116,9 +116,10 @@ def _norm(hidden: int) -> Case:
 
 
 def _gemm(
-    kind: WeightKind, capability: int, *, by_row: bool = False, each: int = 4096, k: int = 4096
-) -> Case:
-    tile = TILES[capability][k]
+    kind: WeightKind, capability: int, *, by_row: bool = False, small: bool = False,
+    each: int = 4096, k: int = 4096,
+) -> Case:  # fmt: skip
+    tile = gemm.SMALL_TILE if small else TILES[capability][k]
     if kind is WeightKind.INT8:
         tile = replace(tile, k=32)
     types, values = _weight(kind, by_row=by_row)
@@ -127,7 +128,7 @@ def _gemm(
         "bias": None, "residual": None, "N": each, "K": k, "BM": tile.m, "BN": tile.n,
         "BK": tile.k, "GROUP": 8, "INPUTS": 4096 // each, "MMA": True,
     }  # fmt: skip
-    own = " by row" if by_row else " in groups" if each < 4096 else ""
+    own = " by row" if by_row else " small" if small else " in groups" if each < 4096 else ""
     name = f"gemm {kind.value} K={k}{own} for {capability}"
     return Case(
         name, gemm._gemm_kernel, types, values, tile.warps,
@@ -158,6 +159,7 @@ def _cases() -> Iterator[Case]:
         yield _norm(hidden)
     for kind in WeightKind:
         for capability in TILES:
+            yield _gemm(kind, capability, small=True)
             for k in TILES[capability]:
                 yield _gemm(kind, capability, k=k)
     for rows in (1, 8):

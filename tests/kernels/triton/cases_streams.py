@@ -219,7 +219,8 @@ def _prompts() -> Iterator[Case]:
             "ROUNDS": form is KvFormat.FP8, "MMA": True,
         }  # fmt: skip
         name = f"run_query {form.value}"
-        yield Case(name, pooled_scores._query_run_kernel, types, values, 4, EXACT)
+        kernel, warps = pooled_scores._query_run_kernel, pooled_scores.QUERY_WARPS
+        yield Case(name, kernel, types, values, warps, EXACT)
         types = {
             "q": query, "weights": F32, "weights_stride": "i32", "scale": "fp32", "pages": "*u8",
             "table": "*i32", "lengths": "*i32", "scores": F32, "scores_stride": "i32",
