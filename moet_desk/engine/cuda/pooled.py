@@ -22,7 +22,6 @@ from moet_desk.engine.spec import Pool, PooledAttention, PoolIndexer
 from moet_desk.kernels.kv_sizes import POOL_STATES
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.choose import list_chosen
-from moet_desk.kernels.triton.heads import turn_back, turn_heads
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.pooled_keys import prepare_queries, score_windows, store_keys
@@ -40,7 +39,7 @@ class PooledBuffers:
         joined: [R, r_q + D]; latent: [R, r_q].
         pooling: [R, values, logits, weights of an indexer's heads].
         means: [R, D]; key_means: [R, D_i], of windows that close.
-        one, other: flat, [R, N, D]: heads on their way in and out.
+        one, other: flat, [R, N, D]: heads on their way in, and out.
         low: [R, G * r].
         index_one, index_other: [R, N_i, D_i].
         held: [numbers of a state].
@@ -228,18 +227,16 @@ class PooledLaunches:
         rms_norm(latent, self._q_norm, mixer.norm_eps, out=b.latent[t])
         shape = (rows.n, mixer.n_heads, mixer.head_dim)
         size = rows.n * mixer.n_heads * mixer.head_dim
-        one, other = b.one[:size].view(shape), b.other[:size].view(shape)
+        one = b.one[:size].view(shape)
         products(b.latent[t], self._w_query, one.flatten(1))
-        turn_heads(one, other, rotation=rotation, eps=mixer.norm_eps)
         self._ask(b, products, rows, rotation)
         if branch is not None:
             branch.join()
+        back = products.by_group(b.other[:size], rows.n, mixer.out_groups)
         for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
             here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
             self._list(b, rows, here)
-            self._attend(b, rows, here, other[here], one[here], scratch)
-        back = products.by_group(b.other[:size], rows.n, mixer.out_groups)
-        turn_back(one, back, rotation=rotation)
+            self._attend(b, rows, here, one[here], back[:, here], scratch)
         products.grouped(back, self._w_low, b.low[t])
         products(b.low[t], self._w_out, out)
 
@@ -293,12 +290,14 @@ class PooledLaunches:
         out: Tensor,
         scratch: DecodeScratch,
     ) -> None:
-        """What a few rows see: heads, out [T, N, D]."""
+        """What a few rows see: heads [T, N, D], out [G, T, N / G * D]."""
         mixer, memory, n = self.mixer, rows.memory, slice(0, heads.shape[0])
         listed = b.listed[n, : self._width]
+        rotation = Rotation(rows.places.positions[here], *self._turns, interleaved=True)
         shared_decode(
             heads, KvPages(memory.rows, listed, memory.form), b.seen[n], self._sinks, out,
-            scale=mixer.softmax_scale, scratch=scratch, splits=b.splits,
+            rotation=rotation, eps=mixer.norm_eps, scale=mixer.softmax_scale, scratch=scratch,
+            splits=b.splits,
         )  # fmt: skip
 
     def _list(self, b: PooledBuffers, rows: PooledRows, here: slice) -> None:
