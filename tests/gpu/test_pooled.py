@@ -209,30 +209,41 @@ def test_finish__fp8__as_the_twin_rounds() -> None:
     assert ((got - want).abs() > 1e-5).float().mean() < 0.01  # near the middle of two codes
 
 
-@pytest.mark.parametrize("form", [KvFormat.FP8, KvFormat.NVFP4, KvFormat.BF16])
-def test_shared_decode__window_and_chosen_entries__as_the_twin_also_alone(form: KvFormat) -> None:
-    lengths, n_held = [1, 128, 640, 640], 3000
+@pytest.mark.parametrize("form", [KvFormat.FP8, KvFormat.NVFP4, KvFormat.BF16, KvFormat.F32])
+def test_shared_decode__window_and_chosen_entries__as_the_twins_also_alone(form: KvFormat) -> None:
+    lengths, n_held, groups = [1, 128, 640, 4000], 5000, 8
     entries = ref.shared_write(_random(n_held, DIM, seed=10), form, ROTARY)
-    q, sink = _random(ROWS, HEADS, DIM, seed=11), _random(HEADS, seed=12)
-    table = torch.stack([torch.randperm(n_held)[:640] for _ in lengths]).int()
+    q, sink = 3 * _random(ROWS, HEADS, DIM, seed=11), _random(HEADS, seed=12)
+    table = torch.stack([torch.randperm(n_held)[:4000] for _ in lengths]).int()
     kv = KvPages(entries[:, None].contiguous().cuda(), table.cuda(), form)
     seen = torch.tensor(lengths, dtype=torch.int32).cuda()
+    frequencies, magnitude = ref.rope_frequencies(ROTARY, 1.6e5)
+    cos, sin = ref.rope_tables(torch.arange(1000), frequencies, magnitude)
+    at = torch.tensor([0, 7, 900, 901])
+    rotation = Rotation(at.int().cuda(), cos.cuda(), sin.cuda(), interleaved=True)
     scratch = DecodeScratch.make(ROWS, HEADS, DIM, device=torch.device("cuda"))
-    few = torch.empty(ROWS, HEADS, DIM).cuda()
-    out, alone = torch.empty(ROWS, HEADS, DIM).cuda(), torch.empty(1, HEADS, DIM).cuda()
-    shared_decode(q.cuda(), kv, seen, sink.cuda(), out, scale=DIM**-0.5, scratch=scratch)
-    shared_decode(q.cuda(), kv, seen, sink.cuda(), few, scale=DIM**-0.5, scratch=scratch, splits=8)
+    options: dict[str, Any] = {"eps": EPS, "scale": DIM**-0.5, "scratch": scratch}
+    out, few = (torch.empty(groups, ROWS, HEADS // groups * DIM).cuda() for _ in range(2))
+    alone = torch.empty(groups, 1, HEADS // groups * DIM).cuda()
+    shared_decode(q.cuda(), kv, seen, sink.cuda(), out, rotation=rotation, **options)
+    shared_decode(q.cuda(), kv, seen, sink.cuda(), few, rotation=rotation, splits=8, **options)
     assert relative_error(few.cpu(), out.cpu()) < 1e-5
     for t, n in enumerate(lengths):
         own = ref.shared_read(entries[table[t, :n].long()], form, DIM, ROTARY)
         mask = torch.ones(1, n, dtype=torch.bool)
-        want = ref.shared_attention(q[t : t + 1], own, mask, sink, scale=DIM**-0.5)
-        assert relative_error(out[t].cpu(), want[0]) < 1e-5
+        heads = _turned(ref.unit(q[t : t + 1], EPS), cos[at[t]], sin[at[t]])
+        want = ref.shared_attention(heads, own, mask, sink, scale=DIM**-0.5)
+        want = _turned(want.view(1, HEADS, DIM), cos[at[t]], -sin[at[t]])
+        assert relative_error(out[:, t].cpu(), want.view(groups, -1)) < 1e-5
     one = KvPages(kv.pages, kv.table[1:2], form)
-    shared_decode(
-        q[1:2].cuda(), one, seen[1:2], sink.cuda(), alone, scale=DIM**-0.5, scratch=scratch
-    )
-    assert torch.equal(alone[0], out[1])
+    here = Rotation(rotation.positions[1:2], rotation.cos, rotation.sin, interleaved=True)
+    shared_decode(q[1:2].cuda(), one, seen[1:2], sink.cuda(), alone, rotation=here, **options)
+    assert torch.equal(alone[:, 0], out[:, 1])
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    part = ref.rotate(x[..., -ROTARY:], cos, sin, interleaved=True)
+    return torch.cat([x[..., :-ROTARY], part], -1)
 
 
 @pytest.mark.parametrize("form", [KvFormat.FP8, KvFormat.BF16])

@@ -37,6 +37,7 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_gqa_prepare_kernel": Group.ATTENTION,
     "_gqa_decode_kernel": Group.ATTENTION,
     "_join_kernel": Group.ATTENTION,
+    "_join_back_kernel": Group.ATTENTION,
     "_prepare_kernel": Group.ATTENTION,  # of an indexer, as the next two
     "_scores_kernel": Group.ATTENTION,
     "_choose_kernel": Group.ATTENTION,

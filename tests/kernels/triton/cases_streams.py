@@ -24,6 +24,7 @@ from tests.kernels.triton.gate import Case
 N, HIDDEN = 4, 4096
 F32 = "*fp32"
 EXACT = {"enable_fp_fusion": False}
+TURNS = {"cos": F32, "sin": F32, "positions": "*i32"}
 
 
 def _cases() -> Iterator[Case]:
@@ -34,10 +35,20 @@ def _cases() -> Iterator[Case]:
             "ENTRY": shared_entry_bytes(form, 512, 64),
         }  # fmt: skip
         kernel = shared_attention._shared_decode_kernel
-        types = {**DECODE, "q": F32}
-        for splits in (64, 8):
-            name, own = f"shared_decode {form.value} {splits}", {**values, "SPLITS": splits}
-            yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",))
+        types = {**DECODE, "q": F32, **TURNS, "eps": "fp32"}
+        for tile, card in ((32, 90), (16, 120)):
+            name = f"shared_decode {form.value} {tile}"
+            own = {**values, "SHORTEST": 32, "TILE": tile}
+            yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",), only=card)
+    types = {
+        **TURNS, "sums": F32, "stats": F32, "lengths": "*i32", "sink": F32, "out": F32,
+        "group_stride": "i32", "row_stride": "i32",
+    }  # fmt: skip
+    values = {
+        "D": 512, "DR": 64, "EACH": 8, "SPLITS": 64, "SHORTEST": 32, "B": 128, "AHEAD": 16,
+        "COMPILED": True,
+    }  # fmt: skip
+    yield Case("join_back", shared_attention._join_back_kernel, types, values, 1, EXACT)
     for ratio, overlap, dim in ((4, True, 512), (4, True, 128), (128, False, 512)):
         types = {
             "joined": F32, "joined_stride": "i32", "places": F32, "positions": "*i32",
@@ -155,14 +166,13 @@ def _lists() -> Iterator[Case]:
 
 def _keys() -> Iterator[Case]:
     """The indexer's."""
-    turns = {"cos": F32, "sin": F32, "positions": "*i32"}
     pages = {"pages": "*u8", "table": "*i32", "table_stride": "i32"}
     for form in (KvFormat.FP8, KvFormat.BF16, KvFormat.F32):
         size = {"PAGE": 16, "ENTRY": pooled_key_bytes(form, 128), "FORM": form.value}
-        types = {**turns, **pages, "vectors": F32, "weight": "*bf16", "eps": "fp32"}
+        types = {**TURNS, **pages, "vectors": F32, "weight": "*bf16", "eps": "fp32"}
         values = {**size, "D": 128, "DR": 64, "RATIO": 4, "FACTOR": 128**-0.5}
         yield Case(f"pooled_key {form.value}", pooled_keys._key_kernel, types, values, 8, EXACT)
-        types = {**turns, "q": F32, "q_out": F32}
+        types = {**TURNS, "q": F32, "q_out": F32}
         values = {"D": 128, "DR": 64, "FACTOR": 128**-0.5, "ROUNDS": form is KvFormat.FP8}
         yield Case(f"pooled_query {form.value}", pooled_keys._query_kernel, types, values, 8, EXACT)
         types = {
