@@ -43,6 +43,7 @@ from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prepare import Rotation, gqa_prepare, mla_prepare, rotate_queries
 from moet_desk.kernels.triton.quant import rms_norm_quantize
 from moet_desk.kernels.triton.route import route, route_named
+from moet_desk.kernels.triton.routed_lookup import Routing, does_both
 from moet_desk.kernels.triton.streams import Given
 
 
@@ -54,8 +55,12 @@ class Experts(Protocol):
         """Which of the codes in a step's buffers the experts read and write."""
         ...
 
-    def __call__(self, moe_layer: int, buffers: StepBuffers, rows: int) -> None:
-        """From ids, weights, codes and scales in `buffers` to `part`."""
+    def __call__(
+        self, moe_layer: int, buffers: StepBuffers, rows: int, routing: Routing | None = None
+    ) -> None:
+        """From ids, weights, codes and scales in `buffers` to `part`. With a routing ids and
+        weights are not there yet; it says how they are chosen.
+        """
         ...
 
 
@@ -320,12 +325,27 @@ class MoeLaunches:
                 if self.w_shared_gate is not None:
                     gemv(b.normed[t], self.w_shared_gate, b.shared_gate[t])
                     gated(b.shared_out[t], b.shared_gate[t], b.shared_out[t])
-        self.choose(b, rows, tokens)
-        experts(self.moe_layer, b, rows)
+        routing = self._routing(b, rows)
+        if routing is None:
+            self.choose(b, rows, tokens)
+        else:
+            gemv(b.normed[t], self.w_router, b.router[t], bias=self.logit_bias)
+        experts(self.moe_layer, b, rows, routing)
         if self.shared is not None:
             self._branch.join()
         if adds:
             self.add(b, rows)
+
+    def _routing(self, b: StepBuffers, rows: int) -> Routing | None:
+        """How experts are chosen in the launch that finds their slots, if that can be."""
+        router, t = self.router, slice(0, rows)
+        few = does_both(rows, router.n_experts, router.top_k)
+        if not few or self.table is not None or router.n_identity:
+            return None
+        return Routing(
+            b.router[t], self.bias, b.weights[t], router.score, router.n_groups,
+            router.kept_groups, router.renormalize, router.scale,
+        )  # fmt: skip
 
     def choose(self, b: StepBuffers, rows: int, tokens: Tensor | None = None) -> None:
         """From `normed` to the experts' ids and weights, and to what identity experts give."""

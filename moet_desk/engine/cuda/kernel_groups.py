@@ -65,6 +65,7 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_route_kernel": Group.ROUTER,
     "_named_kernel": Group.ROUTER,
     "_lookup_kernel": Group.ROUTER,
+    "_routed_lookup_kernel": Group.ROUTER,
     "_fetch_kernel": Group.FETCH,
     "_post_kernel": Group.FETCH,
     "_wait_kernel": Group.FETCH,

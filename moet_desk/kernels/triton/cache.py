@@ -170,13 +170,14 @@ def _coldest(owner, last_used, warmth, hand, since, now, n_slots):
     return slot, hand
 
 
-@triton.jit(do_not_specialize=["layer", "before"])
-def _lookup_kernel(
+@triton.jit
+def look_up(
     ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
     uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, before,
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
     PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    """Of the ids of a step's tokens, see `lookup`."""
     # long: one launch per layer is the point; each paragraph needs the one before.
     c = tl.arange(0, 4)
     total = counters + layer * 4 + c
@@ -250,6 +251,20 @@ def _lookup_kernel(
     tl.store(total, counted + more)
     if ADVANCE:
         tl.store(clock, step + 1)
+
+
+@triton.jit(do_not_specialize=["layer", "before"])
+def _lookup_kernel(
+    ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
+    uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, before,
+    L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
+    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    look_up(
+        ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
+        uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, before,
+        L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX,
+    )  # fmt: skip
 
 
 def lookup(

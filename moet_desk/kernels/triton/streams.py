@@ -206,49 +206,46 @@ def _inverse(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def _rows_divided(mix, eps, N: tl.constexpr, PTX: tl.constexpr):
-    """A matrix of N * N numbers, its rows over their sums."""
-    new = ()
-    for i in tl.static_range(N):
-        total = mix[i * N]
-        for j in tl.static_range(1, N):
-            total += mix[i * N + j]
-        inverse = _inverse(total + eps, PTX)
-        for j in tl.static_range(N):
-            new = new + (mix[i * N + j] * inverse,)
-    return new
-
-
-@triton.jit
-def _columns_divided(mix, eps, N: tl.constexpr, PTX: tl.constexpr):
-    """The same of columns."""
-    inverse = ()
-    for j in tl.static_range(N):
-        total = mix[j]
-        for i in tl.static_range(1, N):
-            total += mix[i * N + j]
-        inverse = inverse + (_inverse(total + eps, PTX),)
+def _balance(mix, factors, eps, ACROSS: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr):
+    """A matrix of N * N numbers whose columns, with ACROSS rows, wait for `factors`: the matrix
+    with these, and the factors of its rows, or columns, that make their sums 1. Sums take a factor
+    as soon as it is there; the matrix itself is not waited for.
+    """
     new = ()
     for k in tl.static_range(N * N):
-        new = new + (mix[k] * inverse[k % N],)
-    return new
+        new = new + (mix[k] * factors[k // N if ACROSS else k % N],)
+    found = ()
+    for i in tl.static_range(N):
+        total = eps
+        for j in tl.static_range(N):
+            total = tl.fma(mix[j * N + i if ACROSS else i * N + j], factors[j], total)
+        found = found + (_inverse(total, PTX),)
+    return new, found
 
 
 @triton.jit
-def _softmax(mix, eps, N: tl.constexpr, PTX: tl.constexpr):
-    """The same of rows' exponentials, and eps."""
-    new = ()
+def _balanced(mix, eps, STEPS: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr):
+    """Softmax of the rows of N * N numbers, and eps; then columns and rows over their sums."""
+    new, ones = (), ()
     for i in tl.static_range(N):
         most = mix[i * N]
         for j in tl.static_range(1, N):
             most = tl.maximum(most, mix[i * N + j])
         for j in tl.static_range(N):
             new = new + (tl.exp(mix[i * N + j] - most),)
-    new = _rows_divided(new, 0.0, N, PTX)
-    mix = ()
+        ones = ones + (1.0,)
+    mix, rows = _balance(new, ones, 0.0, False, N, PTX)
+    new = ()
     for k in tl.static_range(N * N):
-        mix = mix + (new[k] + eps,)
-    return mix
+        new = new + (mix[k] * rows[k // N] + eps,)
+    mix, columns = _balance(new, ones, eps, True, N, PTX)
+    for _ in range(STEPS - 1):
+        mix, rows = _balance(mix, columns, eps, False, N, PTX)
+        mix, columns = _balance(mix, rows, eps, True, N, PTX)
+    new = ()
+    for k in tl.static_range(N * N):
+        new = new + (mix[k] * columns[k % N],)
+    return new
 
 
 @triton.jit
@@ -273,9 +270,7 @@ def _write_and_mix(
         mix = mix + (tl.sum(tl.where(k == i, cells, 0.0), 0),)
     write = tl.sum(write, 0) * factor * gain + added
     tl.store(made + N + n, 2.0 * _sigmoid(write))
-    mix = _columns_divided(_softmax(mix, eps, N, PTX), eps, N, PTX)
-    for _ in range(STEPS - 1):
-        mix = _columns_divided(_rows_divided(mix, eps, N, PTX), eps, N, PTX)
+    mix = _balanced(mix, eps, STEPS, N, PTX)
     for i in tl.static_range(N * N):
         cells = tl.where(k == i, mix[i], cells)
     tl.store(made + 2 * N + k, cells)

@@ -89,8 +89,8 @@ def _cases() -> Iterator[Case]:
         "logits": F32, "table": "*i32", "tokens": "*i32", "ids": "*i32", "weights": F32,
         "scale": "fp32",
     }  # fmt: skip
-    values = {"E": 256, "E2": 256, "K": 6, "K2": 8, "SCORE": 2, "RENORM": True}
-    yield Case("route_named", route._named_kernel, types, values, 2)
+    values = {"E": 256, "E2": 256, "K": 6, "K2": 8, "SCORE": 2, "RENORM": True, "PTX": True}
+    yield Case("route_named", route._named_kernel, types, values, 2, EXACT)
 
 
 def _streams() -> Iterator[Case]:
