@@ -37,7 +37,8 @@ def _gemv(
     types, values = _weight(kind, by_row=by_row)
     types |= {"x": "*fp32", "x_stride": "i32", "out": "*fp32", "out_stride": "i32"}
     types |= {"width": "i32"}
-    values |= {"K": k, "T": rows, "UNROLL": tile.unroll}
+    values |= {"K": k, "T": rows, "UNROLL": tile.unroll, "LANES": tile.lanes}
+    values |= {"AHEAD": tile.ahead, "PIPE": tile.pipe, "EAGER": tile.eager}
     values |= {"PTX": True}
     if swiglu:
         values |= {"limit": None, "INTER": n // 2, "ROWS": tile.rows // 2}
