@@ -25,6 +25,8 @@ from textual.visual import RenderOptions
 from textual.widget import Widget
 from textual.widgets import Static
 
+from moet_desk.ui.lean_screen import LeanScreen
+
 if TYPE_CHECKING:
     _Widget = Widget
     _Scroll = VerticalScroll
@@ -85,6 +87,19 @@ class Rows(Framed):
     _filters: Sequence[LineFilter] = ()
     _ground: Color = Color(0, 0, 0)
 
+    def refresh(
+        self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
+    ) -> Self:
+        """Repaint the regions, or all of it."""
+        screen = self.screen if self._is_mounted and self.is_attached else None
+        if layout or recompose or not repaint or not isinstance(screen, LeanScreen):
+            return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
+        self._layout_cache.clear()
+        self.clear_cached_dimensions()
+        self._set_dirty(*regions)
+        screen.repaint(self)
+        return self
+
     def row(self, y: int) -> Strip:
         """A row of the content as it is seen, as wide as that."""
         return super().render_line(y)
@@ -124,7 +139,11 @@ class Rows(Framed):
 def draw_line(widget: Widget, line: Content, width: int) -> Strip:
     """One row of text in the look of a widget, cut or filled up to `width` cells."""
     style = widget.visual_style
-    (row, *_) = line.render_strips(width, 1, style, RenderOptions(widget._get_style, {}))
+    if line.cell_length > width:
+        (row, *_) = line.render_strips(width, 1, style, RenderOptions(widget._get_style, {}))
+        return row.adjust_cell_length(width, style.rich_style)
+    parts = line.render(style, end="", parse_style=widget._get_style)
+    row = Strip([Segment(text, (style + look).rich_style) for text, look in parts])
     return row.adjust_cell_length(width, style.rich_style)
 
 

@@ -18,6 +18,7 @@ from textual._compositor import Compositor, CompositorUpdate
 from textual.geometry import Region
 from textual.screen import Screen
 from textual.strip import Strip
+from textual.widget import Widget
 
 Piece = tuple[int, int, Strip]
 """Row, column and cells of what is sent."""
@@ -29,6 +30,19 @@ class LeanScreen(Screen[None]):
     def __init__(self) -> None:
         super().__init__()
         self._compositor = LeanCompositor()
+
+    def repaint(self, widget: Widget) -> None:
+        """A widget knows what of it is to be repainted. Textual sends a message from the widget's
+        queue to the screen's for that, which costs more than to paint a row.
+        """
+        if widget in self._compositor:
+            self._dirty_widgets.add(widget)
+            self.check_idle()
+
+    def paint(self) -> None:
+        """Paint now what has changed; else a timer does, some milliseconds later."""
+        with self._context():
+            self._on_timer_update()
 
 
 class LeanUpdate(CompositorUpdate):
