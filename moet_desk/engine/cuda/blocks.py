@@ -6,7 +6,7 @@ be captured as one graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -63,43 +63,49 @@ class Experts(Protocol):
         """
         ...
 
-    def recover(self) -> None:
-        """After a failed step: make the device's view of the arena true again."""
-        ...
-
-    def forget(self) -> None:
-        """Empty all slots: the launches of a step stopped half way, so that some may claim rows
-        which nobody fetched.
-        """
-        ...
-
 
 class Branch:
-    """A second stream, for launches that need not wait for those of the main one.
+    """More streams, for launches that need not wait for those of the main one: lanes, by number.
 
-    Between `beside` and `join` the main stream goes on; a capture records both as parallel branches
+    Between `beside` and `join` the main stream goes on; a capture records them as parallel branches
     of the graph. On a CPU everything runs in order.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream | None = None
+    def __init__(self, device: torch.device, lanes: int = 2) -> None:
+        self._streams: list[torch.cuda.Stream] = []
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams = [
+                torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                for _ in range(lanes)
+            ]
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, lane: int = 0) -> Iterator[None]:
         """Launches inside follow what was launched so far and run beside what comes."""
-        if self._stream is None:
+        if not self._streams:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream = self._streams[lane]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             yield
 
-    def join(self) -> None:
-        """What is launched from here on follows the branch too."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+    def mark(self, lane: int = 0) -> Callable[[], None]:
+        """What lets later launches follow those that are in the lane now, but no later ones.
+
+        A capture ends with an error if nothing follows the lane's last launch.
+        """
+        if not self._streams:
+            return lambda: None
+        event = self._streams[lane].record_event()
+        return lambda: torch.cuda.current_stream().wait_event(event)
+
+    def join(self, lane: int = 0) -> None:
+        """What is launched from here on, in the main stream or in a lane that this is called
+        beside, follows what is in the lane so far too.
+        """
+        if self._streams:
+            torch.cuda.current_stream().wait_stream(self._streams[lane])
 
 
 class MlaLaunches:

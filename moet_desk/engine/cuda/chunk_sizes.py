@@ -176,8 +176,7 @@ def _of_mla(mixer: Mla, entries: int) -> _Attention:
 
 def _of_pooled(mixer: PooledAttention) -> _Attention:
     low = mixer.out_groups * mixer.out_rank
-    own = mixer.n_heads * mixer.head_dim // mixer.out_groups
-    return _Attention(projected=1, narrow=1, inputs=max(mixer.q_rank, own, low))
+    return _Attention(projected=1, narrow=1, inputs=max(mixer.q_rank, low))
 
 
 def _of_streams(spec: Spec, rows: int, block: int, context: int) -> int:

@@ -53,7 +53,8 @@ class StreamBuffers:
 
     def n_bytes(self) -> int:
         """What all of it takes."""
-        owners = (self, self.scratch, self.pooled, self.pooled.places)
-        fields = [getattr(one, name) for one in owners for name in one.__dataclass_fields__]
+        owners = (self, self.scratch, self.pooled, self.pooled.places, self.pooled.run)
+        names = [(one, name) for one in owners if one for name in one.__dataclass_fields__]
+        fields = [getattr(one, name) for one, name in names]
         tensors = [field for field in fields if isinstance(field, Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -60,7 +60,7 @@ def _routed_lookup_kernel(
     tl.debug_barrier()  # the ids are there
     look_up(
         ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
-        uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer,
+        uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, 0,
         L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX,
     )  # fmt: skip
 

@@ -194,7 +194,8 @@ def lookup_case(n_tokens: int, top_k: int) -> Case:
     return Case(
         f"lookup T={n_tokens} K={top_k}",
         cache._lookup_kernel,
-        pointers("*i32", f"ids {tables} {outputs}") | {"warmth": "*fp32", "layer": "i32"},
+        pointers("*i32", f"ids {tables} {outputs}")
+        | {"warmth": "*fp32", "layer": "i32", "before": "i32"},
         constexprs,
         1 if pairs <= 16 else 4,
         NO_FUSION | {"maxnreg": 128},
