@@ -61,7 +61,7 @@ def _routed_lookup_kernel(
     look_up(
         ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
         uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, 0,
-        L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX,
+        L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX, T == 1,
     )  # fmt: skip
 
 
