@@ -155,14 +155,17 @@ def latents() -> None:
 
 
 def prompts(sweep: bool) -> None:
-    used = gemms.tile_for(DEVICE)
     for dtype in (torch.float8_e4m3fn, torch.bfloat16):
-        for m, n, k in ((4096, 4096, 4096), (2048, 2112, 7168), (4096, 24576, 1536)):
-            w = weights(n, k, dtype)[0]
+        for m, n, k in (
+            (4096, 4096, 4096), (2048, 2112, 7168), (4096, 24576, 1536), (512, 256, 4096),
+            (512, 1536, 4096),
+        ):  # fmt: skip
+            w, used = weights(n, k, dtype)[0], gemms.tile_for(DEVICE, m, n, k)
             x = torch.randn(m, k, device=DEVICE)
             parts = torch.empty(2, m, k, dtype=torch.bfloat16, device=DEVICE)
             out = torch.empty(m, n, device=DEVICE)
             split(x, parts)
+            used = gemms.tile_for(DEVICE, m, n)
             others = GEMM_SWEEP if sweep and m == n == 4096 else []
             for tile in [used, *(t for t in others if t != used)]:
                 report(
