@@ -239,6 +239,20 @@ def _add_block(w, x, low, e, s, total, WIDE: tl.constexpr):
     return tl.fma(value, e[:, None] * s[None, :], total)
 
 
+@triton.jit
+def _scales(
+    s_at, e_at, g0, inside, real, UP: tl.constexpr, GATED: tl.constexpr, UNROLL: tl.constexpr
+):
+    """Of UNROLL blocks from g0 on: scales of activations, exponents of gates and of ups."""
+    s, e, e_up = (), (), ()
+    for g in tl.static_range(UNROLL):
+        s += (tl.load(s_at + g0 + g, mask=inside, other=0.0),)
+        e += (tl.load(e_at + g0 + g, mask=real, other=0),)
+        if GATED:
+            e_up += (tl.load(e_at + UP + g0 + g, mask=real, other=0),)
+    return s, e, e_up
+
+
 @triton.jit(do_not_specialize=["shift"])
 def _grouped_kernel(
     weights, base, tiles, tokens, codes, scales, out, limit, bias, shift,
@@ -266,14 +280,12 @@ def _grouped_kernel(
 
     total = tl.zeros([B, P], tl.float32)
     total_up = tl.zeros([B, P], tl.float32)
+    s, e, e_up = _scales(s_at, e_at, 0, inside, real, N * G, GATED, UNROLL)
     for g0 in range(0, G, UNROLL):
-        # Scales first: a few bytes of each row, too small to be brought ahead with the weights.
-        s, e, e_up = (), (), ()
-        for g in tl.static_range(UNROLL):
-            s += (tl.load(s_at + g0 + g, mask=inside, other=0.0),)
-            e += (tl.load(e_at + g0 + g, mask=real, other=0),)
-            if GATED:
-                e_up += (tl.load(e_at + N * G + g0 + g, mask=real, other=0),)
+        # Those of the next blocks: a few bytes of each row, too small to be brought ahead with the
+        # weights, and asked for here they would hold up what is added.
+        ahead = tl.minimum(g0 + UNROLL, G - UNROLL)
+        next_s, next_e, next_up = _scales(s_at, e_at, ahead, inside, real, N * G, GATED, UNROLL)
         for u in tl.static_range(UNROLL):
             g = g0 + u
             x = tl.trans(tl.load(x_at + 32 * g, mask=inside[:, None], other=0))
@@ -285,6 +297,7 @@ def _grouped_kernel(
             if GATED:
                 w = tl.load(w_at + N * (32 * G) + 32 * g, mask=real[:, None], other=0)
                 total_up = _add_block(w, x, low, power_of_two(e_up[u]), s[u], total_up, WIDE)
+        s, e, e_up = next_s, next_e, next_up
     if FINE:  # weights were doubled
         total *= 0.5
         total_up *= 0.5
