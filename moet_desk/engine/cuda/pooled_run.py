@@ -14,10 +14,9 @@ from torch import Tensor
 from moet_desk.engine.cuda.pool_states import PoolMemory
 from moet_desk.engine.cuda.pooled_sizes import PooledSizes
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.triton.indexer import choose
+from moet_desk.kernels.triton.choose import choose
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.pooled_scores import rounds, score_run
-from moet_desk.kernels.triton.seen import Pooled
 from moet_desk.kernels.triton.shared_prefill import Run, decode_seen, run_attention
 
 
@@ -106,12 +105,11 @@ def look(
         return
     for first in range(0, rows, len(b.scores)):
         here = slice(first, min(first + len(b.scores), rows))
-        pooled = _choose(b, question, run.pooled, here)
-        own = replace(run, start=run.start + first, pooled=pooled)
+        own = replace(run, start=run.start + first, chosen=_choose(b, question, here))
         run_attention(parts[:, here], entries, own, sinks, out[here], scale=scale, form=form)
 
 
-def _choose(b: RunBuffers, asked: Question, pooled: Pooled, here: slice) -> Pooled:
+def _choose(b: RunBuffers, asked: Question, here: slice) -> tuple[Tensor, Tensor]:
     """Which windows some rows see, by their numbers: as if all were on one page."""
     n, closed = slice(0, here.stop - here.start), asked.closed[here]
     scores, chosen, counts = b.scores[n], b.chosen[n], b.counts[n]
@@ -120,4 +118,4 @@ def _choose(b: RunBuffers, asked: Question, pooled: Pooled, here: slice) -> Pool
     )
     page = b.decoded.view(torch.uint8)[: scores.shape[1]].view(1, -1, 1)
     choose(scores, closed, KvPages(page, b.page.expand(n.stop, 1), asked.keys.form), chosen, counts)
-    return replace(pooled, chosen=chosen, counts=counts)
+    return chosen, counts

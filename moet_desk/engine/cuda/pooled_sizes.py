@@ -65,7 +65,7 @@ class PooledSizes:
         """Numbers of four bytes in `PooledBuffers` of so many rows."""
         index = self.index_heads * 2 * self.index_dim + self.index_dim
         row = self.joined + self.latent + self.head_dim + self.pooling + 2 * self.queries
-        step = LOOKING_ROWS[splits] * (self.scored + self.top_k + self.listed + 2)
+        step = LOOKING_ROWS[splits] * (self.scored + self.listed + 1)
         chunk = self._run_numbers(rows) if splits == CHUNK_SPLITS else 0
         return rows * (row + self.low + index + 5) + step + chunk + self.held
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.dense_weights import as_float
 from moet_desk.kernels.triton.dense import DenseWeight, WeightKind, gemv, head_gemv
 from moet_desk.kernels.triton.gemm import gemm, gemm_by_group, split
-from moet_desk.kernels.triton.head_parts import back_parts
-from moet_desk.kernels.triton.heads import turn_back
-from moet_desk.kernels.triton.prepare import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +42,9 @@ class Products(Protocol):
         """x [T, K] (rows may lie apart) by W^T: out [T, N] float32 (likewise)."""
         ...
 
-    def turned_back(
-        self, x: Tensor, room: Tensor, weight: GroupedWeight, out: Tensor, *, rotation: Rotation
-    ) -> None:
-        """Undo the rotation of heads x [T, N, D] and multiply each group of them by its own rows
-        of the weight: out [T, G * r]; `room` has as many numbers as x.
+    def grouped(self, x: Tensor, weight: GroupedWeight, out: Tensor) -> None:
+        """Each group of inputs by its own rows of the weight: out [T, G * r]. A step has x
+        [G, T, K] float32, a prompt two parts of it, [2, G, T, K] bfloat16.
         """
         ...
 
@@ -61,12 +55,9 @@ class StepProducts:
     def __call__(self, x: Tensor, weight: DenseWeight, out: Tensor) -> None:
         gemv(x, weight, out)
 
-    def turned_back(
-        self, x: Tensor, room: Tensor, weight: GroupedWeight, out: Tensor, *, rotation: Rotation
-    ) -> None:
-        back, count = room.view(len(x), weight.groups, -1), weight.whole.n // weight.groups
-        turn_back(x, back.transpose(0, 1), rotation=rotation)
-        head_gemv(back, weight.whole, out, first=0, count=count, pitch=count)
+    def grouped(self, x: Tensor, weight: GroupedWeight, out: Tensor) -> None:
+        count = weight.whole.n // weight.groups
+        head_gemv(x.transpose(0, 1), weight.whole, out, first=0, count=count, pitch=count)
 
 
 class ChunkProducts:
@@ -88,9 +79,5 @@ class ChunkProducts:
         split(x, parts)
         return parts
 
-    def turned_back(
-        self, x: Tensor, room: Tensor, weight: GroupedWeight, out: Tensor, *, rotation: Rotation
-    ) -> None:
-        back = room.view(torch.bfloat16).view(2, weight.groups, len(x), -1)
-        back_parts(x, back, rotation=rotation)
-        gemm_by_group(back, weight.whole, out)
+    def grouped(self, x: Tensor, weight: GroupedWeight, out: Tensor) -> None:
+        gemm_by_group(x, weight.whole, out)

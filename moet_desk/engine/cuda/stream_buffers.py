@@ -29,15 +29,25 @@ class StreamBuffers:
 
     @classmethod
     def make(
-        cls, spec: Spec, rows: int, *, block: int, splits: int, context: int, device: torch.device
+        cls,
+        spec: Spec,
+        rows: int,
+        *,
+        block: int,
+        splits: int,
+        context: int,
+        device: torch.device,
+        parts: int | None = None,
     ) -> StreamBuffers | None:
-        """For `rows` rows, whose attention takes `block` at a time; None for other models."""
+        """For `rows` rows, whose attention takes `block` at a time; with `parts` of a prompt, see
+        `StreamScratch`. None for other models.
+        """
         if spec.streams is None:
             return None
         n, size = spec.streams.n, PooledSizes.of(pooled_mixers(spec, with_head=True), context)
         return cls(
             torch.zeros((rows, n, spec.hidden), device=device),
-            StreamScratch.make(rows, n, spec.hidden, device),
+            StreamScratch.make(rows, n, spec.hidden, device, parts=parts),
             PooledBuffers.make(size, block, splits, device),
         )
 

@@ -60,6 +60,8 @@ class Run:
         window: tokens whose own entries a row sees.
         pooled: which others it sees, if the layer has some.
         n_pooled: windows closed behind the last row.
+        chosen: int32 [T, K] and [T], numbers of pooled entries that were chosen for each row and
+            how many; None: all of windows that are closed.
     """
 
     start: int
@@ -68,6 +70,7 @@ class Run:
     window: int
     pooled: Pooled | None
     n_pooled: int
+    chosen: tuple[Tensor, Tensor] | None = None
 
 
 @triton.jit
@@ -272,19 +275,15 @@ def run_attention(
     form: KvFormat,
 ) -> None:
     """Attention of rows of a run to what each sees of `entries`, as `reference.shared_attention`.
-    Of pooled entries that were chosen `run.pooled` has the numbers.
 
     Shapes:
         parts [2, T, N, D] bfloat16, each part contiguous; entries as `decode_seen` left them
         sink [N] bfloat16 or float32; out [T, N, D] float32
     """
     rows, n, d = out.shape
-    pooled, ratio, top_k = run.pooled, 0, 0
-    chosen, counts = parts, parts  # not read
-    if pooled is not None:
-        ratio = pooled.ratio
-        if pooled.chosen is not None and pooled.counts is not None:
-            chosen, counts, top_k = pooled.chosen, pooled.counts, pooled.chosen.shape[1]
+    ratio = 0 if run.pooled is None else run.pooled.ratio
+    chosen, counts = run.chosen or (parts, parts)  # else not read
+    top_k = chosen.shape[1] if run.chosen else 0
     tile = _tile(out.device, form)
     _run_attention_kernel[(triton.cdiv(n, tile.heads), rows)](
         parts, entries, chosen, counts, sink, out, scale, run.start, parts.stride(0), N=n, D=d,

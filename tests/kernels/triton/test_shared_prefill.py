@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -76,14 +78,14 @@ def test_run_attention__rows_of_a_prompt__as_the_twin_and_each_row_alone(
 ) -> None:
     kv, pooled = _memory(form)
     far = [list(range((start + t + 1) // RATIO)) for t in range(ROWS)]
+    run = _run(None if sees == "window" else pooled, start)
     if sees == "chosen":
         far = [own[1::2] for own in far]
         chosen = torch.full((ROWS, 12), 99, dtype=torch.int32)
         for t, own in enumerate(far):
             chosen[t, : len(own)] = torch.tensor(own)
         counts = torch.tensor([len(own) for own in far], dtype=torch.int32)
-        pooled = Pooled(pooled.kv, RATIO, SPREAD, FIRST, chosen, counts)
-    run = _run(None if sees == "window" else pooled, start)
+        run = replace(run, chosen=(chosen, counts))
     q, sink = _random(ROWS, HEADS, DIM, seed=2), _random(HEADS, seed=3)
     entries, parts, out = _room(run, form), _parts(q), torch.empty(ROWS, HEADS, DIM)
     decode_seen(kv, run, entries)
