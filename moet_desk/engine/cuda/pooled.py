@@ -23,7 +23,7 @@ from moet_desk.engine.spec import PooledAttention, PoolIndexer
 from moet_desk.kernels.kv_sizes import POOL_STATES
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.choose import list_chosen
-from moet_desk.kernels.triton.head_parts import back_parts, head_parts
+from moet_desk.kernels.triton.head_parts import head_parts
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.pooled_keys import prepare_queries, score_windows, store_keys
@@ -263,9 +263,7 @@ class PooledLaunches:
             aside.join(_INDEX)
         room = b.other[:size]
         if rows.run is not None:
-            self._look(b, rows, one, room, rotation, *rows.run)
-            back = room.view(torch.bfloat16).view(2, mixer.out_groups, rows.n, -1)
-            back_parts(one, back, rotation=rotation)
+            back = self._look(b, rows, one, room, rotation, *rows.run)
         else:
             back = room.view(rows.n, mixer.out_groups, -1).transpose(0, 1)
             for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
@@ -357,8 +355,10 @@ class PooledLaunches:
         rotation: Rotation,
         slot: int,
         start: int,
-    ) -> None:
-        """What rows of a prompt see, in the place of their queries: heads [T, N, D]."""
+    ) -> Tensor:
+        """What rows of a prompt see, in the place of their queries: heads [T, N, D] in, two parts
+        [2, G, T, N / G * D] out.
+        """
         mixer, memory = self.mixer, rows.memory
         assert b.run is not None, "a prompt has buffers for its rows"  # noqa: S101
         parts = room.view(torch.bfloat16).view(2, *heads.shape)
@@ -377,10 +377,12 @@ class PooledLaunches:
                 (indexer.n_heads * indexer.head_dim) ** -0.5,
             )  # fmt: skip
         run = Run(start, memory.ring, slot * memory.ring, mixer.window, pooled, n_pooled)
+        back = heads.view(torch.bfloat16).view(2, mixer.out_groups, rows.n, -1)
         look(
-            b.run, parts, run, memory, self._sinks, heads, scale=mixer.softmax_scale,
-            question=question,
+            b.run, parts, run, memory, self._sinks, back, rotation=rotation,
+            scale=mixer.softmax_scale, question=question,
         )  # fmt: skip
+        return back
 
     def _list(self, b: PooledBuffers, rows: PooledRows, here: slice) -> None:
         """Name what a few rows see: of pooled entries all, or what the indexer chooses."""

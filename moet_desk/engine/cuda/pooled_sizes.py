@@ -14,7 +14,7 @@ STEP_SPLITS, CHUNK_SPLITS = 64, 8
 LOOKING_ROWS = {STEP_SPLITS: 8, CHUNK_SPLITS: 0}
 """Rows of a step that look at entries at the same time; those of a prompt are in `pooled_run`."""
 
-CHOOSING_ROWS, CHOOSING_SCORES = 64, 1 << 24
+CHOOSING_ROWS, CHOOSING_SCORES = 64, 1 << 22
 """Rows of a prompt that choose at the same time: so many, or more while these scores have room."""
 
 

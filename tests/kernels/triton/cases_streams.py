@@ -190,11 +190,8 @@ def _prompts() -> Iterator[Case]:
         "x": F32, "parts": "*bf16", "size": "i32", "cos": F32, "sin": F32, "positions": "*i32",
         "eps": "fp32",
     }  # fmt: skip
-    for back in (False, True):
-        values = {
-            "N": 64, "D": 512, "DR": 64, "EACH": 8 if back else 64, "B": 512, "BH": 4, "BACK": back,
-        }  # fmt: skip
-        yield Case(f"run_parts back={back}", head_parts._parts_kernel, types, values, 4, EXACT)
+    values = {"N": 64, "D": 512, "DR": 64, "B": 512, "BH": 4}
+    yield Case("run_parts", head_parts._parts_kernel, types, values, 4, EXACT)
     for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
         types = {
             "pages": "*u8", "base": "i32", "table": "*i32", "first": "i32", "entries": "*bf16",
@@ -207,12 +204,14 @@ def _prompts() -> Iterator[Case]:
         yield Case(f"run_decode {form.value}", shared_prefill._decode_kernel, types, values)
     types = {
         "parts": "*bf16", "entries": "*bf16", "chosen": "*i32", "counts": "*i32", "sink": "*bf16",
-        "out": F32, "scale": "fp32", "start": "i32", "size": "i32",
+        "out": "*bf16", "cos": F32, "sin": F32, "scale": "fp32", "start": "i32", "size": "i32",
+        "first_row": "i32", "rows": "i32",
     }  # fmt: skip
     for capability, tile in ((90, shared_prefill.HOPPER_TILE), (120, shared_prefill.CARD_TILE)):
         for ratio, top_k in ((0, 0), (4, 512), (128, 0)):
             values = {
-                "N": 64, "D": 512, "BH": tile.heads, "TILE": tile.entries, "CD": tile.chunk,
+                "N": 64, "D": 512, "DR": 64, "EACH": 8, "BH": tile.heads, "TILE": tile.entries,
+                "CD": tile.chunk,
                 "WINDOW": 128, "RING": 640, "RATIO": ratio, "TOP_K": top_k, "FORM": "fp8",
                 "MMA": True,
             }  # fmt: skip
