@@ -62,3 +62,32 @@ def test_comparison__a_source_must_be_named() -> None:
     peers = {"read": "today", "source": {}, "model": [model]}
     with pytest.raises(LookupError, match="no source x"):
         made.comparison_page([], peers)
+
+
+def test_step_time__bytes_and_launches_of_the_newest_record() -> None:
+    seen = {"_gemv_kernel": {"launches": 100.0, "ms": 3.0}, "_a": {"launches": 2.0, "ms": 0.01}}
+    seen["_fetch_kernel"] = {"launches": 43.0, "ms": 0.5}
+    body = {
+        "shape": made.STEP_SHAPE, "date": "2026-11-30T14:00", "hit_rate": 0.75,
+        "step_ms": {"by_kernel": seen}, "bytes_per_step": {"pcie": 20_000_000},
+        "measured_bw": {"vram_bytes_per_s": 4e12, "pcie_bytes_per_s": 50e9},
+    }  # fmt: skip
+    older = {**body, "date": "2026-11-30T09:00"}
+    without = {**body, "date": "2026-12-01", "step_ms": {"by_kernel": None}}
+    assert made.newest_step({"b": older, "a": body, "c": without}) == ("a", body)
+    rows = made.kernel_rows(body, {"_gemv_kernel": 8_000_000_000})
+    assert rows == [
+        ("`_gemv_kernel`", "100", "3.000", "8,000", "2.000", "30.0", "10.0"),
+        ("`_fetch_kernel`", "43", "0.500", "20", "0.400", "11.6", "2.3"),
+        ("smaller ones", "2", "0.010", "-", "0.002", "5.0", "4.0"),
+    ]
+    parts = made.kernel_bytes(body, {})
+    assert parts["_gate_up_kernel"] + parts["_down_kernel"] == 80_000_000
+
+
+def test_step_time__every_dense_weight_of_the_shape_is_read_by_a_kernel() -> None:
+    page = made.pages()["step-time.md"]
+    (gemv,) = (line for line in page.splitlines() if line.startswith("| `_gemv_kernel`"))
+    dense = made.dense_bytes()
+    assert f" {dense['_gemv_kernel'] / 1e6:,.0f} " in gemv
+    assert 7.6e9 < sum(dense.values()) < 7.9e9

@@ -15,20 +15,24 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.pool_states import PoolMemory
-from moet_desk.engine.cuda.pooled_sizes import LOOKING_ROWS, PooledSizes, seen_most
+from moet_desk.engine.cuda.pooled_run import Question, RunBuffers, kept_queries, look
+from moet_desk.engine.cuda.pooled_sizes import CHUNK_SPLITS, LOOKING_ROWS, PooledSizes, seen_most
 from moet_desk.engine.cuda.products import GroupedWeight, Products
 from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.spec import PooledAttention, PoolIndexer
 from moet_desk.kernels.kv_sizes import POOL_STATES
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.choose import list_chosen
+from moet_desk.kernels.triton.head_parts import back_parts, head_parts
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.pooled_keys import prepare_queries, score_windows, store_keys
+from moet_desk.kernels.triton.pooled_scores import prepare_run
 from moet_desk.kernels.triton.pooling import finish, pool, pool_run
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.seen import Places, Pooled, list_seen
 from moet_desk.kernels.triton.shared_attention import shared_decode
+from moet_desk.kernels.triton.shared_prefill import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class PooledBuffers:
         places: of rows.
         splits: parts of a row's entries.
         scores: [B, S]; listed, seen: int32 [B, L], [B].
+        run: of a prompt's rows, in the place of these.
     """
 
     joined: Tensor
@@ -64,6 +69,7 @@ class PooledBuffers:
     scores: Tensor
     listed: Tensor
     seen: Tensor
+    run: RunBuffers | None
 
     @classmethod
     def make(cls, size: PooledSizes, rows: int, splits: int, device: torch.device) -> PooledBuffers:
@@ -85,6 +91,7 @@ class PooledBuffers:
             index_other=f32(*index), held=f32(size.held),
             places=Places.make(rows, device), splits=splits, scores=f32(looking, size.scored),
             listed=i32(looking, size.listed), seen=i32(looking),
+            run=RunBuffers.make(size, rows, device) if splits == CHUNK_SPLITS else None,
         )  # fmt: skip
 
 
@@ -254,12 +261,16 @@ class PooledLaunches:
         aside.join(_POOLS)
         if looks:
             aside.join(_INDEX)
-        back = products.by_group(b.other[:size], rows.n, mixer.out_groups)
-        for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
-            here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
-            if rows.run is not None:
-                self._list(b, rows, here)
-            self._attend(b, rows, here, one[here], back[:, here], scratch)
+        room = b.other[:size]
+        if rows.run is not None:
+            self._look(b, rows, one, room, rotation, *rows.run)
+            back = room.view(torch.bfloat16).view(2, mixer.out_groups, rows.n, -1)
+            back_parts(one, back, rotation=rotation)
+        else:
+            back = room.view(rows.n, mixer.out_groups, -1).transpose(0, 1)
+            for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
+                here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
+                self._attend(b, rows, here, one[here], back[:, here], scratch)
         products.grouped(back, self._w_low, b.low[t])
         products(b.low[t], self._w_out, out)
 
@@ -312,7 +323,11 @@ class PooledLaunches:
             return
         one, other = (x[: rows.n] for x in (b.index_one, b.index_other))
         products(b.latent[: rows.n], self._index.w_query, one.flatten(1))
-        prepare_queries(one, other, rows.memory.form, rotation=rotation)
+        if rows.run is None:
+            prepare_queries(one, other, rows.memory.form, rotation=rotation)
+        else:
+            form = rows.memory.form
+            prepare_run(one, kept_queries(other, form), form, rotation=rotation)
 
     def _attend(
         self,
@@ -331,6 +346,40 @@ class PooledLaunches:
             heads, KvPages(memory.rows, listed, memory.form), b.seen[n], self._sinks, out,
             rotation=rotation, eps=mixer.norm_eps, scale=mixer.softmax_scale, scratch=scratch,
             splits=b.splits,
+        )  # fmt: skip
+
+    def _look(
+        self,
+        b: PooledBuffers,
+        rows: PooledRows,
+        heads: Tensor,
+        room: Tensor,
+        rotation: Rotation,
+        slot: int,
+        start: int,
+    ) -> None:
+        """What rows of a prompt see, in the place of their queries: heads [T, N, D]."""
+        mixer, memory = self.mixer, rows.memory
+        assert b.run is not None, "a prompt has buffers for its rows"  # noqa: S101
+        parts = room.view(torch.bfloat16).view(2, *heads.shape)
+        head_parts(heads, parts, rotation=rotation, eps=mixer.norm_eps)
+        pooled, n_pooled, question = None, 0, None
+        if mixer.pool is not None and memory.entries is not None:
+            kv = rows.pages(memory.entries, slice(0, 1))
+            pooled = Pooled(kv, mixer.pool.ratio, memory.entries.spread, memory.first)
+            n_pooled = (start + rows.n) // mixer.pool.ratio
+        if self._index is not None and memory.keys is not None and not rows.sees_all:
+            indexer, width = self._index.indexer, self._w_pool.n
+            question = Question(
+                kept_queries(b.index_other[: rows.n], memory.form),
+                b.pooling[: rows.n, width - indexer.n_heads : width],
+                rows.pages(memory.keys, slice(0, 1)), rows.places.closed[: rows.n],
+                (indexer.n_heads * indexer.head_dim) ** -0.5,
+            )  # fmt: skip
+        run = Run(start, memory.ring, slot * memory.ring, mixer.window, pooled, n_pooled)
+        look(
+            b.run, parts, run, memory, self._sinks, heads, scale=mixer.softmax_scale,
+            question=question,
         )  # fmt: skip
 
     def _list(self, b: PooledBuffers, rows: PooledRows, here: slice) -> None:
