@@ -97,7 +97,7 @@ def _streams() -> Iterator[Case]:
     """What stands around blocks."""
     made, first = 2 * N + N * N, {"made": None, "y": None, "part": None, "weights": None}
     types = {"streams": F32, "project": F32, "parts": F32}
-    after = {"made": F32, "y": F32}
+    after, wide = {"made": F32, "y": F32}, {"maxnreg": 128}
     for rows, r, given, top_k in (
         (made, 32, {}, 0),
         (made, 32, after, 0),
@@ -109,7 +109,7 @@ def _streams() -> Iterator[Case]:
         values = {"H": HIDDEN, "N": N, "K": top_k, "ROWS": rows, "R": r, "LINE": line, "C": 32}
         name = f"streams_advance rows={rows} K={top_k} {'behind' if given else 'first'}"
         kernel = streams._advance_kernel
-        yield Case(name, kernel, {**types, **given}, {**values, **missing})
+        yield Case(name, kernel, {**types, **given}, {**values, **missing}, 4, wide)
     types["n_tokens"] = "i32"
     for rows, r in ((made, 32), (N, 16)):
         values = {
@@ -137,7 +137,7 @@ def _streams() -> Iterator[Case]:
         own = {**types, **{name: kind for name, kind in more.items() if kind}}
         values |= {name: None for name, kind in more.items() if not kind}
         name = f"streams_enter rows={rows} parts={parts} {codes} fine={fine}"
-        yield Case(name, streams._enter_kernel, own, values, 1, EXACT)
+        yield Case(name, streams._enter_kernel, own, values, 1, {**EXACT, **wide})
     types = {"streams": F32, "made": F32, "y": F32}
     values = {"H": HIDDEN, "N": N, "ROWS": made, "WIDE": 256}
     yield Case("streams_after", streams._after_kernel, types, values)
