@@ -22,8 +22,8 @@ from moet_desk.store.sources import TensorIndex, raw_tensors
 from moet_desk.store.stored_tensors import DTYPES, RawTensor, WeightFile
 
 _PIECE_BYTES = 16 << 20
-"""Read before they are converted, so that a large matrix needs little room beside its numbers. Small
-pieces are slow: two threads wait for each other at every one of them.
+"""Read before they are converted, so that a large matrix needs little room beside its numbers.
+Small pieces are slow: two threads wait for each other at every one of them.
 """
 
 
