@@ -10,12 +10,11 @@ they come from memory and not from L2. Needs a CUDA device; writes nothing.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 
 import torch
 
-from bench.timing import DEVICE, report
+from bench.timing import DEVICE, report, run_parts
 from moet_desk.kernels.triton import gemm as gemms
 from moet_desk.kernels.triton.dense import DenseWeight, GemvTile, gemv, swiglu_gemv, tile_for
 from moet_desk.kernels.triton.gemm import GemmTile, gemm, split
@@ -210,12 +209,7 @@ def main() -> None:
         "prompts": prompts,
         "small": lambda _: small(),
     }
-    parser = argparse.ArgumentParser(description="Times of dense kernels, one JSON line each.")
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default all")
-    parser.add_argument("--sweep", action="store_true", help="try other tiles too")
-    args = parser.parse_args()
-    for name in args.parts or parts:
-        parts[name](args.sweep)
+    run_parts(parts, "Times of dense kernels, one JSON line each.")
 
 
 if __name__ == "__main__":
