@@ -10,11 +10,12 @@ worth. Needs a CUDA device; writes nothing.
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
 
 import torch
 
-from bench.timing import DEVICE, report, run_parts
+from bench.timing import DEVICE, report
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
 from moet_desk.kernels.triton import prefill_attention
@@ -172,7 +173,12 @@ def main() -> None:
         "prepare": lambda _: preparing(),
         "prompts": prompts,
     }
-    run_parts(parts, "Times of attention, one JSON line each.")
+    parser = argparse.ArgumentParser(description="Times of attention, one JSON line each.")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default all")
+    parser.add_argument("--sweep", action="store_true", help="try other tiles too")
+    args = parser.parse_args()
+    for name in args.parts or parts:
+        parts[name](args.sweep)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -14,16 +13,6 @@ DEVICE = torch.device("cuda")
 
 _TARGET_US = 400.0
 """A graph holds about this much work, so that a replay's own cost does not count."""
-
-
-def run_parts(parts: Mapping[str, Callable[[bool], None]], description: str) -> None:
-    """Run the parts that the command line names, or all; each is told whether to sweep tiles."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default all")
-    parser.add_argument("--sweep", action="store_true", help="try other tiles too")
-    args = parser.parse_args()
-    for name in args.parts or parts:
-        parts[name](args.sweep)
 
 
 def report(

@@ -8,7 +8,8 @@ alone, which they do not change much. Of times on the clock, those in which the 
 or the measuring one waited for a core (schedstat) are given apart.
 
     share of a core   CPU time of the main thread while it streams, over the time that passed, for
-                      the chat, the cache screen on the demo's shape and on a model of 43 x 256
+                      the chat, the cache screen on the demo's shape and on a model of 43 x 256;
+                      and how often a second new words were drawn
     key to screen     from a key in the terminal until the changed screen has come back, while it streams
     first frame       from the start of the program until the first whole screen; CPU time and clock
 """
@@ -65,6 +66,7 @@ def app(shape: str, mode: str, report: str, seconds: float) -> None:
 
         def measure(self) -> None:
             began, cpu = time.monotonic(), time.thread_time()
+            flushes = self.chat.pace.n_flushes
 
             def done() -> None:
                 took, used = time.monotonic() - began, time.thread_time() - cpu
@@ -72,6 +74,7 @@ def app(shape: str, mode: str, report: str, seconds: float) -> None:
                     "share": used / took,
                     "seconds": took,
                     "tokens_per_s": engine.snapshot().tokens / max(1e-9, took + 3.0),
+                    "text_per_s": (self.chat.pace.n_flushes - flushes) / took,
                     "slow": self.chat.pace.slow,
                 }
                 Path(report).write_text(json.dumps(said))

@@ -33,6 +33,7 @@ from moet_desk.ui.clock import Clock, system_clock
 from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.desk import Desk, EndpointControl, JobView, NoEndpoint, PlanWishes
 from moet_desk.ui.keymap import binding_ids
+from moet_desk.ui.lean_screen import LeanScreen
 from moet_desk.ui.look import Look, look_of, wishes_of
 from moet_desk.ui.paces import CALM_PERIOD_S, GAUGE_PERIOD_S, START_PERIOD_S, TEXT_PERIOD_S
 from moet_desk.ui.playback import Player, Record, Tape
@@ -52,7 +53,7 @@ from moet_desk.ui.widgets.gauges import History
 from moet_desk.ui.widgets.problem import ConfirmDialog
 
 _WAIT_S = 0.25  # at most, of gauges for text
-_TURNS = 4  # of the event loop, until all widgets have told the screen that they changed
+_TURNS = 4  # of the event loop, until all widgets have told the screen that they need a layout
 
 
 class AppCore(App[int]):
@@ -187,11 +188,14 @@ class AppCore(App[int]):
             await self._draw_due()
             return
         with self.batch_update():
-            if await self._draw_due():
+            if await self._draw_due() and self.chat.pace.grew:
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)
-        self.screen.check_idle()  # which paints
         self.chat.measure_flush()
+        if isinstance(self.screen, LeanScreen):
+            self.screen.paint()
+        else:
+            self.screen.check_idle()  # which paints
 
     async def _draw_due(self) -> bool:
         """Draw what it is time for; gauges wait a little for text. Returns whether text came."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moet_desk.engine.handle import Quality, RequestStream
 from moet_desk.errors import MoetError
 from moet_desk.errors.disk import unexpected
 from moet_desk.marked_text import MarkedText, join
-from moet_desk.telemetry import Failed, Finished, PrefillProgress, TextDelta, Usage
+from moet_desk.telemetry import Event, Failed, Finished, PrefillProgress, TextDelta, Usage
 from moet_desk.ui.text import Cleaner
 from moet_desk.ui.thinking import Splitter
 
@@ -90,7 +90,7 @@ class LiveAnswer:
         """Take what has arrived; returns the new clean reasoning and text."""
         thoughts: list[str] = []
         fresh: list[MarkedText] = []
-        for event in self._stream.take():
+        for event in self._take():
             match event:
                 case TextDelta(text=piece, reran=reran):
                     clean = self._cleaner.feed_marked(MarkedText(piece, reran))
@@ -112,6 +112,12 @@ class LiveAnswer:
             thoughts.append(thought)
             fresh.append(text)
         return self._keep("".join(thoughts), join(fresh))
+
+    def _take(self) -> Iterable[Event]:
+        """What has arrived. Pieces of text are one piece where nothing has to tell them apart."""
+        events = self._stream.take()
+        alike = self._first_s is not None and not self._splitter.has_tags
+        return _joined(events) if alike else events
 
     def _keep(self, thought: str, text: MarkedText) -> tuple[str, MarkedText]:
         if thought:
@@ -139,3 +145,27 @@ class LiveAnswer:
     def stop(self) -> None:
         """Ask the engine to stop; the text so far stays."""
         self._stream.cancel()
+
+
+def _joined(events: Sequence[Event]) -> Iterator[Event]:
+    """Events in their order; neighbouring pieces of text without marks become one."""
+    run: list[TextDelta] = []
+    for event in events:
+        if isinstance(event, TextDelta) and not event.reran:
+            run.append(event)
+            continue
+        if run:
+            yield _one(run)
+            run = []
+        yield event
+    if run:
+        yield _one(run)
+
+
+def _one(run: Sequence[TextDelta]) -> TextDelta:
+    return TextDelta(
+        "".join(each.text for each in run),
+        n_tokens=sum(each.n_tokens for each in run),
+        n_reran=sum(each.n_reran for each in run),
+        rerun_s=sum(each.rerun_s for each in run),
+    )

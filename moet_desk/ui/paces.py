@@ -12,7 +12,7 @@ CALM_PERIOD_S = 1.0
 
 _TEXT_SHARE, _LAYOUT_SHARE = 0.008, 0.006
 """Of a core: what flushes of text may take, and what those may that change the layout."""
-_SLOWEST_TEXT_S, _SLOWEST_LAYOUT_S = 0.4, 3.0
+_SLOWEST_TEXT_S, _SLOWEST_LAYOUT_S = 0.2, 3.0
 _HIDDEN_S = 0.5  # between two looks for text while another screen is in front
 
 
@@ -130,6 +130,11 @@ class AnswerPace:
     def end(self, *, grew: bool) -> None:
         """It was drawn; `grew`: it needs another layout."""
         self._grew = grew
+
+    @property
+    def grew(self) -> bool:
+        """Whether what was drawn last, and is not painted yet, needs another layout."""
+        return self._grew is True
 
     @property
     def waits(self) -> bool:

@@ -23,7 +23,7 @@ class Splitter:
 
     def __init__(self, stream: RequestStream) -> None:
         answers = stream.answers
-        self._has_tags = answers.think is not None or answers.calls is CallFormat.HARMONY
+        self.has_tags = answers.think is not None or answers.calls is CallFormat.HARMONY
         in_reasoning = stream.prompt_end is PromptEnd.REASONING
         self._parser = make_parser(answers, (), in_reasoning=in_reasoning)
         tags = () if answers.think is None else (answers.think.open, answers.think.close)
@@ -32,14 +32,14 @@ class Splitter:
 
     def feed(self, piece: MarkedText) -> tuple[str, MarkedText]:
         """The next piece."""
-        if not self._has_tags:
+        if not self.has_tags:
             return "", piece
         self._raw += piece
         return self._told(self._parser.feed(piece.text))
 
     def finish(self) -> tuple[str, MarkedText]:
         """The answer has ended: what was held back."""
-        return self._told(self._parser.finish()) if self._has_tags else ("", MarkedText())
+        return self._told(self._parser.finish()) if self.has_tags else ("", MarkedText())
 
     def _told(self, parsed: list[Parsed]) -> tuple[str, MarkedText]:
         thought: list[str] = []

@@ -391,6 +391,8 @@ def test_split__kernels__by_group_with_the_rest_as_gaps() -> None:
     assert list(twice.items()) == [
         ("_down_kernel", (1.0, 2.0)), ("_gemv_kernel", (0.5, 1.5)), ("Memcpy HtoD", (0.5, 0.25)),
     ]  # fmt: skip
+    torchs = [("void at::native::a<int>()", 1000.0), ("void at::native::b<float>()", 500.0)]
+    assert by_kernel(torchs, n_steps=1) == {"elementwise of torch": (2.0, 1.5)}
     assert group_of("_rms_norm_kernel_0d1d2") is Group.OTHER
     assert group_of("_fetch_kernel_0d1") is Group.FETCH
 

@@ -13,6 +13,7 @@ from textual.strip import Strip
 
 from moet_desk.telemetry import CacheView, Tier
 from moet_desk.ui.cache_cells import LEFT, RIGHT, Grid, Measure, describe, plan_grid, row_values
+from moet_desk.ui.lean_screen import LeanScreen
 from moet_desk.ui.theme import ASCII, MOET_DARK, UNICODE, Glyphs
 from moet_desk.ui.widgets.heatmap import Heatmap, header_line
 
@@ -83,9 +84,9 @@ class Painted(Heatmap):
         super().__init__(glyphs)
         self.lines: list[int] = []
 
-    def render_line(self, y: int) -> Strip:
+    def row(self, y: int) -> Strip:
         self.lines.append(y + self.scroll_offset.y)
-        return super().render_line(y)
+        return super().row(y)
 
 
 class GridApp(App[None]):
@@ -97,6 +98,9 @@ class GridApp(App[None]):
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         return dict(MOET_DARK.variables)
+
+    def get_default_screen(self) -> LeanScreen:
+        return LeanScreen()
 
     def compose(self) -> ComposeResult:
         yield self.heatmap

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from textual._compositor import ChopsUpdate, Compositor
+from textual._compositor import Compositor
 from textual.geometry import Offset, Region
 from textual.selection import Selection
 from textual.strip import Strip
@@ -13,6 +13,7 @@ from textual.widget import Widget
 
 from moet_desk.engine.scripted import DEFAULT_ANSWER, Script
 from moet_desk.marked_text import MarkedText
+from moet_desk.ui.lean_screen import LeanUpdate
 from moet_desk.ui.look import Look
 from moet_desk.ui.widgets.blocks import AnswerBlock
 from moet_desk.ui.widgets.live_text import LiveText
@@ -228,10 +229,13 @@ async def test_repaint__some_cells__as_in_the_whole_picture() -> None:
             asked.clear()
             lean._dirty_regions.update(regions)
             update = lean.render_update()
-            assert isinstance(update, ChopsUpdate)
-            for y, x1, x2 in update.spans:
-                ends = update.chop_ends[y]
-                for (x, strip), end in zip(update.chops[y].items(), ends, strict=True):
-                    if x < x2 and end > x1:
-                        assert cells([strip])[0] == whole[y][x:end]
+            assert isinstance(update, LeanUpdate)
+            sent: list[tuple[int, int]] = []
+            for y, x, strip in update.pieces:
+                assert cells([strip])[0] == whole[y][x : x + strip.cell_length]
+                sent += [(x + i, y) for i in range(strip.cell_length)]
+            assert len(sent) == len(set(sent))
+            assert set(sent) >= {
+                (x, y) for r in regions for y in r.line_range for x in r.column_range
+            }
             assert sum(crop.height for crop in asked) < 3 * sum(r.height for r in regions)

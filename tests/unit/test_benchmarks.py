@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moet_desk.catalogue import load_catalogue
 from tools import generate_benchmarks as made
 
 
@@ -33,6 +34,21 @@ def test_benchmarks__every_record_once_with_its_figures() -> None:
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1:4] == ["exact", "2 cores of a CPU", "2026-11-29, 865d660"]
     assert cells[4] == f"{record['decode_tok_per_s']['median']:.1f}"
+
+
+def test_shapes__every_model_of_the_catalogue__measured_itself_or_as_one_of_the_same_sizes() -> (
+    None
+):
+    own = {
+        r.body["shape"]
+        for r in made.load_records(made.RECORDS)
+        if r.body.get("weights") == "synthetic"
+    }
+    others = made.measured_as(own)
+    assert {entry.name for entry in load_catalogue()} <= own | set(others)
+    assert others["deepseek-r1"] == "deepseek-v3.1"
+    assert "deepseek-r1 was measured as deepseek-v3.1" in made.pages()["benchmarks.md"]
+    assert "deepseek-v3.1" not in made.measured_as(own - {"deepseek-v3.1", "deepseek-r1"})
 
 
 def test_made_up_weights__never_stand_under_real_ones() -> None:

@@ -19,6 +19,7 @@ from moet_desk.engine.cuda.blocks import Branch, Experts
 from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers
 from moet_desk.engine.cuda.pools import FoundExperts, PoolExperts
 from moet_desk.kernels.kinds import Activations
+from moet_desk.kernels.triton.routed_lookup import Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,10 @@ class BroughtExperts:
         """See `Experts`."""
         return self.experts.activations
 
-    def __call__(self, moe_layer: int, buffers: StepBuffers, rows: int) -> None:
-        """See `Experts`."""
+    def __call__(
+        self, moe_layer: int, buffers: StepBuffers, rows: int, routing: Routing | None = None
+    ) -> None:
+        """See `Experts`; a table has named them, so there is no routing."""
         self.wait()
         self.experts.compute(moe_layer, buffers, rows, self.found)
 

@@ -33,6 +33,7 @@ from moet_desk.kernels.triton.cache import (
 )
 from moet_desk.kernels.triton.experts import ExpertPool, experts_down, experts_hidden
 from moet_desk.kernels.triton.fetch import Arena, Mailbox, fetch, post, wait
+from moet_desk.kernels.triton.routed_lookup import Routing, route_and_look_up
 from moet_desk.store.pack_format import Plane
 
 
@@ -130,15 +131,28 @@ class DevicePool:
         return self.found[0].miss_row.shape[0]
 
     def fill(
-        self, ids: Tensor, layer: int, mailbox: Mailbox | None, *, found: LookupOutput,
-        ends_step: bool, before: int = 0,
-    ) -> LookupOutput:  # fmt: skip
-        """Launch the look-up of a layer and the fetch of what is missing; returns `found`.
+        self,
+        ids: Tensor,
+        layer: int,
+        mailbox: Mailbox | None,
+        *,
+        found: LookupOutput,
+        ends_step: bool,
+        before: int = 0,
+        routing: Routing | None = None,
+    ) -> LookupOutput:
+        """Launch the look-up of a layer and the fetch of what is missing; returns `found`. With a
+        routing the ids are chosen before, in the same launch.
 
         Shapes:
             ids int32 [T, K]
         """
-        lookup(ids, self.tables, layer=layer, out=found, ends_step=ends_step, before=before)
+        if routing is None:
+            lookup(ids, self.tables, layer=layer, out=found, ends_step=ends_step, before=before)
+        else:
+            route_and_look_up(
+                routing, ids, self.tables, layer=layer, out=found, ends_step=ends_step
+            )
         if mailbox is not None:
             post(mailbox, self.arena, found, layer=layer, fine=self.plane is Plane.FINE)
         fetch(
@@ -276,21 +290,30 @@ class PoolExperts:
         """
         return self._fill(ids, moe_layer, self._found_early[moe_layer], before)
 
-    def __call__(self, moe_layer: int, buffers: StepBuffers, rows: int) -> None:
+    def __call__(
+        self, moe_layer: int, buffers: StepBuffers, rows: int, routing: Routing | None = None
+    ) -> None:
         """See `Experts`."""
-        found = self._fill(buffers.ids[:rows], moe_layer, [pool.found for pool in self._pools], 0)
+        every = [pool.found for pool in self._pools]
+        found = self._fill(buffers.ids[:rows], moe_layer, every, 0, routing)
         self.compute(moe_layer, buffers, rows, found)
 
     def _fill(
-        self, ids: Tensor, moe_layer: int, found: Sequence[Sequence[LookupOutput]], before: int
+        self,
+        ids: Tensor,
+        moe_layer: int,
+        found: Sequence[Sequence[LookupOutput]],
+        before: int,
+        routing: Routing | None = None,
     ) -> FoundExperts:
         ends, n = moe_layer == self._n_layers - 1, ids.shape[0] - 1
         base, *fine = (
             pool.fill(
-                ids, moe_layer, self._mailbox, found=of_rows[n], ends_step=ends, before=before
+                ids, moe_layer, self._mailbox, found=of_rows[n], ends_step=ends, before=before,
+                routing=routing if pool is self._base else None,
             )
             for pool, of_rows in zip(self._pools, found, strict=True)
-        )
+        )  # fmt: skip
         return FoundExperts(base, fine[0] if fine else None)
 
     def compute(self, moe_layer: int, buffers: StepBuffers, rows: int, found: FoundExperts) -> None:

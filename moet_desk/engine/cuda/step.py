@@ -38,6 +38,7 @@ from moet_desk.engine.cuda.streams import (
     StreamLaunches,
     StreamMaker,
     Turns,
+    chain,
     spread,
     streams_of,
 )
@@ -138,6 +139,8 @@ class StepModel:
         tables = _tables(self.layers)
         self._named = NamedExperts(tables, device) if tables else None
         self.end = None if spec.streams is None else made.end("model.")
+        if self.end is not None:
+            chain([one for one in self.layers if isinstance(one, StreamLaunches)], self.end)
         self.head: HeadLaunches | StreamHeadLaunches | None = None
         if with_head and spec.mtp is not None:
             if self.end is None:
@@ -320,6 +323,7 @@ class StepModel:
                 if not i:
                     spread(b.x[t], streams_of(b).x[t])
                     self._find_places(rows, positions)
+                    layer.begin(b, rows)
                 experts = brought.get(layer.ffn.moe_layer, self._experts[plane])
                 layer.launch(b, self._pooled_rows(i, rows, table), ids, experts)
                 continue
@@ -428,7 +432,7 @@ class StepModel:
         rows, b = x.shape[0], self.buffers
         if self.end is not None:
             streams_of(b).x[:rows].copy_(x)
-            self.end.launch(b, rows)
+            self.end.launch_alone(b, rows)
             x = b.x[:rows]
         self._logits(x, rows)
         self._host_logits[:rows].copy_(self.buffers.logits[:rows])

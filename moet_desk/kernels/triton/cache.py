@@ -170,15 +170,18 @@ def _coldest(owner, last_used, warmth, hand, since, now, n_slots):
     return slot, hand
 
 
-@triton.jit(do_not_specialize=["layer", "before"])
-def _lookup_kernel(
+@triton.jit
+def look_up(
     ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
     uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, before,
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
     PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    """Of the ids of a step's tokens, see `lookup`."""
     # long: one launch per layer is the point; each paragraph needs the one before.
-    step = tl.load(clock)
+    c = tl.arange(0, 4)
+    total = counters + layer * 4 + c
+    step, counted = tl.load(clock), tl.load(total)  # with the ids: nothing waits for these alone
     now = step * L + layer + 1
     i = tl.arange(0, PAIRS)
     expert = tl.load(ids + i, mask=i < T * K, other=-1)
@@ -193,12 +196,12 @@ def _lookup_kernel(
 
     uses = tl.sum(same.to(tl.int32), 1)
     heat = tl.load(warmth + row, mask=first, other=0.0)
+    slot = tl.load(slot_of + row, mask=first, other=0)
     at = product(now.to(tl.float32), PER_USE, PTX)
     for n in range(T):
         heat = tl.where(uses > n, added_use(heat, at, PTX), heat)
     tl.store(warmth + row, heat, mask=first)
 
-    slot = tl.load(slot_of + row, mask=first, other=0)
     tl.store(last_used + slot, now, mask=first & (slot >= 0))
     missing = (first & (slot < 0)).to(tl.int32)
     n_missing = tl.sum(missing, 0)
@@ -242,14 +245,26 @@ def _lookup_kernel(
     tl.store(uniq_pair + uniq * T + i // K, i, mask=valid)
     tl.store(n_uniq, n_first)
     tl.store(miss_n, n_missing)
-    c = tl.arange(0, 4)
     asked = tl.sum(valid.to(tl.int32), 0)
     hits = asked - n_missing
     more = tl.where(c < 2, tl.where(c == 0, asked, hits), tl.where(c == 2, n_missing, evicted))
-    total = counters + layer * 4 + c
-    tl.store(total, tl.load(total) + more)
+    tl.store(total, counted + more)
     if ADVANCE:
         tl.store(clock, step + 1)
+
+
+@triton.jit(do_not_specialize=["layer", "before"])
+def _lookup_kernel(
+    ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
+    uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, before,
+    L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
+    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    look_up(
+        ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
+        uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, before,
+        L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX,
+    )  # fmt: skip
 
 
 def lookup(

@@ -25,7 +25,7 @@ from moet_desk.marked_text import MarkedText
 from moet_desk.telemetry import PrefillProgress
 from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.chat_records import Turn
-from moet_desk.ui.lean_screen import Growing
+from moet_desk.ui.lean_rows import Ground, Growing, Words
 from moet_desk.ui.text import clean, clean_line, find_all
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.folds import Fold, ThoughtFold
@@ -80,7 +80,7 @@ class Head(Widget):
         self.post_message(self.Clicked(by))
 
 
-class Block(Growing, Vertical):
+class Block(Growing, Ground, Vertical):
     """What all messages share: their record, their head, and that they can be folded."""
 
     DEFAULT_CSS = """
@@ -205,7 +205,7 @@ class MessageBlock(Block):
         await self.toggle()
 
 
-class _Body(Growing, Vertical):
+class _Body(Growing, Ground, Vertical):
     """Where the text of an answer stands."""
 
 
@@ -233,7 +233,7 @@ class AnswerBlock(Block):
         self._rest = Fold(glyphs, is_open=True)  # of the whole answer
         self._taken = 0  # characters of the turn's text that were given to `append`
         self._body = _Body(classes="body")
-        self._foot = Static(Content(""), classes="closing", markup=False)
+        self._foot = Words(Content(""), classes="closing", markup=False)
         self.segments: list[Segment] = []
         self.live: LiveText | None = None  # while it is written
         self._text = MarkedText()  # what `live` was given

@@ -14,10 +14,10 @@ from rich.cells import cell_len
 from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
-from textual.visual import Visual
 from textual.widget import Widget
 
 from moet_desk.telemetry import TIER_LETTERS, EngineSnapshot, EngineState, LoadStep, Tier
+from moet_desk.ui.lean_rows import Rows, draw_line
 from moet_desk.ui.theme import Glyphs, status_variable, tier_variable
 from moet_desk.units import show_count, show_disk, show_duration, show_memory, show_rate
 
@@ -123,30 +123,42 @@ def spread(left: Content, right: Content, width: int) -> Content:
     return left + " " * (width - left.cell_length - right.cell_length) + right
 
 
-class _Gauge(Widget):
-    """A widget whose text is made from a record; it repaints when that text has changed.
+class _Gauge(Rows, Widget):
+    """A widget whose lines are made from a record; of its rows those are repainted that differ.
 
-    The text is kept as drawn, because what it is made from may have moved on since.
+    The lines are kept as drawn, because what they are made from may have moved on since.
     """
 
     def __init__(self, glyphs: Glyphs) -> None:
         super().__init__()
         self._glyphs = glyphs
-        self._text = Content("")
+        self._lines: list[Content] = []
 
-    def make_text(self, width: int) -> Content:
-        """The text for a width; each gauge has its own."""
-        return Content("")
+    def make_lines(self, width: int) -> list[Content]:
+        """The lines for a width; each gauge has its own."""
+        return []
 
     def redraw(self) -> None:
-        """Make the text anew and repaint if it differs."""
-        text = self.make_text(self.size.width)
-        if not text.is_same(self._text):
-            self._text = text
-            self.refresh()
+        """Make the lines anew and repaint what differs."""
+        width = self.size.width
+        lines = self.make_lines(width)
+        pairs = enumerate(zip_longest(self._lines, lines))
+        changed = [y for y, (a, b) in pairs if a is None or b is None or not a.is_same(b)]
+        self._lines = lines
+        if changed:
+            self.refresh(*(Region(0, y, width, 1) for y in changed))
 
     def render(self) -> Content:
-        return self._text
+        return Content("\n").join(self._lines)
+
+    def row(self, y: int) -> Strip:
+        if self.text_selection is not None:
+            return super().row(y)
+        line = self._lines[y] if y < len(self._lines) else Content("")
+        return draw_line(self, line, self.size.width)
+
+    def render_line(self, y: int) -> Strip:
+        return self.row(y).apply_offsets(0, y)
 
     def on_resize(self) -> None:
         self.redraw()
@@ -170,7 +182,11 @@ class StatusLine(_Gauge):
         self._snapshot, self._context_used, self._notes = snapshot, context_used, notes
         self.redraw()
 
+    def make_lines(self, width: int) -> list[Content]:
+        return [self.make_text(width)]
+
     def make_text(self, width: int) -> Content:
+        """The row for a width."""
         snapshot = self._snapshot
         state = snapshot.state
         glyph = self._glyphs.states[state]
@@ -327,9 +343,9 @@ class WaitLine(_SnapshotGauge):
 
     DEFAULT_CSS = "WaitLine { height: 1; }"
 
-    def make_text(self, width: int) -> Content:
+    def make_lines(self, width: int) -> list[Content]:
         waiting = wait_line(self._snapshot, self._history, width=width - 1, glyphs=self._glyphs)
-        return Content(" ") + waiting
+        return [Content(" ") + waiting]
 
 
 class TierBars(_SnapshotGauge):
@@ -337,43 +353,20 @@ class TierBars(_SnapshotGauge):
 
     DEFAULT_CSS = "TierBars { height: 5; }"
 
-    def make_text(self, width: int) -> Content:
+    def make_lines(self, width: int) -> list[Content]:
         moves = move_line(self._snapshot, self._history, width=width - 1, glyphs=self._glyphs)
-        lines = [*tier_lines(self._snapshot, width, self._glyphs), Content(" ") + moves]
-        return Content("\n").join(lines)
+        return [*tier_lines(self._snapshot, width, self._glyphs), Content(" ") + moves]
 
 
 class Rail(_SnapshotGauge):
-    """The right column of wide windows: tiers, speed, waiting, requests. Of its rows only those
-    are drawn anew that have changed.
-    """
+    """The right column of wide windows: tiers, speed, waiting, requests."""
 
     DEFAULT_CSS = "Rail { width: 34; padding: 0 1; }"
 
-    def __init__(self, glyphs: Glyphs, history: History) -> None:
-        super().__init__(glyphs, history)
-        self._lines: list[Content] = []
+    def make_lines(self, width: int) -> list[Content]:
+        return [line.truncate(width) for line in self._all_lines()]
 
-    def redraw(self) -> None:
-        lines = self._make_lines()
-        pairs = enumerate(zip_longest(self._lines, lines))
-        changed = [y for y, (a, b) in pairs if a is None or b is None or not a.is_same(b)]
-        self._lines = lines
-        if changed:
-            self.refresh(*(Region(0, y, self.outer_size.width, 1) for y in changed))
-
-    def render(self) -> Content:
-        return Content("\n").join(self._lines)
-
-    def render_line(self, y: int) -> Strip:
-        if self.text_selection is not None:
-            return super().render_line(y)
-        line = self._lines[y] if y < len(self._lines) else Content("")
-        width = self.size.width
-        (row,) = Visual.to_strips(self, line.truncate(width), width, 1, self.visual_style, pad=True)
-        return row.apply_offsets(0, y)
-
-    def _make_lines(self) -> list[Content]:
+    def _all_lines(self) -> list[Content]:
         snapshot, glyphs = self._snapshot, self._glyphs
         if snapshot.remote:
             return self._of_server()

@@ -32,13 +32,14 @@ from moet_desk.ui.cache_cells import (
     row_values,
     tell,
 )
+from moet_desk.ui.lean_rows import Rows
 from moet_desk.ui.theme import RAMP_STEPS, Glyphs, tier_variable
 
 _MAX_ROW_HEIGHT = 2  # with cells three columns wide this is nearly square
 _UPPER_HALF = "▀"
 
 
-class Heatmap(ScrollView, can_focus=True):
+class Heatmap(Rows, ScrollView, can_focus=True):
     """The grid widget. Give it views with `show`."""
 
     DEFAULT_CSS = """
@@ -181,6 +182,9 @@ class Heatmap(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------
 
     def render_line(self, y: int) -> Strip:
+        return self.row(y)
+
+    def row(self, y: int) -> Strip:
         view, line = self._view, y + self.scroll_offset.y
         row = self._row_of(line)
         if self._styles is None:

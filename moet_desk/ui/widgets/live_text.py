@@ -12,32 +12,29 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from markdown_it.token import Token
-from rich.segment import Segment
 from textual import events
 from textual.geometry import Region, Size
 from textual.selection import Selection
 from textual.strip import Strip
 from textual.style import Style
-from textual.visual import RenderOptions
 from textual.widget import Widget
 from textual.widgets import Markdown
-from textual.widgets.markdown import MarkdownFence
 
 from moet_desk.marked_text import MarkedText
-from moet_desk.ui.lean_screen import Growing
+from moet_desk.ui.lean_rows import Growing, Rows
 from moet_desk.ui.markdown_marks import MARKS, mark_tokens
 from moet_desk.ui.text import SEGMENT_CHARS, last_block, markdown_parser, shown_length
+from moet_desk.ui.widgets.code_colours import CodeColours, plain_lines
 from moet_desk.ui.widgets.markdown_rows import LOOKS, STYLES, RowDrawer
 from moet_desk.ui.widgets.marked_markdown import PLAIN_BULLETS, underlined
+from moet_desk.ui.widgets.open_rows import OpenCode, OpenRows, has_fence
 from moet_desk.ui.widgets.segments import cut_segments
 
-_UNWRAPPED = 1 << 16
-_TAB = 8  # as Textual draws it
 _COLOUR_AGAIN, _COLOUR_STEP = 1.25, 40
 """When growing code is coloured anew: longer by this factor, and by so many characters."""
 
 
-class LiveText(Growing, Widget):
+class LiveText(Growing, Rows, Widget):
     """A growing Markdown text. Give it all of the text with `show`."""
 
     DEFAULT_CSS = "LiveText { height: auto; width: 1fr; color: $foreground;" + STYLES + "}"
@@ -48,6 +45,7 @@ class LiveText(Growing, Widget):
         super().__init__()
         bullets = PLAIN_BULLETS if plain else Markdown.BULLETS
         self._drawer = RowDrawer(self, bullets, self._code_lines)
+        self._colours = CodeColours(self)
         self._shows_marks = shows_marks
         self._text = MarkedText()
         self._kept: list[Strip] = []  # rows of the blocks that have ended
@@ -58,6 +56,8 @@ class LiveText(Growing, Widget):
         self._code = ""  # what of the last block is coloured, in whole lines
         self._code_rows: list[Strip] = []
         self._grows = False  # what is drawn now may go on
+        self._open: OpenRows | None = None
+        self._shown_end = 0  # of the text that is drawn
         self._width = 0
         self._theme = ""
 
@@ -125,6 +125,8 @@ class LiveText(Growing, Widget):
     def _draw_anew(self) -> None:
         self._kept, self._ended, self._tail = [], [], []
         self._kept_chars = self._drawn_chars = 0
+        self._open = None
+        self._drawer.forget_looks()
         self._draw(0)
         self.refresh()
 
@@ -132,13 +134,15 @@ class LiveText(Growing, Widget):
         self._width = self.size.width
         if not self._width:  # drawn once it has its place
             return
-        first, before = len(self._kept), self._tail
+        if not self._much_is_new() and self._extend(room):
+            return
+        first, before, self._open = len(self._kept), self._tail, None
         rest = self._text.cut(self._kept_chars)
-        if len(self._text) - self._drawn_chars > SEGMENT_CHARS // 2:  # much at once
+        if self._much_is_new():
             for part in cut_segments(rest)[:-1]:
                 self._keep(self._parse(part), len(part))
             rest = self._text.cut(self._kept_chars)
-        self._drawn_chars = len(self._text)
+        self._drawn_chars, before_end = len(self._text), self._kept_chars
         tail = rest.cut(0, shown_length(rest.text))
         tokens = self._parse(tail)
         line = last_block(tokens, tail.text)
@@ -149,7 +153,45 @@ class LiveText(Growing, Widget):
             tokens = tokens[at:]
         self._grows = True
         self._tail = self._drawer.draw(tokens, self._width)
-        self._repaint(first, before, room)
+        self._shown_end = before_end + len(tail)
+        self._open = self._opened(tokens)
+        self._repaint(first, before, [*self._kept[first:], *self._tail], room)
+
+    def _extend(self, room: int) -> bool:
+        """Draw what was added if it goes on with what was there. False: the block is drawn anew."""
+        text, width = self._text.text, self.size.width
+        if self._open is None or width != self._width or (self._text.marks and self._shows_marks):
+            return False
+        end = self._kept_chars + shown_length(text[self._kept_chars :])
+        new, self._drawn_chars = text[self._shown_end : end], len(text)
+        if new:
+            at = self._open.first
+            rows = self._open.grow(new)
+            if rows is None:
+                return False
+            self._shown_end, before = end, self._tail[at:]
+            self._tail[at:] = rows
+            self._repaint(len(self._kept) + at, before, rows, room)
+        return True
+
+    def _opened(self, tokens: Sequence[Token]) -> OpenRows | None:
+        """What is at the end of the rows, if more may come that changes only the last ones."""
+        source = self._text.text[self._kept_chars : self._shown_end]
+        last = tokens[-1] if tokens else None
+        if last is None or last.type != "fence":
+            return self._drawer.open_words(source, self._tail)
+        first, _, code = source.partition("\n")
+        if not first.startswith(last.markup) or not code.strip() or has_fence(code):
+            return None
+        return OpenCode(code, self._plain_code, self._code_waits, self._tail[-1:])
+
+    def _plain_code(self, code: str) -> list[Strip]:
+        lines = plain_lines(code, self._drawer.code_style)
+        return self._drawer.code_rows(lines, self._width)
+
+    def _code_waits(self, n_chars: int) -> bool:
+        n_done = len(self._code)
+        return n_chars < max(n_done * _COLOUR_AGAIN, n_done + _COLOUR_STEP)
 
     def _keep(self, tokens: Sequence[Token], n_chars: int) -> None:
         """Draw blocks that have ended, once and for all."""
@@ -165,9 +207,13 @@ class LiveText(Growing, Widget):
             mark_tokens(tokens, text.text, text.marks)
         return tokens
 
-    def _repaint(self, first: int, before: Sequence[Strip], room: int) -> None:
+    def _much_is_new(self) -> bool:
+        return len(self._text) - self._drawn_chars > SEGMENT_CHARS // 2
+
+    def _repaint(
+        self, first: int, before: Sequence[Strip], now: Sequence[Strip], room: int
+    ) -> None:
         """Repaint what differs from the rows that were there from row `first` on."""
-        now = [*self._kept[first:], *self._tail]
         pairs = enumerate(zip(before, now, strict=False))
         same = next((y for y, (old, new) in pairs if old != new), min(len(before), len(now)))
         if self.n_rows > self._rows:
@@ -181,13 +227,14 @@ class LiveText(Growing, Widget):
         """The lines of a block of code in colour; while it grows, the last ones wait for theirs."""
         code = token.content.rstrip()
         n_done = len(self._code)
-        waits = len(code) < max(n_done * _COLOUR_AGAIN, n_done + _COLOUR_STEP)
+        waits = self._code_waits(len(code))
         if self._grows and n_done and waits and code.startswith(self._code):
-            return self._code_rows + _plain_lines(code[n_done:], style)
-        ansi, dark = self.app.native_ansi_color, self.app.current_theme.dark
-        coloured = MarkdownFence.highlight(code, token.info, ansi=ansi, dark=dark)
-        options = RenderOptions(self._get_style, {})
-        rows = underlined(coloured, token).render_strips(_UNWRAPPED, None, style, options)
+            return self._code_rows + plain_lines(code[n_done:], style)
+        if token.meta.get(MARKS) is None:
+            rows = self._colours.lines(code, token.info, style)
+        else:
+            content = underlined(self._colours.content(code, token.info), token)
+            rows = self._colours.draw(content, style)
         if self._grows and token.meta.get(MARKS) is None:
             self._code, self._code_rows = code[: code.rfind("\n") + 1], rows[:-1]
         return rows
@@ -216,13 +263,23 @@ class LiveText(Growing, Widget):
             self._theme = self.app.theme
             self.call_later(self._draw_anew)  # when all styles are the new ones
 
+    def row(self, y: int) -> Strip:
+        return self.rows(range(y, y + 1))[0]
+
+    def rows(self, lines: range) -> list[Strip]:
+        n_kept = len(self._kept)
+        rows = self._kept[lines.start : lines.stop]
+        rows += self._tail[max(0, lines.start - n_kept) : max(0, lines.stop - n_kept)]
+        if self.text_selection is not None:
+            rows = [self._selected(row, y) for y, row in enumerate(rows, lines.start)]
+        n_blank = len(lines) - len(rows)
+        if n_blank:
+            rows += [Strip.blank(self.size.width, self.visual_style.rich_style)] * n_blank
+        return rows
+
     def render_line(self, y: int) -> Strip:
-        at = y - len(self._kept)
-        rows = self._kept if at < 0 else self._tail
-        at = y if at < 0 else at
-        if at >= len(rows):
-            return Strip.blank(self.size.width, self.visual_style.rich_style)
-        return self._selected(rows[at], y).apply_offsets(0, y)
+        """A row in which each word knows where it stands, which the mouse asks for."""
+        return self.row(y).apply_offsets(0, y)
 
     def _selected(self, row: Strip, y: int) -> Strip:
         selection = self.text_selection
@@ -247,9 +304,3 @@ class LiveText(Growing, Widget):
 
 def _begins_at(token: Token, line: int) -> bool:
     return token.level == 0 and token.map is not None and token.map[0] == line
-
-
-def _plain_lines(code: str, style: Style) -> list[Strip]:
-    """Lines of code in one colour."""
-    ink = style.rich_style
-    return [Strip([Segment(line.expandtabs(_TAB), ink)]) for line in code.split("\n")]

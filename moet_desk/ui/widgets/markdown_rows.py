@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import cast
 
@@ -22,6 +23,7 @@ from textual.widget import Widget
 from textual.widgets.markdown import MarkdownBlock
 
 from moet_desk.ui.widgets.marked_markdown import underlined
+from moet_desk.ui.widgets.open_rows import OpenWords
 
 LOOKS = {
     "h1", "h2", "h3", "h4", "h5", "h6", "bullet", "code", "quote", "quote-edge", "line", "table",
@@ -83,11 +85,47 @@ class RowDrawer:
         self._lines_of_code = code
         self._options = RenderOptions(widget._get_style, {})
         self._styles: dict[tuple[str, ...], Style] = {}
+        self._last: tuple[Content, list[Strip], _Place] | None = None  # the paragraph at the end
+
+    def forget_looks(self) -> None:
+        """The widget looks different now."""
+        self._styles.clear()
+
+    def open_words(self, source: str, rows: Sequence[Strip]) -> OpenWords | None:
+        """The paragraph at the end of what was drawn last, None if something else is there.
+
+        Args:
+            source: Markdown of what was drawn.
+            rows: what `draw` has returned.
+        """
+        if self._last is None or source.endswith("\n"):
+            return None
+        content, drawn, place = self._last
+        text = drawn[-1].text.rstrip(" ")
+        if not text or not content.plain.endswith(text):
+            return None
+        at, edges = len(rows) - 2, None
+        left = rows[at].cell_length - place.width
+        if left:
+            edges = rows[at].crop(0, left), self._blank(replace(place, width=left))
+        return OpenWords(
+            source, content.divide([len(content) - len(text)])[-1],
+            partial(self._strips, place=place), edges, list(rows[at + 1 :]), at,
+        )  # fmt: skip
+
+    def code_rows(self, lines: Sequence[Strip], width: int) -> list[Strip]:
+        """Rows of a block of code at the top."""
+        return self._rows_of_code(lines, _Place(width), self._style(("code",)))
+
+    @property
+    def code_style(self) -> Style:
+        """The look of code at the top."""
+        return self._style(("code",))
 
     def draw(self, tokens: Sequence[Token], width: int) -> list[Strip]:
         """Rows of `width` cells, with the blank rows below each block."""
         place = _Place(width, is_top=True)
-        self._styles.clear()
+        self._last = None
         return self._stack(SyntaxTreeNode(tokens).children, place)
 
     def _stack(self, nodes: Sequence[SyntaxTreeNode], place: _Place) -> list[Strip]:
@@ -99,9 +137,14 @@ class RowDrawer:
         return rows
 
     def _block(self, node: SyntaxTreeNode, place: _Place) -> list[Strip]:
+        if node.type not in ("bullet_list", "ordered_list"):
+            self._last = None
         match node.type:
             case "paragraph":
-                return self._text(node, place)
+                content = _inline(node)
+                rows = self._strips(content, place)
+                self._last = (content, rows, place)
+                return rows
             case "heading":
                 return self._text(node, place, node.tag)
             case "bullet_list" | "ordered_list":
@@ -141,6 +184,8 @@ class RowDrawer:
                 in_list=True, is_top=False,
             )  # fmt: skip
             edge = replace(place, width=len(mark))
+            if not item.children:
+                self._last = None
             content = self._stack(item.children, inner) or [self._blank(inner)]
             first = self._strips(Content(mark), edge, "bullet")[0]
             edges = [first, *([self._blank(edge)] * (len(content) - 1))]
@@ -153,11 +198,16 @@ class RowDrawer:
         edge = self._strips(Content("▌"), replace(place, width=1), "quote-edge")[0]
         gap = self._blank(replace(inner, width=1))
         content = self._stack(node.children, inner)
+        self._last = None  # there is an edge on the right
         return [Strip.join((edge, gap, row, gap)) for row in content]
 
     def _code(self, node: SyntaxTreeNode, place: _Place) -> list[Strip]:
         style = self._style((*place.looks, "code"))
-        lines = self._lines_of_code(cast("Token", node.token), style)
+        return self._rows_of_code(
+            self._lines_of_code(cast("Token", node.token), style), place, style
+        )
+
+    def _rows_of_code(self, lines: Sequence[Strip], place: _Place, style: Style) -> list[Strip]:
         edge = Strip.blank(1, style.rich_style)
         return [
             Strip.join((edge, line)).adjust_cell_length(place.width, style.rich_style)

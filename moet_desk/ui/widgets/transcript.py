@@ -19,7 +19,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from moet_desk.ui.chat_records import Status, Turn
-from moet_desk.ui.lean_screen import Growing
+from moet_desk.ui.lean_rows import Growing, LeanScroll
 from moet_desk.ui.widgets.blocks import AnswerBlock, Block
 from moet_desk.ui.widgets.segments import Segment
 
@@ -35,7 +35,7 @@ _FOLLOW_ROWS = 2
 _LAYOUTS = 8  # Markdown takes some until its height is known
 
 
-class Transcript(Growing, VerticalScroll, can_focus=True):
+class Transcript(Growing, LeanScroll, VerticalScroll, can_focus=True):
     """The scrolled list of blocks. Follows its end until the reader scrolls up.
 
     With the focus it has a block cursor; the keys of a block are the screen's actions.

@@ -1,0 +1,229 @@
+"""Widgets that are repainted often, and cost little when they are.
+
+Textual works out the frame of a widget again for each row it draws: its border, padding, colours
+and effects, 150 calls a row. Here that is done once, until the look or the width changes. What is
+drawn is the same. UI thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self, cast
+
+from rich.color import Color as Ink
+from rich.segment import Segment
+from rich.style import Style
+from textual.color import Color
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.filter import LineFilter
+from textual.geometry import Region, Size
+from textual.scrollbar import ScrollBar, ScrollBarRender
+from textual.strip import Strip
+from textual.style import Style as Look
+from textual.visual import RenderOptions
+from textual.widget import Widget
+from textual.widgets import Static
+
+from moet_desk.ui.lean_screen import LeanScreen
+
+if TYPE_CHECKING:
+    _Widget = Widget
+    _Scroll = VerticalScroll
+else:
+    _Widget = _Scroll = object  # so that the Textual class stays the first, for its style sheet
+
+
+class Growing(_Widget):
+    """A widget in a `Transcript` that may become taller: one layout, not two.
+
+    Textual makes another layout when a widget's own size has changed in the first one. Only scroll
+    bars need that, and they ask for it themselves.
+    """
+
+    def _size_updated(
+        self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True
+    ) -> bool:
+        return super()._size_updated(size, virtual_size, container_size, layout=False)
+
+
+class Framed(_Widget):
+    """What stays the same from row to row, kept until the look changes.
+
+    A subclass has no border above or below it, no outline and no effect (tint, opacity, hatch).
+    """
+
+    _drawn_look: object = None
+
+    def _has_new_look(self) -> bool:
+        app, rules = self.app, self.styles._cache_key
+        look = (app.theme, rules, self.outer_size.width, app.get_line_filters())
+        if look == self._drawn_look:
+            return False
+        self._drawn_look = look
+        return True
+
+    def _any_row(self, y: int) -> Strip:
+        """A row as Textual draws it."""
+        return super().render_lines(Region(0, y, self.outer_size.width, 1))[0]
+
+
+class Ground(Framed):
+    """A container of which only the background is seen: its rows are all alike."""
+
+    _row = Strip([])
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Rows of the part `crop` of the widget."""
+        if self._has_new_look():
+            self._row = self._any_row(0)
+        return [self._row.crop(*crop.column_span)] * crop.height
+
+
+class Rows(Framed):
+    """A widget that has its rows ready. A subclass may have edges at the left and the right."""
+
+    _left = _right = Strip([])
+    _filters: Sequence[LineFilter] = ()
+    _ground: Color = Color(0, 0, 0)
+
+    def refresh(
+        self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
+    ) -> Self:
+        """Repaint the regions, or all of it."""
+        screen = self.screen if self._is_mounted and self.is_attached else None
+        if layout or recompose or not repaint or not isinstance(screen, LeanScreen):
+            return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
+        self._layout_cache.clear()
+        self.clear_cached_dimensions()
+        self._set_dirty(*regions)
+        screen.repaint(self)
+        return self
+
+    def row(self, y: int) -> Strip:
+        """A row of the content as it is seen, as wide as that."""
+        return super().render_line(y)
+
+    def rows(self, lines: range) -> Sequence[Strip]:
+        """Some of them, one after the other."""
+        return [self.row(y) for y in lines]
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Rows of the part `crop` of the widget."""
+        if self.auto_links and self.hover_style._link_id:  # the mouse is over a link
+            return super().render_lines(crop)
+        if self._has_new_look():
+            self._draw_frame()
+        rows = [self._framed(row) for row in self.rows(crop.line_range)]
+        span = crop.column_span
+        return rows if span == (0, self.outer_size.width) else [row.crop(*span) for row in rows]
+
+    def _draw_frame(self) -> None:
+        width, gutter = self.outer_size.width, self.gutter
+        self._filters = self.get_line_filters()
+        _, self._ground = self.background_colors
+        if gutter.width:
+            row = self._any_row(0)
+            self._left, self._right = row.crop(0, gutter.left), row.crop(width - gutter.right)
+        else:
+            self._left = self._right = Strip([])
+
+    def _framed(self, row: Strip) -> Strip:
+        for each in self._filters:
+            row = row.apply_filter(each, self._ground)
+        if not (self._left or self._right):
+            return row
+        return Strip.join([self._left, row, self._right])
+
+
+def draw_line(widget: Widget, line: Content, width: int) -> Strip:
+    """One row of text in the look of a widget, cut or filled up to `width` cells."""
+    style = widget.visual_style
+    if line.cell_length > width:
+        (row, *_) = line.render_strips(width, 1, style, RenderOptions(widget._get_style, {}))
+        return row.adjust_cell_length(width, style.rich_style)
+    parts = line.render(style, end="", parse_style=widget._get_style)
+    row = Strip([Segment(text, (style + look).rich_style) for text, look in parts])
+    return row.adjust_cell_length(width, style.rich_style)
+
+
+class Words(Rows, Static):
+    """Text whose rows are drawn without what it does not have: alignment and links."""
+
+    _words: tuple[Content, int, Look] | None = None  # what was drawn
+    _strips: Sequence[Strip] = ()
+
+    def row(self, y: int) -> Strip:
+        content = self.content
+        if self.text_selection is not None or not isinstance(content, Content):
+            return super().row(y)
+        width, style = self.size.width, self.visual_style
+        drawn = self._words
+        if drawn is None or drawn[0] is not content or drawn[1:] != (width, style):
+            options = RenderOptions(self._get_style, {})
+            rows = content.render_strips(width, None, style, options)
+            self._words = (content, width, style)
+            self._strips = [row.adjust_cell_length(width, style.rich_style) for row in rows]
+        return self._strips[y] if y < len(self._strips) else Strip.blank(width, style.rich_style)
+
+    def render_line(self, y: int) -> Strip:
+        return self.row(y).apply_offsets(0, y)
+
+
+class LeanScroll(_Scroll):
+    """A scrolled container whose vertical bar is a `LeanBar`."""
+
+    @property
+    def vertical_scrollbar(self) -> ScrollBar:
+        """Its bar, made when it is asked for first."""
+        if self._vertical_scrollbar is None:
+            bar = LeanBar(vertical=True, name="vertical", thickness=self.scrollbar_size_vertical)
+            bar.display = False
+            self._vertical_scrollbar = bar
+            self.app._start_widget(self, bar)
+        return self._vertical_scrollbar
+
+
+class LeanBar(Rows, ScrollBar):
+    """A scroll bar that repaints only the rows in which it has changed.
+
+    Textual draws all of it anew whenever anything was scrolled, twice for each layout.
+    """
+
+    _cells: Sequence[Segment] = ()  # of each row, as they are now
+
+    def refresh(
+        self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
+    ) -> Self:
+        """Repaint what has changed."""
+        if regions or layout or recompose or not (repaint and self._cells and self.is_attached):
+            return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
+        before, now = self._cells, self._draw()
+        if len(before) != len(now):
+            return super().refresh()
+        changed = [y for y, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
+        if changed:
+            n_rows = changed[-1] + 1 - changed[0]
+            super().refresh(Region(0, changed[0], self.size.width, n_rows))
+        return self
+
+    def _draw(self) -> Sequence[Segment]:
+        bar = cast("ScrollBarRender", self.render())
+        style = cast("Style", bar.style)
+        drawn = bar.render_bar(
+            size=self.size.height, virtual_size=bar.virtual_size, window_size=bar.window_size,
+            position=bar.position, thickness=self.size.width,
+            back_color=style.bgcolor or Ink.default(), bar_color=style.color or Ink.default(),
+        )  # fmt: skip
+        self._cells = list(drawn.segments)
+        return self._cells
+
+    def _draw_frame(self) -> None:
+        super()._draw_frame()
+        self._draw()
+
+    def rows(self, lines: range) -> Sequence[Strip]:
+        size = self.size
+        if len(self._cells) != size.height:
+            self._draw()
+        return [Strip([self._cells[y]], size.width) for y in lines]
