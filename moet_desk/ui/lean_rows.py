@@ -90,9 +90,12 @@ class Rows(Framed):
     def refresh(
         self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
     ) -> Self:
-        """Repaint the regions, or all of it."""
+        """Repaint the regions, or all of it; with a layout as Textual does, so that both come
+        together.
+        """
         screen = self.screen if self._is_mounted and self.is_attached else None
-        if layout or recompose or not repaint or not isinstance(screen, LeanScreen):
+        others = layout or recompose or self._layout_required or not repaint
+        if others or not isinstance(screen, LeanScreen):
             return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
         self._layout_cache.clear()
         self.clear_cached_dimensions()
@@ -196,15 +199,16 @@ class LeanBar(Rows, ScrollBar):
         self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
     ) -> Self:
         """Repaint what has changed."""
+        textual = super(Rows, self).refresh  # whose scrolling comes through the queues as well
         if regions or layout or recompose or not (repaint and self._cells and self.is_attached):
-            return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
+            return textual(*regions, repaint=repaint, layout=layout, recompose=recompose)
         before, now = self._cells, self._draw()
         if len(before) != len(now):
-            return super().refresh()
+            return textual()
         changed = [y for y, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
         if changed:
             n_rows = changed[-1] + 1 - changed[0]
-            super().refresh(Region(0, changed[0], self.size.width, n_rows))
+            textual(Region(0, changed[0], self.size.width, n_rows))
         return self
 
     def _draw(self) -> Sequence[Segment]:
