@@ -7,7 +7,7 @@ drawn is the same. UI thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self, cast
 
 from rich.color import Color as Ink
@@ -145,9 +145,14 @@ def draw_line(widget: Widget, line: Content, width: int) -> Strip:
     if line.cell_length > width:
         (row, *_) = line.render_strips(width, 1, style, RenderOptions(widget._get_style, {}))
         return row.adjust_cell_length(width, style.rich_style)
-    parts = line.render(style, end="", parse_style=widget._get_style)
-    row = Strip([Segment(text, (style + look).rich_style) for text, look in parts])
+    row = one_row(line, style, widget._get_style)
     return row.adjust_cell_length(width, style.rich_style)
+
+
+def one_row(line: Content, style: Look, get_style: Callable[[str | Look], Look]) -> Strip:
+    """A text that fits into a row, without all that Textual does to wrap it."""
+    parts = line.render(style, end="", parse_style=get_style)
+    return Strip([Segment(text, (style + look).rich_style) for text, look in parts])
 
 
 class Words(Rows, Static):
