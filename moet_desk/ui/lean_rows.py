@@ -34,6 +34,9 @@ else:
     _Widget = _Scroll = object  # so that the Textual class stays the first, for its style sheet
 
 
+_MOST_STYLES = 1000
+
+
 class Growing(_Widget):
     """A widget in a `Transcript` that may become taller: one layout, not two.
 
@@ -86,6 +89,7 @@ class Rows(Framed):
     _left = _right = Strip([])
     _filters: Sequence[LineFilter] = ()
     _ground: Color = Color(0, 0, 0)
+    _unchanged: dict[int, Style] = {}  # noqa: RUF012  # replaced for each look
 
     def refresh(
         self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
@@ -122,21 +126,40 @@ class Rows(Framed):
         return rows if span == (0, self.outer_size.width) else [row.crop(*span) for row in rows]
 
     def _draw_frame(self) -> None:
-        width, gutter = self.outer_size.width, self.gutter
-        self._filters = self.get_line_filters()
+        width = self.outer_size.width - self.scrollbar_size_vertical  # the bar is in front
+        gutter = self.styles.gutter
+        self._filters, self._unchanged = self.get_line_filters(), {}
         _, self._ground = self.background_colors
         if gutter.width:
             row = self._any_row(0)
-            self._left, self._right = row.crop(0, gutter.left), row.crop(width - gutter.right)
+            self._left = row.crop(0, gutter.left)
+            self._right = row.crop(width - gutter.right, width)
         else:
             self._left = self._right = Strip([])
 
     def _framed(self, row: Strip) -> Strip:
-        for each in self._filters:
-            row = row.apply_filter(each, self._ground)
+        if not self._is_filtered(row):
+            for each in self._filters:
+                row = row.apply_filter(each, self._ground)
         if not (self._left or self._right):
             return row
         return Strip.join([self._left, row, self._right])
+
+    def _is_filtered(self, row: Strip) -> bool:
+        """Whether the filters leave the row as it is, as they do with true colours."""
+        known = self._unchanged
+        for segment in row:
+            style = segment.style
+            if style is not None and id(style) not in known:
+                one = Strip([segment], 1)
+                for each in self._filters:
+                    one = one.apply_filter(each, self._ground)
+                if next(iter(one)) != segment:
+                    return False
+                if len(known) >= _MOST_STYLES:
+                    known.clear()
+                known[id(style)] = style
+        return True
 
 
 def draw_line(widget: Widget, line: Content, width: int) -> Strip:
