@@ -1,8 +1,11 @@
 """Times of dense products, norms and sampling on a GPU, one JSON line each.
 
     python -m bench.kernels_dense [products|ffn|latents|prompts|small ...] [--sweep]
+    python -m bench.kernels_dense variants [--seconds 58]
 
-Without names all parts run; --sweep tries other tiles of gemv and gemm beside the engine's.
+Without names all parts run but variants; --sweep tries other tiles of gemv and gemm beside the
+engine's; variants compares ways of one row's products at DeepSeek-V4-Flash's shapes, then of two
+rows and eight.
 
 Every figure is the median of CUDA-graph replays; weights rotate through several copies, so that
 they come from memory and not from L2. Needs a CUDA device; writes nothing.
@@ -11,11 +14,19 @@ they come from memory and not from L2. Needs a CUDA device; writes nothing.
 from __future__ import annotations
 
 import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from bench.timing import DEVICE, report
+from bench.compiling import compiled, compilers, newest, only_compile
+from bench.timing import DEVICE, per_call_us, report
+from moet_desk.kernels.triton import dense
 from moet_desk.kernels.triton import gemm as gemms
 from moet_desk.kernels.triton.dense import DenseWeight, GemvTile, gemv, swiglu_gemv, tile_for
 from moet_desk.kernels.triton.gemm import GemmTile, gemm, split
@@ -148,14 +159,17 @@ def latents() -> None:
 
 
 def prompts(sweep: bool) -> None:
-    used = gemms.tile_for(DEVICE)
     for dtype in (torch.float8_e4m3fn, torch.bfloat16):
-        for m, n, k in ((4096, 4096, 4096), (2048, 2112, 7168), (4096, 24576, 1536)):
-            w = weights(n, k, dtype)[0]
+        for m, n, k in (
+            (4096, 4096, 4096), (2048, 2112, 7168), (4096, 24576, 1536), (512, 256, 4096),
+            (512, 1536, 4096),
+        ):  # fmt: skip
+            w, used = weights(n, k, dtype)[0], gemms.tile_for(DEVICE, m, n, k)
             x = torch.randn(m, k, device=DEVICE)
             parts = torch.empty(2, m, k, dtype=torch.bfloat16, device=DEVICE)
             out = torch.empty(m, n, device=DEVICE)
             split(x, parts)
+            used = gemms.tile_for(DEVICE, m, n)
             others = GEMM_SWEEP if sweep and m == n == 4096 else []
             for tile in [used, *(t for t in others if t != used)]:
                 report(
@@ -202,6 +216,142 @@ def small() -> None:
                 report("sample", [run], shape=f"{vocab}, {name}", rows=rows)
 
 
+@dataclass(frozen=True)
+class Product:
+    """A product of DeepSeek-V4-Flash's step: `groups` times [n, k], or gate and up of n in all."""
+
+    name: str
+    n: int
+    k: int
+    weights: str = "float8_e4m3fn"
+    groups: int = 1
+    gated: bool = False
+
+    @property
+    def kernel(self) -> Any:
+        return dense._swiglu_gemv_kernel if self.gated else dense._gemv_kernel
+
+    def weight(self) -> DenseWeight:
+        rows, fp8 = self.n * self.groups, self.weights == "float8_e4m3fn"
+        values = torch.randn(rows, self.k, device=DEVICE).to(getattr(torch, self.weights))
+        scales = torch.rand(-(-rows // 128), -(-self.k // 128), device=DEVICE) if fp8 else None
+        return DenseWeight(values, scales)
+
+    def buffers(self, rows: int) -> tuple[Tensor, Tensor]:
+        width = self.n * self.groups // (2 if self.gated else 1)
+        x = torch.randn(rows, self.groups * self.k, device=DEVICE)
+        return x, torch.empty(rows, width, device=DEVICE)
+
+    def run(self, x: Tensor, weight: DenseWeight, out: Tensor, tile: GemvTile) -> None:
+        if self.gated:
+            swiglu_gemv(x, weight, out, tile=tile)
+        else:
+            rows = dense._Rows(self.groups, self.n, 0, self.n)
+            dense._launch(x, weight, out, rows, x_pitch=self.k, tile=tile)
+
+
+PRODUCTS = (
+    Product("q_a and kv", 1536, 4096),
+    Product("q_b", 32768, 1024),
+    Product("o_a", 1024, 4096, groups=8),
+    Product("o_b", 4096, 8192),
+    Product("shared down", 4096, 2048),
+    Product("shared gate and up", 4096, 4096, gated=True),
+    Product("pool", 2624, 4096, "bfloat16"),
+    Product("router", 256, 4096, "bfloat16"),
+    Product("index q_b", 8192, 1024),
+    Product("head", 129280, 4096, "bfloat16"),
+)
+LATER = ("q_a and kv", "q_b", "o_b", "pool")  # with two rows and with eight
+ALONE = (
+    (1, 4, 4), (2, 4, 2), (2, 4, 4), (4, 2, 4), (4, 4, 2), (4, 4, 4), (4, 4, 8), (8, 2, 2), (8, 2, 4),
+    (8, 4, 1), (8, 4, 2), (8, 4, 4), (8, 8, 2), (16, 4, 1), (16, 4, 2), (16, 8, 1), (16, 8, 2),
+)  # fmt: skip
+PIPED = ((4, 4, 1), (4, 4, 2), (8, 4, 1), (8, 4, 2), (16, 4, 1))
+SOME = ((4, 4, 1), (4, 4, 2), (8, 4, 1), (8, 8, 1), (8, 8, 2), (16, 8, 1), (16, 8, 2))
+LEAST_LOADS, MOST_LOADS = 4, 16  # of 16 bytes of weights that a lane has under way
+
+
+def tiles_of(product: Product, rows: int) -> dict[str, list[GemvTile]]:
+    """Tiles to try by family; all of a family give the same bits."""
+    run = 16 if product.weights == "float8_e4m3fn" else 8
+
+    def made(lanes: int, shapes: Sequence[tuple[int, int, int]], *, pipe: bool) -> list[GemvTile]:
+        steps, found = product.k // (lanes * run), []
+        for r, warps, ahead in sorted({(r, w, min(ahead, steps)) for r, w, ahead in shapes}):
+            loads = r * lanes * ahead / (32 * warps)
+            whole = 32 * warps >= lanes and steps % ahead == 0 and not (product.gated and r < 2)
+            if whole and LEAST_LOADS <= loads <= MOST_LOADS and not (pipe and ahead == steps):
+                found.append(GemvTile(r, warps, lanes=lanes, ahead=ahead, pipe=pipe, eager=True))
+        return found
+
+    families = {"before": [tile_for(product.groups * product.n, rows)]}
+    for lanes in (32, 64, 128):
+        if product.k % (lanes * run) == 0:
+            families[f"{lanes} lanes"] = [
+                *made(lanes, ALONE if rows == 1 else SOME, pipe=False),
+                *made(lanes, PIPED if rows == 1 else (), pipe=True),
+            ]
+    return families
+
+
+def without_card(capability: int, modules: Sequence[str]) -> None:
+    only_compile(capability, modules)
+    vars(dense)["has_e4m3"] = lambda _: capability >= 89
+
+
+def fits(product: Product, rows: int, tile: GemvTile) -> bool:
+    """Compile one variant; whether it spills nothing."""
+    x, out = product.buffers(rows)
+    product.run(x, product.weight(), out, tile)
+    return newest(product.kernel).stack_bytes == 0
+
+
+def variants(until: float) -> None:
+    jobs = [(product, 1) for product in PRODUCTS]
+    jobs += [(product, rows) for rows in (2, 8) for product in PRODUCTS if product.name in LATER]
+    torch.manual_seed(0)
+    major, minor = torch.cuda.get_device_capability()
+    with compilers(10 * major + minor, (__name__,), begin=without_card) as pool:
+        waiting = {
+            job: [
+                (family, tile, pool.apply_async(fits, (*job, tile)))
+                for family, tiles in tiles_of(*job).items()
+                for tile in tiles
+            ]
+            for job in jobs
+        }
+        for (product, rows), passed in compiled(waiting, until=until):
+            compare(product, rows, passed)
+
+
+def compare(product: Product, rows: int, passed: Mapping[str, Sequence[GemvTile]]) -> None:
+    """Print the time of every variant, and whether its bits are those of the family's first."""
+    first = product.weight()
+    size = weight_bytes(first)
+    copies = [first, *(product.weight() for _ in range(max(1, min(63, COLD_BYTES // size))))]
+    x, out = product.buffers(rows)
+    before = None
+    for family, tiles in passed.items():
+        wanted = None
+        for tile in tiles:
+            out.fill_(torch.nan)
+            product.run(x, first, out, tile)
+            wanted = out.clone() if wanted is None else wanted
+            before = out.clone() if before is None else before
+            us = per_call_us([partial(product.run, x, w, out, tile) for w in copies], repeats=7)
+            line = {
+                "product": product.name, "n": product.groups * product.n, "k": product.k,
+                "weights": product.weights, "rows": rows, "family": family,
+                "tile": [tile.rows, tile.warps, tile.ahead or tile.unroll], "pipe": tile.pipe,
+                "us": round(us, 2), "gb_per_s": round(size / us / 1e3),
+            }  # fmt: skip
+            product.run(x, first, out, tile)
+            line["same_bits"] = torch.equal(out, wanted)
+            line["off"] = f"{((out - before).abs().max() / before.abs().max()).item():.1e}"
+            print(json.dumps(line), flush=True)
+
+
 def main() -> None:
     parts = {
         "products": products,
@@ -213,7 +363,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times of dense kernels, one JSON line each.")
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default all")
     parser.add_argument("--sweep", action="store_true", help="try other tiles too")
+    parser.add_argument("--seconds", type=float, default=58.0, help="of variants")
     args = parser.parse_args()
+    if args.parts == ["variants"]:
+        variants(time.monotonic() + args.seconds)
+        return
     for name in args.parts or parts:
         parts[name](args.sweep)
 

@@ -1,32 +1,35 @@
 """Measure tiles of the expert kernels on this card, and write them where the package reads them.
 
-    python -m bench.tune [--seconds 230] [--shapes NAME ...] [--write FILE]
+    python -m bench.tune [--seconds 230] [--only decode|prompt] [--missing] [--shapes NAME ...]
+                         [--write FILE]
 
-For every expert shape of the catalogue: decode steps of one token and of three, 2-bit and FP4, and
-full tiles of a prompt's pairs. Candidates are compiled first, side by side, and those that spill
-registers or want too much shared memory are left out. A candidate whose result differs in one bit
-from that of the rule ends the run. Shapes that the time does not suffice for keep the rule.
+For expert shapes of the catalogue, those of much used models first: decode steps of one token and of
+three, 2-bit and FP4, then full tiles of a prompt's pairs. Processes of their own compile candidates
+and touch no card; those that spill registers or want too much shared memory are left out. Meanwhile
+this one measures every job whose candidates are compiled, and writes the table after each. A
+candidate whose result differs in one bit from that of the rule ends the run. At the end of the time
+compiling stops as it stands; shapes that were not reached keep the rule, or what another run wrote.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import triton
 from torch import Tensor
 
 from bench import kernels_moe as moe
+from bench.compiling import Answers, Found, compiled, compilers, newest
 from bench.timing import DEVICE, per_call_us
 from moet_desk.catalogue import load_catalogue
 from moet_desk.kernels.kinds import Activations
@@ -37,13 +40,20 @@ from moet_desk.kernels.triton.tile_table import MANY_TOKENS, GroupedTile, Tile
 Shape = tuple[int, int, int]  # hidden, inner width, experts per token
 _T = TypeVar("_T", Tile, GroupedTile)
 
-GATE_UP = tuple(Tile(*t) for t in ((4, 1), (4, 2), (8, 2), (8, 4), (16, 4), (16, 8), (32, 8)))
-DOWN = tuple(Tile(*t) for t in ((8, 1), (8, 2), (16, 2), (16, 4), (16, 8), (32, 4), (32, 8)))
-GROUPED = tuple(
-    GroupedTile(*t) for t in ((32, 4, 3), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 8, 3))
-)
+MUCH_USED = (
+    (4096, 2048), (7168, 2048), (6144, 2048), (2048, 768), (2880, 2880), (4096, 1536), (2048, 512),
+)  # fmt: skip
+"""Hidden and inner width of the shapes that come first."""
+
+HELD_WORDS = {"gate_up": (40, 100), "down": (18, 60)}
+"""Fewest and most words of weights that a thread of a decode candidate holds. All of the best on an
+H200 lie within (2026-11-29, 4096 x 2048: 20 to 96); 160 spill.
+"""
+_ROWS = {"gate_up": (4, 8, 32), "down": (8, 16, 32)}
+_WARPS = (1, 2, 4, 8, 16)
+GROUPED = tuple(GroupedTile(*t) for t in ((32, 4, 3), (64, 4, 3), (64, 8, 3)))
 POOL_BYTES = 1 << 30  # far beyond L2
-_COMPILE_SHARE = 0.55  # of the time
+_LAST_START_S = 5.0  # before the end: a job takes less
 _GAIN = 0.98  # a tile must take less than this share of the rule's time
 _EXPERTS, _TOKENS, _TOP_K = 8, 512, 4  # of a prompt's batch: 256 pairs for each expert
 
@@ -52,19 +62,38 @@ _EXPERTS, _TOKENS, _TOP_K = 8, 512, 4  # of a prompt's batch: 256 pairs for each
 
 
 def shapes_of_catalogue() -> dict[Shape, list[str]]:
-    """Expert shapes with the models that have them; the most experts per token count."""
+    """Expert shapes with the models that have them, much used ones first; the most experts per
+    token count.
+    """
     found: dict[tuple[int, int], tuple[int, list[str]]] = {}
     for entry in load_catalogue():
         top_k, names = found.get((entry.hidden, entry.inter), (0, []))
         found[entry.hidden, entry.inter] = max(top_k, entry.top_k), [*names, entry.name]
-    return {(*widths, top_k): names for widths, (top_k, names) in found.items()}
+    known = [widths for widths in MUCH_USED if widths in found]
+    ordered = [*known, *(widths for widths in found if widths not in known)]
+    return {(*widths, found[widths][0]): found[widths][1] for widths in ordered}
 
 
-def candidates(layout: ExpertLayout, rule: Tile, *, has_gate: bool) -> list[Tile]:
-    """Tiles that divide the matrix, the rule's first."""
-    height = layout.inter if has_gate else layout.hidden
-    others = (tile for tile in (GATE_UP if has_gate else DOWN) if height % tile.rows == 0)
-    return [rule, *(tile for tile in others if tile != rule)]
+def candidates(layout: ExpertLayout, rule: Tile, *, fine: bool, has_gate: bool) -> list[Tile]:
+    """Tiles that divide the matrix and fill a thread's registers without spilling them, the rule's
+    first. Of 32 rows, which saves a launch, gate and up have one: in 2 bits, with the fewest warps.
+    """
+    name = "gate_up" if has_gate else "down"
+    height, width = (layout.inter, layout.hidden) if has_gate else (layout.hidden, layout.inter)
+    (least, most), found = HELD_WORDS[name], [rule]
+    for rows in _ROWS[name]:
+        words = {w: _held_words(Tile(rows, w), width, fine=fine, has_gate=has_gate) for w in _WARPS}
+        fitting = [Tile(rows, warps) for warps in _WARPS if least <= words[warps] <= most]
+        if has_gate and rows == 32:
+            fitting = [] if fine else fitting[:1]
+        found += [tile for tile in fitting if height % rows == 0 and tile != rule]
+    return found
+
+
+def _held_words(tile: Tile, width: int, *, fine: bool, has_gate: bool) -> float:
+    """Words of weights of a thread: 3 for each block of 32 in 2 bits, 5 in FP4."""
+    blocks = (2 if has_gate else 1) * tile.rows * -(-width // 1024) * 32
+    return blocks * (5 if fine else 3) / (32 * tile.warps)
 
 
 def grouped_candidates(layout: ExpertLayout, *, wide: bool, has_gate: bool) -> list[GroupedTile]:
@@ -94,35 +123,54 @@ class Job:
     fine: bool
     tokens: int
 
+    @property
+    def names(self) -> dict[str, Any]:
+        """The fields of the table's row that say what was measured."""
+        kind = {"fine": self.fine, "tokens": self.tokens} if self.tokens else {"wide": self.fine}
+        return {"hidden": self.shape[0], "inter": self.shape[1], **kind}
+
+    @property
+    def tiles(self) -> Found:
+        """Candidates by kernel, the rule's first."""
+        layout, gates = ExpertLayout(*self.shape[:2]), {"gate_up": True, "down": False}
+        if not self.tokens:
+            return {
+                name: list(grouped_candidates(layout, wide=self.fine, has_gate=has_gate))
+                for name, has_gate in gates.items()
+            }
+        rule = experts.tiles_for(layout, fine=self.fine)
+        return {
+            name: list(candidates(layout, getattr(rule, name), fine=self.fine, has_gate=has_gate))
+            for name, has_gate in gates.items()
+        }
+
     def trials(self, pool_bytes: int) -> list[Trial]:
         if self.tokens:
             return decode_trials(self, pool_bytes)
         return grouped_trials(self)
 
 
-def jobs_of(shapes: Iterable[Shape]) -> list[Job]:
-    """All rows of some shapes; the shapes stay in order, so that a run cut short has whole ones."""
+def jobs_of(shapes: Iterable[Shape], *, only: str | None = None) -> list[Job]:
+    """Rows of some shapes, in their order: those of decode steps ("decode"), then "prompt"."""
+    kinds = {"decode": (1, MANY_TOKENS), "prompt": (0,)}
     return [
         Job(shape, fine, tokens)
-        for shape in shapes
+        for kind, every in kinds.items()
+        if only in (None, kind)
+        for shape in [*shapes]
         for fine in (False, True)
-        for tokens in (1, MANY_TOKENS, 0)
+        for tokens in every
     ]
 
 
 def decode_trials(job: Job, pool_bytes: int) -> list[Trial]:
     layers = moe.Layers(job.shape, job.tokens, fine=job.fine, pool_bytes=pool_bytes)
-    rule = experts.tiles_for(layers.layout, fine=job.fine)
     return [
         Trial(
-            "gate_up", experts._gate_up_kernel,
-            candidates(layers.layout, rule.gate_up, has_gate=True),
-            layers.hidden_codes, (layers.out_codes, layers.out_scales),
+            "gate_up", experts._gate_up_kernel, job.tiles["gate_up"], layers.hidden_codes,
+            (layers.out_codes, layers.out_scales),
         ),
-        Trial(
-            "down", experts._down_kernel, candidates(layers.layout, rule.down, has_gate=False),
-            layers.down, (layers.part,),
-        ),
+        Trial("down", experts._down_kernel, job.tiles["down"], layers.down, (layers.part,)),
     ]  # fmt: skip
 
 
@@ -138,12 +186,10 @@ def grouped_trials(job: Job, *, tokens: int = _TOKENS) -> list[Trial]:
     rows = grouped.RowAddresses(
         layout, addresses(base), None if digits is None else addresses(digits)
     )
-    drawn = torch.rand(tokens, _EXPERTS, device=DEVICE)
-    ids = drawn.topk(_TOP_K).indices.sort(-1).values
-    groups = grouped.group_pairs(ids, _EXPERTS)
-    batch = grouped.make_batch(
-        groups.counts.tolist(), range(_EXPERTS), device=DEVICE, pairs=grouped.FULL_PAIRS
-    )
+    ids = torch.rand(tokens, _EXPERTS).topk(_TOP_K).indices.sort(-1).values
+    counts = torch.bincount(ids.reshape(-1), minlength=_EXPERTS).tolist()
+    groups = grouped.group_pairs(ids.to(DEVICE), _EXPERTS)
+    batch = grouped.make_batch(counts, range(_EXPERTS), device=DEVICE, pairs=grouped.FULL_PAIRS)
     kind = Activations.INT15 if job.fine else Activations.INT8
     codes, scales = moe.plain_codes(torch.randn(tokens, layout.hidden, device=DEVICE), kind)
     mid = torch.randn(batch.n_rows, layout.inter, device=DEVICE)
@@ -175,59 +221,34 @@ def grouped_trials(job: Job, *, tokens: int = _TOKENS) -> list[Trial]:
         ]
 
     kernel = grouped._grouped_kernel
-    tiles = [grouped_candidates(layout, wide=job.fine, has_gate=gate) for gate in (True, False)]
     return [
-        Trial("gate_up", kernel, tiles[0], gate_up, (mid,)),
-        Trial("down", kernel, tiles[1], down, (part,)),
+        Trial("gate_up", kernel, job.tiles["gate_up"], gate_up, (mid,)),
+        Trial("down", kernel, job.tiles["down"], down, (part,)),
     ]
 
 
 # -- compiling, in processes of their own --------------------------------------------------------
 
 
-def compiled(job: Job) -> dict[str, list[Any]]:
-    """Launch every candidate once, so that its code lies in the cache, and name those that the
-    limits let pass.
-    """
-    decode, found = job.tokens > 0, dict[str, list[Any]]()
-    for trial in job.trials(pool_bytes=1):
-        passed = []
-        for tile in trial.tiles:
-            try:
-                trial.calls(tile)[0]()
-                spilled = _spilled(trial.kernel) if decode else 0
-            except Exception as problem:  # whatever a compiler or a driver refuses
-                print(f"left out: {job} {trial.name} {tile}: {problem!r}"[:200], file=sys.stderr)
-                continue
-            if not spilled:
-                passed.append(tile)
-        found[trial.name] = passed
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return found
+def passes(job: Job, name: str, tile: Any, most_shared_bytes: int) -> bool:
+    """Compile one candidate of a job, and say whether the limits let it pass."""
+    trial = next(trial for trial in job.trials(pool_bytes=1) if trial.name == name)
+    trial.calls(tile)[0]()
+    info = newest(trial.kernel)
+    spills = job.tokens > 0 and info.stack_bytes > 0
+    return info.shared_bytes <= most_shared_bytes and not spills
 
 
-def _spilled(kernel: Any) -> int:
-    """Registers that the kernel launched last keeps in memory."""
-    newest = next(reversed(kernel.device_caches[torch.cuda.current_device()][0].values()))
-    return int(newest.n_spills)
-
-
-def compile_all(jobs: Sequence[Job], *, until: float) -> dict[Job, dict[str, list[Any]]]:
-    """What passed of each job that was compiled in time."""
-    context, found = multiprocessing.get_context("spawn"), dict[Job, dict[str, list[Any]]]()
-    workers = max(1, min(len(os.sched_getaffinity(0)), 16, len(jobs)))
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        pending = {pool.submit(compiled, job): job for job in jobs}
-        done, late = wait(pending, timeout=max(0.0, until - time.monotonic()))
-        for one in late:
-            one.cancel()
-        for one in done:
-            if one.exception() is None:
-                found[pending[one]] = one.result()
-            else:
-                print(f"left out: {pending[one]}: {one.exception()!r}", file=sys.stderr)
-    return found
+def submitted(pool: Pool, jobs: Iterable[Job], most_shared_bytes: int) -> dict[Job, Answers]:
+    """Every candidate of every job, in order."""
+    return {
+        job: [
+            (name, tile, pool.apply_async(passes, (job, name, tile, most_shared_bytes)))
+            for name, tiles in job.tiles.items()
+            for tile in tiles
+        ]
+        for job in jobs
+    }
 
 
 # -- measuring -----------------------------------------------------------------------------------
@@ -277,12 +298,10 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def row_of(job: Job, found: Mapping[str, Choice]) -> dict[str, Any]:
     """A line of the table."""
-    hidden, inter, _ = job.shape
-    kind = {"fine": job.fine, "tokens": job.tokens} if job.tokens else {"wide": job.fine}
     parts = [found["gate_up"], found["down"]]
     tiles = {name: _numbers(choice.tile) for name, choice in found.items()}
     us, rule_us = ([round(t, 2) for t in times] for times in _times(parts))
-    return {"hidden": hidden, "inter": inter, **kind, **tiles, "us": us, "rule_us": rule_us}
+    return {**job.names, **tiles, "us": us, "rule_us": rule_us}
 
 
 def _times(parts: Sequence[Choice]) -> tuple[list[float], list[float]]:
@@ -325,39 +344,65 @@ def written(table: Mapping[str, Any]) -> str:
     return text + "\n"
 
 
+def table_at(file: Path) -> Mapping[str, Any]:
+    """The table of earlier runs: that of the file, else the package's."""
+    found: Mapping[str, Any] = json.loads((file if file.is_file() else tile_table.FILE).read_text())
+    return found
+
+
+def lacking(jobs: Iterable[Job], table: Mapping[str, Any], capability: str) -> list[Job]:
+    """Jobs of which the table has no row for cards of this capability."""
+    card = table["cards"].get(capability, {"decode": [], "grouped": []})
+    known = {_key(row) for part in ("decode", "grouped") for row in card[part]}
+    return [job for job in jobs if _key(job.names) not in known]
+
+
+def measure(ready: Iterable[tuple[Job, Found]], file: Path, *, capability: str, card: str) -> int:
+    """Measure jobs as they come and write each one's row at once; the number of rows."""
+    done = 0
+    for job, passed in ready:
+        trials = job.trials(POOL_BYTES)
+        found = {trial.name: measured(trial, passed[trial.name], per_call_us) for trial in trials}
+        row = row_of(job, found)
+        file.write_text(written(merged(table_at(file), capability, card, [row])))
+        print(json.dumps(row), flush=True)
+        done += 1
+        del trials
+        torch.cuda.empty_cache()
+    return done
+
+
+def run(jobs: Sequence[Job], file: Path, *, until: float) -> int:
+    """Compile and measure at once what there is time for; the number of rows written."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    capability, card = tile_table.capability_of(device), torch.cuda.get_device_name(device)
+    limits = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    torch.manual_seed(0)
+    with compilers(int(capability.replace(".", "")), ("bench.kernels_moe", __name__)) as pool:
+        waiting = submitted(pool, jobs, int(limits["max_shared_mem"]))
+        ready = compiled(waiting, until=until)
+        return measure(ready, file, capability=capability, card=card)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Measure tiles of the expert kernels.")
     parser.add_argument("--seconds", type=float, default=230.0)
+    parser.add_argument("--only", choices=("decode", "prompt"), help="default: decode, then prompt")
+    parser.add_argument("--missing", action="store_true", help="what the table has no row for")
     parser.add_argument("--shapes", nargs="*", default=[], help="models of the catalogue")
     parser.add_argument("--write", type=Path, default=tile_table.FILE)
     asked = parser.parse_args(arguments)
     began = time.monotonic()
     shapes = shapes_of_catalogue()
     chosen = [s for s, names in shapes.items() if not asked.shapes or {*names} & {*asked.shapes}]
-    jobs = jobs_of(chosen)
-    ready = compile_all(jobs, until=began + _COMPILE_SHARE * asked.seconds)
-    print(f"{len(ready)} of {len(jobs)} compiled after {time.monotonic() - began:.0f} s")
-    torch.manual_seed(0)
-    rows = []
-    for job in jobs:
-        if job not in ready or time.monotonic() > began + asked.seconds - 5:
-            print(f"not measured, the rule stays: {job}")
-            continue
-        trials = job.trials(POOL_BYTES)
-        found = {t.name: measured(t, ready[job][t.name], per_call_us) for t in trials}
-        rows.append(row_of(job, found))
-        print(json.dumps(rows[-1]), flush=True)
-        del trials
-        torch.cuda.empty_cache()
-    if not rows:
-        print("nothing was measured", file=sys.stderr)
-        return 1
-    device = torch.device("cuda", torch.cuda.current_device())
-    capability, card = tile_table.capability_of(device), torch.cuda.get_device_name(device)
-    old = json.loads(asked.write.read_text()) if asked.write.is_file() else {"cards": {}}
-    asked.write.write_text(written(merged(old, capability, card, rows)))
-    print(f"{len(rows)} rows in {asked.write} after {time.monotonic() - began:.0f} s")
-    return 0
+    jobs = jobs_of(chosen, only=asked.only)
+    if asked.missing:
+        capability = tile_table.capability_of(torch.device("cuda", torch.cuda.current_device()))
+        jobs = lacking(jobs, table_at(asked.write), capability)
+    done = run(jobs, asked.write, until=began + asked.seconds - _LAST_START_S)
+    took = time.monotonic() - began
+    print(f"{done} of {len(jobs)} rows measured and written to {asked.write} after {took:.0f} s")
+    return 0 if done else 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Write docs/benchmarks.md from bench/records, and docs/comparison.md with bench/peers.toml beside.
+"""Write docs/benchmarks.md and docs/step-time.md from bench/records, and docs/comparison.md with
+bench/peers.toml beside.
 
     python tools/generate_benchmarks.py           write the pages
     python tools/generate_benchmarks.py --check   compare only; exit 1 if they are old
 
 Every figure of ours stands in a record with its computer and commit; nothing is computed here but
-units. The same records give the same bytes.
+units, and in step-time.md the least that a kernel could take. The same records give the same bytes.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import argparse
 import json
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from moet_desk.engine.cuda.shapes import SHAPES, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "bench" / "records"
 PEERS = ROOT / "bench" / "peers.toml"
 PAGES = ROOT / "docs"
 _NOTE = "<!-- Made by tools/generate_benchmarks.py from {source}; do not edit by hand. -->"
+_CONTEXT = 8192  # of records of shapes
 _SPEED = "decode_tok_per_s"
 
 _MEASURED = """\
@@ -41,6 +45,23 @@ of the others. **Rows are not like for like**: cards, memory, weights, prompts a
 and ours are made-up weights of that shape on a card whose memory is about 2.7 times as fast as an
 RTX 5090's. Others' figures were read on DATE in stored copies of the pages named; they may have
 changed. What is not known is a dash."""
+
+STEP_SHAPE = "deepseek-v4-flash"
+LAUNCH_US = 1.0
+"""No kernel of a captured graph takes less on an H200: copying a number per row takes 1.0 us."""
+
+_FEW = 0.02  # ms; kernels below it share a line
+_STEP = """\
+A step of DeepSeek-V4-Flash's shape on {where}, {commit}, {date}: {step:.2f} ms at {hits} of
+look-ups in slots and a context of {context:,} tokens ([record](../bench/records/{name})).
+Kernels are the profiler's, per step. They add up to {sum:.2f} ms, more than the step, because
+branches of its graph run side by side.
+
+*At least* is the larger of two times: what the kernel must read of weights, at the rate that plain
+copies reach on that card ({vram:.2f} TB/s; over PCIe {pcie:.1f} GB/s), and {launch:g} us per
+launch. A dash under MB: it reads less than 1 MB a launch, which is nothing beside that. All *at
+least* together are {least:.2f} ms. Why kernels take more:
+[gpu.md](design/gpu.md#what-a-steps-time-is-made-of)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +174,10 @@ def _benchmarks(records: Sequence[Record]) -> Iterator[str]:
     yield from _MADE_UP.splitlines()
     yield ""
     yield from table(_HEAD, speed_rows(records, "synthetic"), figures=5)
+    measured = {str(r.body.get("shape")) for r in records if r.body.get("weights") == "synthetic"}
+    for name, twin in sorted(measured_as(measured).items()):
+        yield f"{name} was measured as {twin}: all sizes that a step depends on are the same."
+        yield ""
     notes = {str(record.body["note"]): None for record in records if record.body.get("note")}
     if notes:
         yield "Notes in these records:"
@@ -167,6 +192,21 @@ def _benchmarks(records: Sequence[Record]) -> Iterator[str]:
         if _SPEED not in record.body
     ]
     yield from table(("Date", "On", "What was measured", "Figures"), rows, figures=0)
+
+
+def measured_as(measured: Set[str]) -> dict[str, str]:
+    """Models that have no record of their own, and a measured one whose shape theirs equals."""
+    shapes = {name: make(_CONTEXT) for name, make in SHAPES.items()}
+    found = {}
+    for name, shape in shapes.items():
+        twins = (one for one in sorted(measured & set(shapes)) if _are_alike(shapes[one], shape))
+        if name not in measured and (twin := next(twins, None)) is not None:
+            found[name] = twin
+    return found
+
+
+def _are_alike(one: Shape, other: Shape) -> bool:
+    return replace(one, name="") == replace(other, name="")
 
 
 def _what(record: Record) -> str:
@@ -238,6 +278,112 @@ def _peer_row(peer: Mapping[str, str], sources: Mapping[str, str]) -> list[str]:
     ]  # fmt: skip
 
 
+# -- a step by kernels -----------------------------------------------------------------------
+
+
+def step_time_page(records: Sequence[Record]) -> str:
+    """Kernel by kernel, what a step takes and the least that it could take."""
+    name, body = newest_step({record.name: record.body for record in records})
+    dense = dense_bytes()
+    lines = [*step_text(name, body, dense), *table(_STEP_HEAD, kernel_rows(body, dense), figures=6)]
+    return _page("A step's time", "bench/records", iter(lines))
+
+
+def newest_step(bodies: Mapping[str, Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
+    """Name and body of the newest record of the shape that has times by kernel."""
+    found = {
+        name: body
+        for name, body in bodies.items()
+        if body.get("shape") == STEP_SHAPE and body["step_ms"].get("by_kernel")
+    }
+    name = max(found, key=lambda each: (str(found[each]["date"]), each))
+    return name, found[name]
+
+
+def dense_bytes() -> dict[str, int]:
+    """Bytes of dense weights that a step of one row reads, by the kernel that reads them."""
+    # Here, because torch comes with it, which the other pages do without.
+    from moet_desk.engine.cuda.shapes import SHAPES
+    from moet_desk.engine.cuda.synthetic import stored_bytes
+    from moet_desk.engine.families.tensors import dense_shapes
+
+    found: dict[str, int] = {}
+    for name, size in dense_shapes(SHAPES[STEP_SHAPE](8192).spec):
+        if len(size) == 2 and (kernel := _reader(name)) is not None:
+            found[kernel] = found.get(kernel, 0) + stored_bytes(name, size)
+    return found
+
+
+def _reader(name: str) -> str | None:
+    if name.endswith(("embed_tokens", "tid2eid", ".ape")):  # of which a line is read
+        return None
+    if name.endswith("_fn"):
+        return "_project_kernel"
+    if name.endswith(("shared_experts.w1", "shared_experts.w3")):
+        return "_swiglu_gemv_kernel"
+    return "_gemv_kernel"
+
+
+def kernel_bytes(body: Mapping[str, Any], dense: Mapping[str, int]) -> dict[str, float]:
+    """Bytes that a step reads, by kernel; from VRAM, or of the fetch over PCIe."""
+    experts = body["bytes_per_step"]["pcie"] / (1 - body["hit_rate"])  # of all look-ups
+    return {
+        **dense,
+        "_gate_up_kernel": experts * 2 / 3,
+        "_down_kernel": experts / 3,
+        "_fetch_kernel": body["bytes_per_step"]["pcie"],
+    }
+
+
+def kernel_rows(body: Mapping[str, Any], dense: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Cells of the table, and of the line for small kernels."""
+    n_bytes, rows, few = kernel_bytes(body, dense), [], [0.0, 0.0, 0.0]
+    for kernel, seen in body["step_ms"]["by_kernel"].items():
+        launches, ms = seen["launches"], seen["ms"]
+        if ms < _FEW:
+            few = [few[0] + launches, few[1] + ms, few[2] + launches * LAUNCH_US / 1e3]
+            continue
+        least, size = least_ms(kernel, launches, body, n_bytes), n_bytes.get(kernel)
+        rows.append((f"`{kernel}`", launches, ms, size, least))
+    rows.append(("smaller ones", few[0], few[1], None, few[2]))
+    return [
+        (
+            name, f"{launches:.0f}", f"{ms:.3f}", "-" if size is None else f"{size / 1e6:,.0f}",
+            f"{least:.3f}", f"{1e3 * ms / launches:.1f}", f"{1e3 * (ms - least) / launches:.1f}",
+        )
+        for name, launches, ms, size, least in rows
+    ]  # fmt: skip
+
+
+def least_ms(
+    kernel: str, launches: float, body: Mapping[str, Any], n_bytes: Mapping[str, float]
+) -> float:
+    """The larger of what bytes and what launches take."""
+    link = "pcie" if kernel == "_fetch_kernel" else "vram"
+    rate: float = body["measured_bw"][f"{link}_bytes_per_s"]
+    return max(1e3 * n_bytes.get(kernel, 0) / rate, launches * LAUNCH_US / 1e3)
+
+
+_STEP_HEAD = (
+    "Kernel", "launches", "ms", "MB", "at least, ms", "us per launch", "us above",
+)  # fmt: skip
+
+
+def step_text(name: str, body: Mapping[str, Any], dense: Mapping[str, int]) -> Iterator[str]:
+    """What stands above the table."""
+    kernels, n_bytes = body["step_ms"]["by_kernel"], kernel_bytes(body, dense)
+    least = sum(least_ms(k, seen["launches"], body, n_bytes) for k, seen in kernels.items())
+    yield from _STEP.format(
+        where=f"{body['gpu']}, {body['vram_limit_gib']:g} GiB of it",
+        commit=body["commit"], date=str(body["date"])[:10], step=body["step_ms"]["median"],
+        hits=f"{body['hit_rate']:.1%}".replace("%", " %"), context=body["context"], name=name,
+        sum=sum(seen["ms"] for seen in kernels.values()),
+        vram=body["measured_bw"]["vram_bytes_per_s"] / 1e12,
+        pcie=body["measured_bw"]["pcie_bytes_per_s"] / 1e9, launch=LAUNCH_US, least=least,
+    ).splitlines()  # fmt: skip
+    yield ""
+
+
 # -- writing and comparing -------------------------------------------------------------------
 
 
@@ -247,18 +393,19 @@ def _page(title: str, source: str, lines: Iterator[str]) -> str:
 
 
 def pages() -> dict[str, str]:
-    """Both pages, by file name."""
+    """The pages, by file name."""
     records = load_records(RECORDS)
     peers = tomllib.loads(PEERS.read_text("utf-8"))
     return {
         "benchmarks.md": benchmarks_page(records),
         "comparison.md": comparison_page(records, peers),
+        "step-time.md": step_time_page(records),
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write or compare; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Make docs/benchmarks.md and docs/comparison.md.")
+    parser = argparse.ArgumentParser(description="Make the pages of figures in docs.")
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 if they differ")
     parser.add_argument("--out", type=Path, default=PAGES, help="folder of the pages")
     given = parser.parse_args(arguments)

@@ -161,6 +161,15 @@ def _gpu(device: torch.device) -> Mapping[str, Any]:
     return {"gpu": torch.cuda.get_device_name(device), "driver": driver()}
 
 
+def _by_kernel(kernels: Mapping[str, tuple[float, float]] | None) -> dict[str, Any] | None:
+    if kernels is None:
+        return None
+    return {
+        name: {"launches": rounded(launches, 1), "ms": rounded(ms, 3)}
+        for name, (launches, ms) in kernels.items()
+    }
+
+
 def make_record(
     shape: Shape, wishes: ShapeWishes, figures: Figures, setup: Setup
 ) -> dict[str, Any]:
@@ -168,7 +177,7 @@ def make_record(
     in_ram = setup.in_ram()
     steps, bandwidth = figures.steps, figures.bandwidth
     marks = quantiles(steps.times_ms, n=20)
-    groups, kernels = figures.by_group, figures.by_kernel
+    groups = figures.by_group
     return {
         "command": command_line(),
         "shape": shape.name,
@@ -195,12 +204,9 @@ def make_record(
             "median": rounded(steps.median_ms, 3), "p05": rounded(marks[0], 3),
             "p95": rounded(marks[-1], 3),
             "by_group": groups and {name: rounded(ms, 3) for name, ms in groups.items()},
-            "by_kernel": kernels
-            and {
-                name: {"launches": rounded(launches, 1), "ms": rounded(ms, 3)}
-                for name, (launches, ms) in kernels.items()
-            },
+            "by_kernel": _by_kernel(figures.by_kernel),
         },
+        "prefill_ms": {"by_kernel": _by_kernel(figures.prefill_by_kernel)},
         "bytes_per_step": {
             "vram": figures.vram_bytes, "pcie": figures.pcie_bytes,
             "nvme": None if figures.drive is None else round(steps.drive_bytes),

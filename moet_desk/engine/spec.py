@@ -468,6 +468,12 @@ class Spec:
         return tuple(layer.index for layer in self.layers if isinstance(layer.ffn, MoeFfn))
 
     @property
+    def n_named(self) -> int:
+        """Layers that run for every token and whose experts a table of token ids names."""
+        ffns = (layer.ffn for layer in self.layers)
+        return sum(isinstance(ffn, MoeFfn) and ffn.hashed for ffn in ffns)
+
+    @property
     def moe_layers(self) -> tuple[Layer, ...]:
         """Layers with routed experts in pack order: the main ones, then the MTP head's."""
         every = self.layers if self.mtp is None else (*self.layers, self.mtp)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moet_desk.errors import MoetError, fail
 from moet_desk.errors.disk import unwritable
-from moet_desk.store.pack_format import LOCK_FILE
+from moet_desk.store.pack_format import JOURNAL_FILE, LOCK_FILE
 from moet_desk.units import show_disk
 
 PARTIAL = ".partial"
@@ -150,6 +150,25 @@ def pack_lock(folder: Path) -> Iterator[None]:
         if _is_same_file(fd, path):  # else the folder was moved away meanwhile
             path.unlink(missing_ok=True)  # while it is held, so nobody else can have locked it
         os.close(fd)
+
+
+def leftovers(pack: Path) -> list[Path]:
+    """Files that only a pack in the making needs."""
+    return [*pack.glob(f"*{PARTIAL}"), *pack.glob(JOURNAL_FILE)]
+
+
+def clear_leftovers(pack: Path) -> None:
+    """Remove what a process that was killed behind its last step left in a complete pack.
+
+    Raises:
+        MoetError: as `pack_lock`.
+        OSError: the disk refused.
+    """
+    if not (leftovers(pack) or (pack / LOCK_FILE).exists()):
+        return
+    with pack_lock(pack):  # nobody writes it now; the lock file goes with it
+        for path in leftovers(pack):
+            path.unlink(missing_ok=True)
 
 
 def _locked(path: Path) -> int:

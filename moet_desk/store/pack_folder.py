@@ -19,6 +19,7 @@ from moet_desk.store.durable import (
     PARTIAL,
     allocated,
     check_space,
+    leftovers,
     replace_file,
     sync_folder,
     write_at,
@@ -227,9 +228,8 @@ class PackFolder:
 
     def tidy(self) -> None:
         """Remove what only a pack in the making needs. Raises OSError."""
-        for leftover in self.dest.glob(f"*{PARTIAL}"):
-            leftover.unlink()
-        (self.dest / JOURNAL_FILE).unlink(missing_ok=True)
+        for path in leftovers(self.dest):
+            path.unlink()
         sync_folder(self.dest)
 
     def _stride(self, plane: Plane) -> int:

@@ -33,6 +33,7 @@ from moet_desk.store.pack_meta import (
 )
 from moet_desk.store.pack_rows import row_digest
 from moet_desk.store.quant_formats import decode
+from moet_desk.store.read_tensors import ReadFile
 from moet_desk.store.reads import open_again
 from moet_desk.store.row_table import RowTable
 from moet_desk.store.sources import TensorIndex
@@ -48,7 +49,7 @@ class PackReader:
         path: the pack's folder.
         meta: its record.
         layout: sizes of one expert.
-        dense: the dense tensors, mapped read only.
+        dense: the dense tensors, read when they are asked for.
         direct: whether aligned buffers are filled past the page cache.
     """
 
@@ -58,6 +59,7 @@ class PackReader:
         meta: PackMeta,
         *,
         dense: TensorIndex,
+        dense_file: ReadFile,
         digests: DigestTable,
         fds: Mapping[Plane, int],
         direct_fds: Mapping[Plane, int],
@@ -66,10 +68,10 @@ class PackReader:
         self.meta = meta
         self.layout = ExpertLayout(meta.hidden, meta.inter)
         self.dense = dense
+        self._dense_file = dense_file
         self._digests = digests
         self._fds = dict(fds)
         self._direct_fds = dict(direct_fds)
-        self._dense_fd: int | None = None  # for rows of its matrices, once some are asked for
 
     @classmethod
     def open(cls, path: Path, *, direct: bool = False) -> PackReader:
@@ -90,16 +92,23 @@ class PackReader:
         digests = read_digests(path, meta)
         if not digests.matches(meta):
             raise unreadable(path / "rows.b3", "it does not match its checksum")
-        dense = _open_dense(path)
+        dense_file = ReadFile(path / DENSE_FILE)
         fds: dict[Plane, int] = {}
         try:
+            dense = _tensors(dense_file)
             for plane in Plane:
                 fds[plane] = os.open(path / ROW_FILES[plane], os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
+        except (OSError, MoetError) as error:
+            dense_file.close()
             _close(fds)
+            if isinstance(error, MoetError):
+                raise
             raise unreadable(path, error.strerror or str(error)) from error
         direct_fds = _open_direct(path) if direct else {}
-        return cls(path, meta, dense=dense, digests=digests, fds=fds, direct_fds=direct_fds)
+        return cls(
+            path, meta, dense=dense, dense_file=dense_file, digests=digests, fds=fds,
+            direct_fds=direct_fds,
+        )  # fmt: skip
 
     @property
     def direct(self) -> bool:
@@ -180,7 +189,8 @@ class PackReader:
         as they are.
 
         Raises:
-            MoetError: MD-PACK-07 the pack has no such tensor; MD-SRC-05, MD-SRC-06 as `decode`.
+            MoetError: MD-PACK-07 the pack has no such tensor, or it cannot be read; MD-SRC-05,
+                MD-SRC-06 as `decode`.
         """
         if name not in self.dense:
             raise unreadable(self.path / DENSE_FILE, f"it has no tensor {name}")
@@ -193,17 +203,11 @@ class PackReader:
         """What reads single rows of a dense matrix; not from several threads.
 
         Raises:
-            MoetError: MD-PACK-07 the pack has no such tensor, or its file is gone.
+            MoetError: MD-PACK-07 the pack has no such tensor.
         """
-        path = self.path / DENSE_FILE
         if name not in self.dense:
-            raise unreadable(path, f"it has no tensor {name}")
-        if self._dense_fd is None:
-            try:
-                self._dense_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise unreadable(path, error.strerror or str(error)) from error
-        return RowTable(self.dense.info(name), self._dense_fd)
+            raise unreadable(self.path / DENSE_FILE, f"it has no tensor {name}")
+        return RowTable(self.dense.info(name), self._dense_file.fd)
 
     def config(self) -> dict[str, Any]:
         """The model's config.json.
@@ -225,12 +229,10 @@ class PackReader:
         return config
 
     def close(self) -> None:
-        """Close the row files. Dense tensors stay mapped while somebody holds a view of them."""
+        """Close the files; nothing can be read any more."""
         _close(self._fds)
         _close(self._direct_fds)
-        if self._dense_fd is not None:
-            os.close(self._dense_fd)
-            self._dense_fd = None
+        self._dense_file.close()
 
     def __enter__(self) -> PackReader:
         return self
@@ -255,12 +257,14 @@ def _check_layout(path: Path, meta: PackMeta) -> None:
         raise unreadable(path / "pack.json", f"rows of {sizes} bytes, {want} are expected")
 
 
-def _open_dense(path: Path) -> TensorIndex:
+def _tensors(file: ReadFile) -> TensorIndex:
     try:
-        return TensorIndex.open_file(path / DENSE_FILE)
+        return file.tensors()
     except MoetError as error:
+        if error.code == "MD-PACK-07":
+            raise
         # the words of MD-SRC-02 would send people to download a file that we made
-        raise unreadable(path / DENSE_FILE, str(error.facts.get("reason", error))) from error
+        raise unreadable(file.path, str(error.facts.get("reason", error))) from error
 
 
 def _open_direct(path: Path) -> dict[Plane, int]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moet_desk.errors import MoetError, fail
-from moet_desk.store.durable import check_space, disk_errors
+from moet_desk.store.durable import check_space, clear_leftovers, disk_errors
 from moet_desk.store.fetch import PART, Line, check_file, fetch_file, fetch_start, save
 from moet_desk.store.headers import (
     INDEX_FILE,
@@ -113,6 +114,8 @@ def prepare(asked: Asked, line: Line, make_plan: MakePlan) -> Prepared | None:
     state, moved = _pin(asked, now)
     listing = _listing(state)
     if _is_complete(asked, listing):
+        with suppress(OSError, MoetError):  # they may stay where that is not possible
+            clear_leftovers(asked.dest)
         return None
     _keep(asked, state)
     seen = look_at_model(asked.work, listing, line, make_plan)

@@ -126,6 +126,8 @@ def check_finite(index: TensorIndex, name: str) -> None:
 
 def _decode(info: TensorInfo, rows: slice | None, expert: int | None) -> Tensor:
     if info.format in _FLOATS:
+        if rows is None and expert is None:
+            return info.weight.floats()
         stored = info.weight.part(rows, expert)
         return stored.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if info.format is Format.MXFP4:

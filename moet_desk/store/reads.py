@@ -17,7 +17,7 @@ def fill(fd: int, view: memoryview, at: int) -> None:
     while done < len(view):
         n_read = os.preadv(fd, [view[done:]], at + done)
         if n_read == 0:
-            raise OSError(errno.EIO, "the file ends before this row")
+            raise OSError(errno.EIO, "the file ends too early")
         done += n_read
 
 

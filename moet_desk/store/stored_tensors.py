@@ -172,6 +172,11 @@ class RawTensor:
             data = data.clone()
         return data.view(dtype).reshape(self.shape)
 
+    def floats(self) -> torch.Tensor:
+        """A copy of its numbers as float32."""
+        form = torch.contiguous_format
+        return self.tensor().to(torch.float32, copy=True, memory_format=form)
+
     def part(self, rows: slice | None, expert: int | None) -> torch.Tensor:
         """Some rows of `tensor`, or of one matrix of a stack of them; a view if it can be."""
         chosen = self.tensor() if expert is None else self.tensor()[expert]

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from moet_desk.errors import MoetError
 from moet_desk.locations import Locations
-from moet_desk.store.durable import PARTIAL, pack_lock
-from moet_desk.store.pack_format import JOURNAL_FILE, PACK_JSON
+from moet_desk.store.durable import PARTIAL, clear_leftovers, leftovers
+from moet_desk.store.pack_format import PACK_JSON
 
 STALE_S = 3600.0
 """What a process has not touched for so long was left behind by it."""
@@ -132,16 +132,10 @@ def _finished_packs(places: Locations) -> Iterator[Task]:
     for pack in _entries(places.models_dir):
         if not (pack / PACK_JSON).is_file():
             continue
-        left = [*pack.glob(f"*{PARTIAL}"), *pack.glob(JOURNAL_FILE)]
-        if left:
+        if left := leftovers(pack):
             names = ", ".join(sorted(path.name for path in left))
-            yield Task(f"removed {names} of the finished pack {pack.name}", partial(_clear, pack))
-
-
-def _clear(pack: Path) -> None:
-    with pack_lock(pack):  # nobody writes it now
-        for path in (*pack.glob(f"*{PARTIAL}"), *pack.glob(JOURNAL_FILE)):
-            path.unlink(missing_ok=True)
+            words = f"removed {names} of the finished pack {pack.name}"
+            yield Task(words, partial(clear_leftovers, pack))
 
 
 def _remove(path: Path) -> None:

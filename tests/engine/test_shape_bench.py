@@ -270,6 +270,19 @@ def test_loader__popularity__ranks_experts_in_place() -> None:
     assert bias.tolist() == [0.0] * 8
 
 
+def test_loader__table_of_experts__names_popular_ones_and_no_expert_twice() -> None:
+    spec = SHAPES["deepseek-v4-flash"](64).spec
+    assert spec.n_named == 3
+    loader = SyntheticLoader(replace(spec, vocab=64), CPU)
+    table = loader.vector("model.layers.0.ffn.gate.tid2eid")
+    assert table.dtype == torch.int32
+    loader.set_popularity(10.0)  # more than scores differ by
+    assert set(table.flatten().tolist()) == set(loader.rows_by_popularity()[:6])
+    loader.set_popularity(0.0)
+    assert len(table.unique()) > 150
+    assert bool((table.sort(1).values.diff(dim=1) > 0).all())
+
+
 def test_arena__few_places__shared_by_all_rows() -> None:
     layout = ExpertLayout(64, 32)
     rows = make_arena(layout, 10, allocate=plain_memory, most_bytes=3 * layout.base_stride)
@@ -378,6 +391,8 @@ def test_split__kernels__by_group_with_the_rest_as_gaps() -> None:
     assert list(twice.items()) == [
         ("_down_kernel", (1.0, 2.0)), ("_gemv_kernel", (0.5, 1.5)), ("Memcpy HtoD", (0.5, 0.25)),
     ]  # fmt: skip
+    torchs = [("void at::native::a<int>()", 1000.0), ("void at::native::b<float>()", 500.0)]
+    assert by_kernel(torchs, n_steps=1) == {"elementwise of torch": (2.0, 1.5)}
     assert group_of("_rms_norm_kernel_0d1d2") is Group.OTHER
     assert group_of("_fetch_kernel_0d1") is Group.FETCH
 

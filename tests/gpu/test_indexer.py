@@ -7,7 +7,8 @@ import torch
 
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.triton.indexer import choose, index_scores
+from moet_desk.kernels.triton.choose import choose
+from moet_desk.kernels.triton.indexer import index_scores
 from moet_desk.kernels.triton.kv_entries import KvPages
 from tests.gpu.test_attention import on_gpu
 from tests.kernels.triton.makers import paged, relative_error

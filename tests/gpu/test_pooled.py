@@ -11,15 +11,26 @@ from torch import Tensor
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.head_parts import back_parts, head_parts
 from moet_desk.kernels.triton.heads import turn_back, turn_heads
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.pooled_keys import score_windows
+from moet_desk.kernels.triton.pooled_scores import prepare_run, rounds, score_run
 from moet_desk.kernels.triton.pooling import finish, pool, pool_run
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.route import route_named
 from moet_desk.kernels.triton.seen import Places, Pooled, find_places, list_seen
 from moet_desk.kernels.triton.shared_attention import shared_decode
-from moet_desk.kernels.triton.streams import StreamScratch, block_input, connect, write_back
+from moet_desk.kernels.triton.shared_prefill import Run, decode_seen, run_attention
+from moet_desk.kernels.triton.streams import (
+    Given,
+    StreamGates,
+    StreamScratch,
+    advance,
+    enter,
+    multiply_many,
+    write_back,
+)
 from tests.kernels.triton.makers import relative_error
 
 pytestmark = [
@@ -36,27 +47,51 @@ def _random(*shape: int, seed: int) -> Tensor:
 
 
 def test_streams__around_a_block__near_the_twin_also_alone() -> None:
-    n_made = 2 * N + N * N
+    n_made, top_k = 2 * N + N * N, 6
     weights = ref.StreamWeights(
         _random(n_made, N * HIDDEN, seed=1) / 64, _random(n_made, seed=2), _random(3, seed=3)
     )
-    streams, y = _random(ROWS, N, HIDDEN, seed=4), _random(ROWS, HIDDEN, seed=5)
+    streams, y, norm = (_random(*shape, HIDDEN, seed=4) for shape in ((ROWS, N), (ROWS,), ()))
+    part, counts = _random(ROWS, top_k, HIDDEN, seed=5), _random(ROWS, top_k, seed=6)
     made = ref.connections(streams, weights, steps=STEPS, eps=EPS, norm_eps=EPS)
-    read, after = made.block_input(streams), made.after(streams, y)
-    on_card = [x.cuda() for x in (weights.project, weights.base, weights.scale)]
+    read = ref.rms_norm(made.block_input(streams), norm, EPS)
+    after = made.after(streams, y + (counts[..., None] * part).sum(1))
+    project = weights.project.cuda()
+    gates = StreamGates(weights.base.cuda(), weights.scale.cuda(), STEPS, EPS, EPS)
     results = []
     for rows in (slice(0, ROWS), slice(1, 2)):
         x, n_rows = streams[rows].cuda(), len(range(ROWS)[rows])
         scratch = StreamScratch.make(n_rows, N, HIDDEN, torch.device("cuda"))
         out = torch.empty(n_rows, HIDDEN).cuda()
-        connect(x, *on_card, steps=STEPS, eps=EPS, norm_eps=EPS, scratch=scratch)
-        block_input(x, n_made, scratch=scratch, out=out)
-        write_back(x, y[rows].cuda(), scratch=scratch)
-        results.append((out.cpu(), x.cpu()))
+        advance(x, None, project, scratch=scratch)
+        enter(x, gates, norm.cuda(), scratch=scratch, out=out)
+        given = Given(y[rows].cuda(), part[rows].flatten(0, 1).cuda(), counts[rows].cuda())
+        advance(x, given, project, scratch=scratch)
+        results.append((out.cpu(), x.cpu(), scratch.parts[..., :n_made].cpu()))
     assert relative_error(results[0][0], read) < 1e-5
     assert relative_error(results[0][1], after) < 1e-5
+    products = results[0][2].double().sum(1)
+    assert relative_error(products, after.flatten(1) @ weights.project.T) < 1e-5
     for together, alone in zip(*results, strict=True):
         assert torch.equal(together[1], alone[0])
+
+
+def test_streams__of_a_prompt__near_the_twin() -> None:
+    many, n_made = 45, 2 * N + N * N
+    weights = ref.StreamWeights(
+        _random(n_made, N * HIDDEN, seed=1) / 64, _random(n_made, seed=2), _random(3, seed=3)
+    )
+    streams, y, norm = (_random(*shape, HIDDEN, seed=4) for shape in ((many, N), (many,), ()))
+    made = ref.connections(streams, weights, steps=STEPS, eps=EPS, norm_eps=EPS)
+    x, out = streams.cuda(), torch.empty(many, HIDDEN).cuda()
+    scratch = StreamScratch.make(many, N, HIDDEN, torch.device("cuda"), parts=8)
+    gates = StreamGates(weights.base.cuda(), weights.scale.cuda(), STEPS, EPS, EPS)
+    multiply_many(x, weights.project.cuda(), scratch=scratch)
+    enter(x, gates, norm.cuda(), scratch=scratch, out=out)
+    write_back(x, y.cuda(), scratch=scratch)
+    read = ref.rms_norm(made.block_input(streams), norm, EPS)
+    assert relative_error(out.cpu(), read) < 1e-5
+    assert relative_error(x.cpu(), made.after(streams, y)) < 1e-5
 
 
 @pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (128, False)])
@@ -174,30 +209,41 @@ def test_finish__fp8__as_the_twin_rounds() -> None:
     assert ((got - want).abs() > 1e-5).float().mean() < 0.01  # near the middle of two codes
 
 
-@pytest.mark.parametrize("form", [KvFormat.FP8, KvFormat.NVFP4, KvFormat.BF16])
-def test_shared_decode__window_and_chosen_entries__as_the_twin_also_alone(form: KvFormat) -> None:
-    lengths, n_held = [1, 128, 640, 640], 3000
+@pytest.mark.parametrize("form", [KvFormat.FP8, KvFormat.NVFP4, KvFormat.BF16, KvFormat.F32])
+def test_shared_decode__window_and_chosen_entries__as_the_twins_also_alone(form: KvFormat) -> None:
+    lengths, n_held, groups = [1, 128, 640, 4000], 5000, 8
     entries = ref.shared_write(_random(n_held, DIM, seed=10), form, ROTARY)
-    q, sink = _random(ROWS, HEADS, DIM, seed=11), _random(HEADS, seed=12)
-    table = torch.stack([torch.randperm(n_held)[:640] for _ in lengths]).int()
+    q, sink = 3 * _random(ROWS, HEADS, DIM, seed=11), _random(HEADS, seed=12)
+    table = torch.stack([torch.randperm(n_held)[:4000] for _ in lengths]).int()
     kv = KvPages(entries[:, None].contiguous().cuda(), table.cuda(), form)
     seen = torch.tensor(lengths, dtype=torch.int32).cuda()
+    frequencies, magnitude = ref.rope_frequencies(ROTARY, 1.6e5)
+    cos, sin = ref.rope_tables(torch.arange(1000), frequencies, magnitude)
+    at = torch.tensor([0, 7, 900, 901])
+    rotation = Rotation(at.int().cuda(), cos.cuda(), sin.cuda(), interleaved=True)
     scratch = DecodeScratch.make(ROWS, HEADS, DIM, device=torch.device("cuda"))
-    few = torch.empty(ROWS, HEADS, DIM).cuda()
-    out, alone = torch.empty(ROWS, HEADS, DIM).cuda(), torch.empty(1, HEADS, DIM).cuda()
-    shared_decode(q.cuda(), kv, seen, sink.cuda(), out, scale=DIM**-0.5, scratch=scratch)
-    shared_decode(q.cuda(), kv, seen, sink.cuda(), few, scale=DIM**-0.5, scratch=scratch, splits=8)
+    options: dict[str, Any] = {"eps": EPS, "scale": DIM**-0.5, "scratch": scratch}
+    out, few = (torch.empty(groups, ROWS, HEADS // groups * DIM).cuda() for _ in range(2))
+    alone = torch.empty(groups, 1, HEADS // groups * DIM).cuda()
+    shared_decode(q.cuda(), kv, seen, sink.cuda(), out, rotation=rotation, **options)
+    shared_decode(q.cuda(), kv, seen, sink.cuda(), few, rotation=rotation, splits=8, **options)
     assert relative_error(few.cpu(), out.cpu()) < 1e-5
     for t, n in enumerate(lengths):
         own = ref.shared_read(entries[table[t, :n].long()], form, DIM, ROTARY)
         mask = torch.ones(1, n, dtype=torch.bool)
-        want = ref.shared_attention(q[t : t + 1], own, mask, sink, scale=DIM**-0.5)
-        assert relative_error(out[t].cpu(), want[0]) < 1e-5
+        heads = _turned(ref.unit(q[t : t + 1], EPS), cos[at[t]], sin[at[t]])
+        want = ref.shared_attention(heads, own, mask, sink, scale=DIM**-0.5)
+        want = _turned(want.view(1, HEADS, DIM), cos[at[t]], -sin[at[t]])
+        assert relative_error(out[:, t].cpu(), want.view(groups, -1)) < 1e-5
     one = KvPages(kv.pages, kv.table[1:2], form)
-    shared_decode(
-        q[1:2].cuda(), one, seen[1:2], sink.cuda(), alone, scale=DIM**-0.5, scratch=scratch
-    )
-    assert torch.equal(alone[0], out[1])
+    here = Rotation(rotation.positions[1:2], rotation.cos, rotation.sin, interleaved=True)
+    shared_decode(q[1:2].cuda(), one, seen[1:2], sink.cuda(), alone, rotation=here, **options)
+    assert torch.equal(alone[:, 0], out[:, 1])
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    part = ref.rotate(x[..., -ROTARY:], cos, sin, interleaved=True)
+    return torch.cat([x[..., :-ROTARY], part], -1)
 
 
 @pytest.mark.parametrize("form", [KvFormat.FP8, KvFormat.BF16])
@@ -213,4 +259,83 @@ def test_score_windows__long_rows__as_the_twin(form: KvFormat) -> None:
     own = ref.pooled_key_read(keys, form, KEY)
     want = ref.index_scores(q, own, 0.01 * weights, seen.long())
     for t, n in enumerate(lengths):
+        assert relative_error(scores[t, :n].cpu(), want[t, :n]) < 1e-5
+
+
+@pytest.mark.parametrize("form", [KvFormat.FP8, KvFormat.NVFP4, KvFormat.BF16, KvFormat.F32])
+@pytest.mark.parametrize("sees", ["window", "all", "chosen"])
+def test_run_attention__rows_of_a_prompt__as_the_twin_also_alone(form: KvFormat, sees: str) -> None:
+    start, ring, window, ratio, page = 2397, 640, 128, 4, 16
+    n_pooled, rows = (start + ROWS) // ratio, torch.arange(ROWS)
+    entries = ref.shared_write(_random(2 * ring + 40 * page, DIM, seed=20), form, ROTARY)
+    table, first = torch.randperm(40).int(), 2 * ring
+    kv = KvPages(entries[:, None].contiguous().cuda(), table[None].cuda(), form)
+    own = KvPages(entries[first:].view(40, page, -1).contiguous().cuda(), kv.table, form)
+    pooled = None if sees == "window" else Pooled(own, ratio, 1, first)
+    far = torch.arange(n_pooled).expand(ROWS, -1)
+    closed, chosen = (start + rows + 1) // ratio, None
+    if sees == "chosen":
+        far = torch.stack([torch.randperm(n_pooled - 1)[:512].sort().values for _ in rows])
+        closed = torch.full((ROWS,), 512)
+        chosen = far.int().cuda(), closed.int().cuda()
+    run = Run(start, ring, ring, window, pooled, 0 if pooled is None else n_pooled, chosen)
+    kept = torch.float32 if form is KvFormat.F32 else torch.bfloat16
+    decoded = torch.full((ring + run.n_pooled, DIM), torch.nan, dtype=kept).cuda()
+    decode_seen(kv, run, decoded)
+    q, sink = 2 * _random(ROWS, HEADS, DIM, seed=21), _random(HEADS, seed=22)
+    high = q.bfloat16()
+    parts = torch.stack([high, (q - high.float()).bfloat16()]).cuda()
+    out, alone = torch.empty(ROWS, HEADS, DIM).cuda(), torch.empty(1, HEADS, DIM).cuda()
+    run_attention(parts, decoded, run, sink.cuda(), out, scale=DIM**-0.5, form=form)
+    for t, position in enumerate(range(start, start + ROWS)):
+        seen = far[t, : int(closed[t])] if pooled is not None else far[t, :0]
+        lie = first + table[seen // page].long() * page + seen % page
+        at = ref.seen_entries(position, lie.tolist(), first=ring, window=window, ring=ring)
+        values = ref.shared_read(entries[at], form, DIM, ROTARY)
+        mask = torch.ones(1, len(at), dtype=torch.bool)
+        want = ref.shared_attention(q[t : t + 1], values, mask, sink, scale=DIM**-0.5)
+        assert relative_error(out[t].cpu(), want[0]) < 3e-5
+    if sees != "chosen":
+        later = Run(start + 1, ring, ring, window, pooled, run.n_pooled)
+        run_attention(parts[:, 1:2], decoded, later, sink.cuda(), alone, scale=DIM**-0.5, form=form)
+        assert torch.equal(alone[0], out[1])
+
+
+def test_head_parts__released_sizes__near_the_twins() -> None:
+    x, start = 3 * _random(ROWS, HEADS, DIM, seed=23), 900
+    frequencies, magnitude = ref.rope_frequencies(ROTARY, 1.6e5)
+    cos, sin = ref.rope_tables(torch.arange(1000), frequencies, magnitude)
+    at = torch.arange(start, start + ROWS)
+    rotation = Rotation(at.int().cuda(), cos.cuda(), sin.cuda(), interleaved=True)
+    parts = torch.empty(2, ROWS, HEADS, DIM, dtype=torch.bfloat16).cuda()
+    head_parts(x.cuda(), parts, rotation=rotation, eps=EPS)
+    heads = ref.unit(x, EPS)
+    own = cos[at][:, None], sin[at][:, None]
+    turned = ref.rotate(heads[..., -ROTARY:], *own, interleaved=True)
+    want = torch.cat([heads[..., :-ROTARY], turned], -1)
+    assert relative_error(parts.float().sum(0).cpu(), want) < 1e-5
+    back = torch.empty(2, 8, ROWS, HEADS // 8 * DIM, dtype=torch.bfloat16).cuda()
+    back_parts(want.cuda(), back, rotation=rotation)
+    by_group = heads.view(ROWS, 8, -1).transpose(0, 1)
+    assert relative_error(back.float().sum(0).cpu(), by_group) < 1e-5
+
+
+@pytest.mark.parametrize("form", [KvFormat.FP8, KvFormat.BF16, KvFormat.F32])
+def test_score_run__rows_of_a_prompt__as_the_twin(form: KvFormat) -> None:
+    lengths, n_held = torch.arange(1005, 1035).repeat_interleave(4)[:100], 1040
+    keys = ref.pooled_key_write(_random(n_held, KEY, seed=24), form)
+    pages, table = keys.view(-1, 16, keys.shape[1]), torch.arange(n_held // 16).int()
+    kv = KvPages(pages.contiguous().cuda(), table[None].cuda(), form)
+    raw, weights = _random(100, HEADS, KEY, seed=25), _random(100, HEADS, seed=26)
+    q = torch.empty(raw.shape, dtype=torch.bfloat16 if rounds(form) else torch.float32).cuda()
+    turns = torch.ones(1, ROTARY // 2).cuda(), torch.zeros(1, ROTARY // 2).cuda()
+    rotation = Rotation(torch.zeros(100).int().cuda(), *turns, interleaved=True)
+    prepare_run(raw.cuda(), q, form, rotation=rotation)
+    want = ref.index_rounded(raw) if rounds(form) else raw
+    assert ((q.cpu().float() - want).abs() > 1e-5).float().mean() < 1e-4  # near two codes' middle
+    scores = torch.full((100, n_held), torch.nan).cuda()
+    score_run(q, weights.cuda(), kv, lengths.int().cuda(), scores, scale=0.01)
+    own = q.cpu().float()
+    want = ref.index_scores(own, ref.pooled_key_read(keys, form, KEY), 0.01 * weights, lengths)
+    for t, n in enumerate(lengths.tolist()):
         assert relative_error(scores[t, :n].cpu(), want[t, :n]) < 1e-5

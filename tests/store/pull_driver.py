@@ -1,4 +1,5 @@
-"""Pulls in child processes that are killed or stopped at random moments, until the pack is whole.
+"""Pulls in child processes that are killed or stopped at drawn moments, until the pack is whole.
+Moments are counted in steps of the pull, so that a slow computer has the same ones.
 
 A program of its own that never pulls itself: so it can fork, as its libraries have started no
 threads in it.
@@ -10,14 +11,16 @@ Prints one JSON object per seed with how the runs ended.
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import itertools
 import json
 import os
 import random
 import signal
 import sys
-import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +34,64 @@ from tests.store.pulls import BUDGET, asked, line_to, planner
 from tests.store.tiny import Tiny
 
 PAUSED = 3
+POLLS = 45
+"""A pull of the tiny model asks some 55 times whether it should stop, on any computer. One that
+goes on, or whose network fails, asks less often, so early questions are drawn more often.
+"""
 
 
-def attempt(url: str, make: Any, work: Path, rng: random.Random) -> None:
+@dataclass(frozen=True)
+class Course:
+    """How one run goes: with which settings, and at which question of whether to stop it ends.
+
+    Attributes:
+        stops_at: a person pauses it there, if not None.
+        dies_at: it is killed so many seconds (`later`) behind that, if not None; 0: as it begins.
+    """
+
+    reclaim: bool
+    parallel: int
+    threads: int
+    stops_at: int | None
+    dies_at: int | None
+    later: float
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Course:
+        stops, dies = (rng.randrange(1 + rng.randrange(POLLS)) for _ in range(2))
+        return cls(
+            rng.random() < 0.7, rng.choice([1, 2, 3]), rng.choice([1, 2]),
+            stops if rng.random() < 0.2 else None, dies if rng.random() < 0.5 else None,
+            rng.uniform(1e-4, 0.02),
+        )  # fmt: skip
+
+    def stopper(self) -> Callable[[], bool]:
+        """Answers the questions, and has the process killed: by an alarm nobody handles, which
+        comes in the middle of whatever runs then.
+        """
+        asked_so_far = itertools.count(1)
+
+        def stop() -> bool:
+            number = next(asked_so_far)
+            if number == self.dies_at:
+                signal.setitimer(signal.ITIMER_REAL, self.later)
+            return self.stops_at is not None and number > self.stops_at
+
+        if self.dies_at == 0:
+            signal.setitimer(signal.ITIMER_REAL, self.later)
+        return stop
+
+
+def attempt(url: str, make: Any, work: Path, course: Course) -> None:
     """One run as a person's: it ends whole (0), paused (3), or is killed."""
-    stops_at = time.monotonic() + rng.uniform(0.05, 1.0) if rng.random() < 0.2 else float("inf")
-    wanted = asked(work, reclaim=rng.random() < 0.7, parallel=rng.choice([1, 2, 3]))
+    stop = course.stopper()
+    wanted = asked(work, reclaim=course.reclaim, parallel=course.parallel)
     line = line_to(url)
     try:
         prepared = prepare(wanted, line, make)
         if prepared is None:  # the last run was killed behind its last step: the pack is there
             return
-        pull(
-            prepared,
-            line,
-            memory_budget=BUDGET,
-            threads=rng.choice([1, 2]),
-            stop=lambda: time.monotonic() > stops_at,
-        )
+        pull(prepared, line, memory_budget=BUDGET, threads=course.threads, stop=stop)
     except JobPaused as error:
         sys.stderr.write(f"{error.code} ")
         sys.stderr.flush()
@@ -62,16 +105,12 @@ def until_whole(url: str, make: Any, work: Path, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     ended = {"killed": 0, "paused": 0, "whole": 0, "failed": 0}
     for _ in range(80):
-        pid = in_child(lambda: attempt(url, make, work, rng))
-        if rng.random() < 0.5:
-            time.sleep(rng.uniform(0.0, 0.8))
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        course = Course.draw(rng)
+        pid = in_child(functools.partial(attempt, url, make, work, course))
         status = os.waitpid(pid, 0)[1]
-        rng.random()  # the child's draws do not come back; the next one gets others
-        if os.WIFSIGNALED(status):
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
             ended["killed"] += 1
-        elif os.WEXITSTATUS(status) == PAUSED:
+        elif not os.WIFSIGNALED(status) and os.WEXITSTATUS(status) == PAUSED:
             ended["paused"] += 1
         elif status:
             ended["failed"] += 1

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moet_desk.errors import MoetError
+from moet_desk.store import read_tensors
 from moet_desk.store.pack_format import (
     DENSE_FILE,
     FORMAT_VERSION,
@@ -30,7 +31,10 @@ from moet_desk.store.pack_format import (
 )
 from moet_desk.store.pack_meta import read_meta
 from moet_desk.store.pack_reader import PackReader
+from moet_desk.store.quant_formats import decode
 from moet_desk.store.row_table import ROW_FORMATS
+from moet_desk.store.sources import TensorIndex
+from moet_desk.store.stored_tensors import Format
 from tests.faults import n_open_files
 from tests.store.tiny import flip_bit
 
@@ -152,13 +156,50 @@ def test_dense_rows__drive_came_back_as_another_device__file_is_opened_anew(
         table = reader.dense_rows(name)
         want = table.read([0, 1])
         dead = os.open(tiny_pack / DENSE_FILE, os.O_WRONLY)
-        os.dup2(dead, reader._dense_fd, inheritable=False)
+        os.dup2(dead, reader._dense_file.fd, inheritable=False)
         assert torch.equal(table.read([0, 1]), want)
-        os.dup2(dead, reader._dense_fd, inheritable=False)
+        os.dup2(dead, reader._dense_file.fd, inheritable=False)
         os.close(dead)
         (tiny_pack / DENSE_FILE).unlink()
         with pytest.raises(MoetError, match=r"MD-NVME-05.*No such file"):
             table.read([0, 1])
+
+
+def test_dense__file_cut_or_drive_dead_while_open__is_an_error_of_the_pack(tiny_pack: Path) -> None:
+    """A mapping would end the process."""
+    with PackReader.open(tiny_pack) as reader:
+        names = sorted(reader.dense.names(), key=lambda name: reader.dense.info(name).weight.start)
+        first, last = names[0], names[-1]
+        want = reader.dense_tensor(first)
+        os.truncate(tiny_pack / DENSE_FILE, reader.dense.info(last).weight.start + 1)
+        assert torch.equal(reader.dense_tensor(first), want)
+        for read in (reader.dense_tensor, lambda name: reader.dense.info(name).weight.tensor()):
+            with pytest.raises(MoetError, match="ends too early") as caught:
+                read(last)
+            assert caught.value.code == "MD-PACK-07"
+        dead = os.open(tiny_pack / DENSE_FILE, os.O_WRONLY)
+        os.dup2(dead, reader._dense_file.fd, inheritable=False)
+        assert torch.equal(reader.dense_tensor(first), want)  # opened anew
+        os.dup2(dead, reader._dense_file.fd, inheritable=False)
+        os.close(dead)
+        (tiny_pack / DENSE_FILE).unlink()
+        with pytest.raises(MoetError, match=r"MD-PACK-07.*No such file"):
+            reader.dense_tensor(first)
+
+
+def test_dense__several_pieces__bits_of_the_file(
+    tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = TensorIndex.open_file(tiny_pack / DENSE_FILE)
+    monkeypatch.setattr(read_tensors, "_PIECE_BYTES", 24)
+    with PackReader.open(tiny_pack) as reader:
+        assert reader.dense.names() == index.names()
+        for name in index.names():
+            mapped, read = index.info(name), reader.dense.info(name)
+            assert (read.shape, read.format) == (mapped.shape, mapped.format)
+            assert torch.equal(read.weight.bytes(), mapped.weight.bytes())
+            if mapped.format is not Format.INTEGER:
+                assert torch.equal(reader.dense_tensor(name), decode(index, name))
 
 
 def test_read_row__file_cut_while_open__is_a_read_error(tiny_pack: Path) -> None:

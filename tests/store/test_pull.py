@@ -18,6 +18,7 @@ from huggingface_hub import constants
 
 from moet_desk.errors import JobPaused, MoetError, fail
 from moet_desk.store import fetch
+from moet_desk.store.durable import pack_lock
 from moet_desk.store.fetch import Limiter, Line, Patience, Stopped
 from moet_desk.store.hub import Hub, Passing
 from moet_desk.store.pack_verify import verify_pack
@@ -37,7 +38,7 @@ from tests.store.pulls import (
     pull_all,
     ready,
 )
-from tests.store.tiny import Tiny, plan_of, write_source
+from tests.store.tiny import Tiny, plan_of, snapshot, write_source
 
 TINY = Tiny(hidden=64, inter=64, n_experts=8, layers=(1, 2, 3))
 
@@ -301,8 +302,17 @@ def test_pull__pack_is_there__nothing_is_fetched(
     wanted = asked(tmp_path, reclaim=True)
     pull_all(wanted, line_to(hub.url), make)
     n_requests = len(hub.requests)
+    whole = snapshot(wanted.dest)
+    left = [wanted.dest / name for name in ("journal", "lock", "x.partial")]
+    for path in left:  # as of a process that was killed behind its last step
+        path.write_bytes(b"")
+    with pack_lock(wanted.dest):  # another one is at it: all stays
+        assert prepare(wanted, line_to(hub.url), make) is None
+        assert all(path.exists() for path in left)
+    left[1].write_bytes(b"")
     assert prepare(wanted, line_to(hub.url), make) is None
-    assert len(hub.requests) == n_requests + 1
+    assert len(hub.requests) == n_requests + 2
+    assert snapshot(wanted.dest) == whole
     other = tmp_path / "other"
     write_source(other, TINY, "bf16", seed=4, shards=6, by_layer=True)
     hub.repos["maker/other"] = Repo(other)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moet_desk.catalogue import load_catalogue
 from tools import generate_benchmarks as made
 
 
@@ -33,6 +34,21 @@ def test_benchmarks__every_record_once_with_its_figures() -> None:
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1:4] == ["exact", "2 cores of a CPU", "2026-11-29, 865d660"]
     assert cells[4] == f"{record['decode_tok_per_s']['median']:.1f}"
+
+
+def test_shapes__every_model_of_the_catalogue__measured_itself_or_as_one_of_the_same_sizes() -> (
+    None
+):
+    own = {
+        r.body["shape"]
+        for r in made.load_records(made.RECORDS)
+        if r.body.get("weights") == "synthetic"
+    }
+    others = made.measured_as(own)
+    assert {entry.name for entry in load_catalogue()} <= own | set(others)
+    assert others["deepseek-r1"] == "deepseek-v3.1"
+    assert "deepseek-r1 was measured as deepseek-v3.1" in made.pages()["benchmarks.md"]
+    assert "deepseek-v3.1" not in made.measured_as(own - {"deepseek-v3.1", "deepseek-r1"})
 
 
 def test_made_up_weights__never_stand_under_real_ones() -> None:
@@ -62,3 +78,32 @@ def test_comparison__a_source_must_be_named() -> None:
     peers = {"read": "today", "source": {}, "model": [model]}
     with pytest.raises(LookupError, match="no source x"):
         made.comparison_page([], peers)
+
+
+def test_step_time__bytes_and_launches_of_the_newest_record() -> None:
+    seen = {"_gemv_kernel": {"launches": 100.0, "ms": 3.0}, "_a": {"launches": 2.0, "ms": 0.01}}
+    seen["_fetch_kernel"] = {"launches": 43.0, "ms": 0.5}
+    body = {
+        "shape": made.STEP_SHAPE, "date": "2026-11-30T14:00", "hit_rate": 0.75,
+        "step_ms": {"by_kernel": seen}, "bytes_per_step": {"pcie": 20_000_000},
+        "measured_bw": {"vram_bytes_per_s": 4e12, "pcie_bytes_per_s": 50e9},
+    }  # fmt: skip
+    older = {**body, "date": "2026-11-30T09:00"}
+    without = {**body, "date": "2026-12-01", "step_ms": {"by_kernel": None}}
+    assert made.newest_step({"b": older, "a": body, "c": without}) == ("a", body)
+    rows = made.kernel_rows(body, {"_gemv_kernel": 8_000_000_000})
+    assert rows == [
+        ("`_gemv_kernel`", "100", "3.000", "8,000", "2.000", "30.0", "10.0"),
+        ("`_fetch_kernel`", "43", "0.500", "20", "0.400", "11.6", "2.3"),
+        ("smaller ones", "2", "0.010", "-", "0.002", "5.0", "4.0"),
+    ]
+    parts = made.kernel_bytes(body, {})
+    assert parts["_gate_up_kernel"] + parts["_down_kernel"] == 80_000_000
+
+
+def test_step_time__every_dense_weight_of_the_shape_is_read_by_a_kernel() -> None:
+    page = made.pages()["step-time.md"]
+    (gemv,) = (line for line in page.splitlines() if line.startswith("| `_gemv_kernel`"))
+    dense = made.dense_bytes()
+    assert f" {dense['_gemv_kernel'] / 1e6:,.0f} " in gemv
+    assert 7.6e9 < sum(dense.values()) < 7.9e9

@@ -6,7 +6,7 @@ be captured as one graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -43,6 +43,8 @@ from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prepare import Rotation, gqa_prepare, mla_prepare, rotate_queries
 from moet_desk.kernels.triton.quant import rms_norm_quantize
 from moet_desk.kernels.triton.route import route, route_named
+from moet_desk.kernels.triton.routed_lookup import Routing, does_both
+from moet_desk.kernels.triton.streams import Given
 
 
 class Experts(Protocol):
@@ -53,47 +55,57 @@ class Experts(Protocol):
         """Which of the codes in a step's buffers the experts read and write."""
         ...
 
-    def __call__(self, moe_layer: int, buffers: StepBuffers, rows: int) -> None:
-        """From ids, weights, codes and scales in `buffers` to `part`."""
-        ...
-
-    def recover(self) -> None:
-        """After a failed step: make the device's view of the arena true again."""
-        ...
-
-    def forget(self) -> None:
-        """Empty all slots: the launches of a step stopped half way, so that some may claim rows
-        which nobody fetched.
+    def __call__(
+        self, moe_layer: int, buffers: StepBuffers, rows: int, routing: Routing | None = None
+    ) -> None:
+        """From ids, weights, codes and scales in `buffers` to `part`. With a routing ids and
+        weights are not there yet; it says how they are chosen.
         """
         ...
 
 
 class Branch:
-    """A second stream, for launches that need not wait for those of the main one.
+    """More streams, for launches that need not wait for those of the main one: lanes, by number.
 
-    Between `beside` and `join` the main stream goes on; a capture records both as parallel branches
+    Between `beside` and `join` the main stream goes on; a capture records them as parallel branches
     of the graph. On a CPU everything runs in order.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream | None = None
+    def __init__(self, device: torch.device, lanes: int = 2) -> None:
+        self._streams: list[torch.cuda.Stream] = []
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams = [
+                torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                for _ in range(lanes)
+            ]
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, lane: int = 0) -> Iterator[None]:
         """Launches inside follow what was launched so far and run beside what comes."""
-        if self._stream is None:
+        if not self._streams:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream = self._streams[lane]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             yield
 
-    def join(self) -> None:
-        """What is launched from here on follows the branch too."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+    def mark(self, lane: int = 0) -> Callable[[], None]:
+        """What lets later launches follow those that are in the lane now, but no later ones.
+
+        A capture ends with an error if nothing follows the lane's last launch.
+        """
+        if not self._streams:
+            return lambda: None
+        event = self._streams[lane].record_event()
+        return lambda: torch.cuda.current_stream().wait_event(event)
+
+    def join(self, lane: int = 0) -> None:
+        """What is launched from here on, in the main stream or in a lane that this is called
+        beside, follows what is in the lane so far too.
+        """
+        if self._streams:
+            torch.cuda.current_stream().wait_stream(self._streams[lane])
 
 
 class MlaLaunches:
@@ -304,7 +316,7 @@ class MoeLaunches:
         adds: bool = True,
     ) -> None:
         """Of rows that read `tokens` [T] int32, needed where a table names experts. Without `adds`,
-        x becomes what is given.
+        x stays; what would be added is `given`.
         """
         t = slice(0, rows)
         if self.shared is not None:  # beside the router, the look-up and the fetch
@@ -313,14 +325,27 @@ class MoeLaunches:
                 if self.w_shared_gate is not None:
                     gemv(b.normed[t], self.w_shared_gate, b.shared_gate[t])
                     gated(b.shared_out[t], b.shared_gate[t], b.shared_out[t])
-        self.choose(b, rows, tokens)
-        experts(self.moe_layer, b, rows)
+        routing = self._routing(b, rows)
+        if routing is None:
+            self.choose(b, rows, tokens)
+        else:
+            gemv(b.normed[t], self.w_router, b.router[t], bias=self.logit_bias)
+        experts(self.moe_layer, b, rows, routing)
         if self.shared is not None:
             self._branch.join()
         if adds:
             self.add(b, rows)
-        else:
-            self._give(b, rows)
+
+    def _routing(self, b: StepBuffers, rows: int) -> Routing | None:
+        """How experts are chosen in the launch that finds their slots, if that can be."""
+        router, t = self.router, slice(0, rows)
+        few = does_both(rows, router.n_experts, router.top_k)
+        if not few or self.table is not None or router.n_identity:
+            return None
+        return Routing(
+            b.router[t], self.bias, b.weights[t], router.score, router.n_groups,
+            router.kept_groups, router.renormalize, router.scale,
+        )  # fmt: skip
 
     def choose(self, b: StepBuffers, rows: int, tokens: Tensor | None = None) -> None:
         """From `normed` to the experts' ids and weights, and to what identity experts give."""
@@ -348,10 +373,10 @@ class MoeLaunches:
             n_real=router.n_experts, share=share,
         )  # fmt: skip
 
-    def _give(self, b: StepBuffers, rows: int) -> None:
-        """x = what the experts left in `part`, and the shared expert beside them."""
+    def given(self, b: StepBuffers, rows: int) -> Given:
+        """What the experts left in `part`, and the shared expert beside them."""
         t, pairs = slice(0, rows), slice(0, rows * self.router.top_k)
-        combine(b.part[pairs], b.weights[t], base=None, residual=b.shared_out[t], out=b.x[t])
+        return Given(b.shared_out[t], b.part[pairs], b.weights[t])
 
     def add(self, b: StepBuffers, rows: int) -> None:
         """x += what the experts left in `part`, and what is in the shared expert's place."""

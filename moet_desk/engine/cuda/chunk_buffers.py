@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from moet_desk.engine.cuda.chunk_sizes import ChunkShape
+from moet_desk.engine.cuda.chunk_sizes import STREAM_PARTS, ChunkShape
 from moet_desk.engine.cuda.indexer import IndexBuffers
 from moet_desk.engine.cuda.pooled_sizes import CHUNK_SPLITS
 from moet_desk.engine.cuda.stream_buffers import StreamBuffers
@@ -94,7 +94,13 @@ class ChunkBuffers:
             if indexer is None
             else IndexBuffers.make(indexer, rows, block=block, entries=context, device=device),
             streams=StreamBuffers.make(
-                spec, rows, block=block, splits=CHUNK_SPLITS, context=context, device=device
+                spec,
+                rows,
+                block=block,
+                splits=CHUNK_SPLITS,
+                context=context,
+                device=device,
+                parts=STREAM_PARTS,
             ),
         )
 

@@ -37,8 +37,10 @@ DELTA_BLOCK = 64
 SCALE_BLOCK = 128
 """Rows of an e4m3 weight that share a scale, as `kernels.triton.dense` has it."""
 
-CONNECTED_COLUMNS = 512
-"""Of all streams that a program multiplies, as `kernels.triton.streams` has it."""
+STREAM_PARTS = 8
+"""Parts in which the products of residual streams are made: 256 programs of 16 rows for the 512
+that attention takes at a time.
+"""
 
 TURNS = 2
 """Batches of both planes that the staging memory holds: one is read while the other is filled."""
@@ -174,8 +176,7 @@ def _of_mla(mixer: Mla, entries: int) -> _Attention:
 
 def _of_pooled(mixer: PooledAttention) -> _Attention:
     low = mixer.out_groups * mixer.out_rank
-    own = mixer.n_heads * mixer.head_dim // mixer.out_groups
-    return _Attention(projected=1, narrow=1, inputs=max(mixer.q_rank, own, low))
+    return _Attention(projected=1, narrow=1, inputs=max(mixer.q_rank, low))
 
 
 def _of_streams(spec: Spec, rows: int, block: int, context: int) -> int:
@@ -184,7 +185,7 @@ def _of_streams(spec: Spec, rows: int, block: int, context: int) -> int:
         return 0
     n, width = spec.streams.n, spec.streams.n * spec.hidden
     made = 2 * n + n * n
-    connections = -(-width // CONNECTED_COLUMNS) * (made + 1) + made
+    connections = STREAM_PARTS * (made + n * n + 4) + made  # as `kernels.triton.streams` has it
     size = PooledSizes.of(pooled_mixers(spec, with_head=True), context)
     pooled = size.numbers(block, CHUNK_SPLITS)
     return rows * (width + connections) + pooled

@@ -15,9 +15,10 @@ from torch import Tensor
 from moet_desk.engine.cuda.chunk_sizes import SCORED_ROWS
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.spec import Indexer
+from moet_desk.kernels.triton.choose import choose
 from moet_desk.kernels.triton.dense import gemv
 from moet_desk.kernels.triton.gemm import gemm
-from moet_desk.kernels.triton.indexer import choose, index_prepare, index_scores
+from moet_desk.kernels.triton.indexer import index_prepare, index_scores
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.prepare import Rotation
 

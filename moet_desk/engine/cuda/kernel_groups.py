@@ -37,6 +37,7 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_gqa_prepare_kernel": Group.ATTENTION,
     "_gqa_decode_kernel": Group.ATTENTION,
     "_join_kernel": Group.ATTENTION,
+    "_join_back_kernel": Group.ATTENTION,
     "_prepare_kernel": Group.ATTENTION,  # of an indexer, as the next two
     "_scores_kernel": Group.ATTENTION,
     "_choose_kernel": Group.ATTENTION,
@@ -53,9 +54,9 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_query_kernel": Group.ATTENTION,
     "_score_kernel": Group.ATTENTION,
     "_shared_decode_kernel": Group.ATTENTION,
-    "_project_kernel": Group.OTHER,  # of streams, as the next three
-    "_connect_kernel": Group.OTHER,
-    "_read_kernel": Group.OTHER,
+    "_advance_kernel": Group.OTHER,  # of streams, as the next three
+    "_enter_kernel": Group.OTHER,
+    "_many_kernel": Group.OTHER,
     "_after_kernel": Group.OTHER,
     "_gate_kernel": Group.OTHER,
     "_gemv_kernel": Group.DENSE,
@@ -64,6 +65,7 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_route_kernel": Group.ROUTER,
     "_named_kernel": Group.ROUTER,
     "_lookup_kernel": Group.ROUTER,
+    "_routed_lookup_kernel": Group.ROUTER,
     "_fetch_kernel": Group.FETCH,
     "_post_kernel": Group.FETCH,
     "_wait_kernel": Group.FETCH,
@@ -94,7 +96,7 @@ def group_of(kernel: str) -> Group:
     return Group.OTHER if found is None else GROUP_OF_KERNEL[found]
 
 
-def kernel_times(run: Callable[[], None]) -> list[tuple[str, float]]:
+def kernel_times(run: Callable[[], object]) -> list[tuple[str, float]]:
     """(name, microseconds) of everything that ran on the CUDA device during `run`.
 
     Empty where the driver does not let programs be traced.
@@ -112,9 +114,12 @@ def kernel_times(run: Callable[[], None]) -> list[tuple[str, float]]:
 def by_kernel(
     times: Iterable[tuple[str, float]], *, n_steps: int
 ) -> dict[str, tuple[float, float]]:
-    """Launches and milliseconds per step by kernel, the longest first; arguments as `split`."""
+    """Launches and milliseconds per step by kernel, the longest first; arguments as `split`. All
+    of torch's elementwise kernels, whose names are their types, count as one.
+    """
     found: dict[str, tuple[float, float]] = {}
-    for kernel, us in times:
+    for name, us in times:
+        kernel = "elementwise of torch" if name.startswith("void at::native") else name
         launches, ms = found.get(kernel, (0.0, 0.0))
         found[kernel] = launches + 1 / n_steps, ms + us / (1e3 * n_steps)
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))

@@ -137,11 +137,12 @@ def _make(
     rows = arena.memory(plane)
     stride = rows.shape[1]
     table = torch.from_numpy(np.array(arena.table(plane))).to(device)
-    memory = _memory(sizes.bounds(plane, stride), driver, device)
+    bounds = sizes.bounds(plane, stride)
+    memory = _memory(bounds, driver, device)
     return DevicePool.make(
         plane, fetch.Arena(rows.data_ptr(), table, stride),
         n_layers=sizes.n_layers, n_experts=sizes.n_experts, n_slots=memory.usable,
-        top_k=sizes.top_k, device=device, memory=memory,
+        top_k=sizes.top_k, device=device, memory=memory, least=bounds.least,
     )  # fmt: skip
 
 

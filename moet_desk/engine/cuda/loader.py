@@ -350,7 +350,7 @@ def _step_experts(
     return {
         plane: PoolExperts(
             base, second, opened.reader.layout, n_layers=len(opened.spec.main_moe_layers),
-            mailbox=mailbox, host=arena, form=form,
+            mailbox=mailbox, host=arena, form=form, n_named=opened.spec.n_named,
         )
         for plane, second in ((Plane.BASE, None), (Plane.FINE, fine))
     }  # fmt: skip

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -148,7 +149,7 @@ class ShapeBench:
             undo.callback(server.close)
         experts = PoolExperts(
             self.pool, self.pools.get(Plane.FINE), setup.layout, n_layers=n_layers,
-            mailbox=mailbox, host=self._host, form=self._form,
+            mailbox=mailbox, host=self._host, form=self._form, n_named=spec.n_named,
         )  # fmt: skip
         self.model = StepModel(
             spec, self.loader, self.kv, {setup.plane: experts},
@@ -226,7 +227,7 @@ class ShapeBench:
             self._warm_up(popularity)
         times, drafts, drive = self._kernel_times(), self._drafts(), self._drive_figures()
         traced = setup.traced
-        prefill_tok_per_s = self._prefill()
+        prefill_tok_per_s, of_prompt = self._prefill()
         return Figures(
             steps=steps,
             n_slots=n_slots,
@@ -239,6 +240,7 @@ class ShapeBench:
             ),
             by_group=split(times, n_steps=traced, step_ms=steps.median_ms) if times else None,
             by_kernel=by_kernel(times, n_steps=traced) if times else None,
+            prefill_by_kernel=by_kernel(of_prompt, n_steps=1) if of_prompt else None,
             bandwidth=self.bandwidth,
             drive=drive,
             prefill_tok_per_s=prefill_tok_per_s,
@@ -396,11 +398,13 @@ class ShapeBench:
         on_card = self._setup.device.type == "cuda"
         return torch.cuda.max_memory_reserved(self._setup.device) if on_card else None
 
-    def _prefill(self) -> float | None:
-        """Prompt tokens per second, with routing so even that every expert is needed."""
+    def _prefill(self) -> tuple[float | None, Sequence[tuple[str, float]]]:
+        """Prompt tokens per second, with routing so even that every expert is needed, and the
+        kernels of one prompt more.
+        """
         setup, spec = self._setup, self._setup.shape.spec
         if not setup.prefill:
-            return None
+            return None, ()
         self._progress(f"Reading a prompt of {setup.prefill} tokens")
         self.loader.set_popularity(0.0)
         buffers = ChunkBuffers.make(
@@ -415,8 +419,10 @@ class ShapeBench:
             model = ChunkModel(self.model, buffers, experts)
             prompt = self._random.integers(spec.vocab, size=setup.prefill).tolist()
             reading = Reading.FAST if setup.plane is Plane.BASE else Reading.EXACT
-            times = [read_prompt(model, self.kv, prompt, reading) for _ in range(PROMPTS)]
-        return setup.prefill / median(times[1:])  # the first one compiles
+            read = partial(read_prompt, model, self.kv, prompt, reading)
+            times = [read() for _ in range(PROMPTS)]
+            traced = kernel_times(read) if setup.device.type == "cuda" else ()
+        return setup.prefill / median(times[1:]), traced  # the first one compiles
 
 
 def _drive(setup: Setup, progress: Callable[[str], None]) -> SyntheticDrive | None:

@@ -234,6 +234,7 @@ class Figures:
         vram_bytes, pcie_bytes: per step, read in VRAM and brought over PCIe.
         by_group: milliseconds of a step by kernel group.
         by_kernel: launches and milliseconds of a step by kernel, the longest first.
+        prefill_by_kernel: the same of the whole prompt.
         attempts: popularities tried; `popularity` is the one measured at.
         drive: what its reads reached; None if all rows are in RAM.
     """
@@ -252,6 +253,7 @@ class Figures:
     popularity: float = 0.0
     drive: DriveFigures | None = None
     by_kernel: Mapping[str, tuple[float, float]] | None = None
+    prefill_by_kernel: Mapping[str, tuple[float, float]] | None = None
 
     @property
     def roofline_ratio(self) -> float | None:

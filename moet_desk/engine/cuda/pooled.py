@@ -7,7 +7,7 @@ The twin is engine/blocks/pooled; rows read what rows before them left in the la
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,21 +15,24 @@ from torch import Tensor
 
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.pool_states import PoolMemory
-from moet_desk.engine.cuda.pooled_sizes import LOOKING_ROWS, PooledSizes, seen_most
+from moet_desk.engine.cuda.pooled_run import Question, RunBuffers, kept_queries, look
+from moet_desk.engine.cuda.pooled_sizes import CHUNK_SPLITS, LOOKING_ROWS, PooledSizes, seen_most
 from moet_desk.engine.cuda.products import GroupedWeight, Products
 from moet_desk.engine.page_rows import PageRows
-from moet_desk.engine.spec import Pool, PooledAttention, PoolIndexer
+from moet_desk.engine.spec import PooledAttention, PoolIndexer
 from moet_desk.kernels.kv_sizes import POOL_STATES
 from moet_desk.kernels.triton.attention import DecodeScratch
-from moet_desk.kernels.triton.heads import turn_back, turn_heads
-from moet_desk.kernels.triton.indexer import choose
+from moet_desk.kernels.triton.choose import list_chosen
+from moet_desk.kernels.triton.head_parts import back_parts, head_parts
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.pooled_keys import prepare_queries, score_windows, store_keys
+from moet_desk.kernels.triton.pooled_scores import prepare_run
 from moet_desk.kernels.triton.pooling import finish, pool, pool_run
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.seen import Places, Pooled, list_seen
 from moet_desk.kernels.triton.shared_attention import shared_decode
+from moet_desk.kernels.triton.shared_prefill import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +43,14 @@ class PooledBuffers:
         joined: [R, r_q + D]; latent: [R, r_q].
         pooling: [R, values, logits, weights of an indexer's heads].
         means: [R, D]; key_means: [R, D_i], of windows that close.
-        one, other: flat, [R, N, D]: heads on their way in and out.
+        one, other: flat, [R, N, D]: heads on their way in, and out.
         low: [R, G * r].
         index_one, index_other: [R, N_i, D_i].
         held: [numbers of a state].
         places: of rows.
         splits: parts of a row's entries.
-        scores: [B, S]; chosen, counts: int32 [B, K], [B]; listed, seen: int32 [B, L], [B].
+        scores: [B, S]; listed, seen: int32 [B, L], [B].
+        run: of a prompt's rows, in the place of these.
     """
 
     joined: Tensor
@@ -63,10 +67,9 @@ class PooledBuffers:
     places: Places
     splits: int
     scores: Tensor
-    chosen: Tensor
-    counts: Tensor
     listed: Tensor
     seen: Tensor
+    run: RunBuffers | None
 
     @classmethod
     def make(cls, size: PooledSizes, rows: int, splits: int, device: torch.device) -> PooledBuffers:
@@ -87,8 +90,8 @@ class PooledBuffers:
             other=f32(rows * size.queries), low=f32(rows, size.low), index_one=f32(*index),
             index_other=f32(*index), held=f32(size.held),
             places=Places.make(rows, device), splits=splits, scores=f32(looking, size.scored),
-            chosen=i32(looking, size.top_k), counts=i32(looking),
             listed=i32(looking, size.listed), seen=i32(looking),
+            run=RunBuffers.make(size, rows, device) if splits == CHUNK_SPLITS else None,
         )  # fmt: skip
 
 
@@ -121,11 +124,25 @@ class PooledRows:
 
 
 class Aside(Protocol):
-    """A branch for launches that need not wait for those of the main one (`blocks.Branch`)."""
+    """Lanes for launches that need not wait for those of the main one (`blocks.Branch`)."""
 
-    def beside(self) -> AbstractContextManager[None]: ...
+    def beside(self, lane: int = 0) -> AbstractContextManager[None]: ...
 
-    def join(self) -> None: ...
+    def join(self, lane: int = 0) -> None: ...
+
+
+_POOLS, _INDEX = 0, 1
+"""Lanes: of what is kept of the rows, and of what an indexer chooses for them."""
+
+
+class _InOrder:
+    """No lanes: one launch after the other."""
+
+    def beside(self, lane: int = 0) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def join(self, lane: int = 0) -> None:
+        return
 
 
 class _Compressor:
@@ -199,6 +216,7 @@ class PooledLaunches:
         if self._index is not None:
             parts.append(name + "indexer.weights_proj")
         self._w_pool = load.matrix(*parts)
+        self._pooled_width = 2 * self._compressor.places.shape[1]
 
     def launch(
         self,
@@ -211,81 +229,105 @@ class PooledLaunches:
         scratch: DecodeScratch,
         branch: Aside | None = None,
     ) -> None:
-        """Take rows in, and give what they see; what is kept of them on a branch, if there is one.
+        """Take rows in, and give what they see; what is kept of them, and what an indexer chooses,
+        in lanes of a branch, if there is one.
 
         Shapes:
             normed, out [T, H] float32; may not be the same memory
         """
         mixer, t, places = self.mixer, slice(0, rows.n), rows.places
+        aside = _InOrder() if branch is None else branch
         rotation = Rotation(places.positions, *self._turns, interleaved=True)
+        with aside.beside(_POOLS):
+            self._pool_keys(b, products, normed, rows, rotation)
         products(normed, self._w_in, b.joined[t])
-        with nullcontext() if branch is None else branch.beside():
-            finish(
-                b.joined[t, mixer.q_rank :], self._kv_norm, mixer.norm_eps, *self._turns,
-                places.positions, rows.memory.rows, places.rings, rows.memory.form, ratio=1,
-                ring=rows.memory.ring,
-            )  # fmt: skip
-            if mixer.pool is not None:
-                self._pool(b, products, normed, rows, rotation, mixer.pool)
         latent = b.joined[t, : mixer.q_rank]
         rms_norm(latent, self._q_norm, mixer.norm_eps, out=b.latent[t])
+        looks = self._index is not None and not rows.sees_all
+        if looks:
+            with aside.beside(_INDEX):
+                self._ask(b, products, rows, rotation)
+                aside.join(_POOLS)  # keys of these rows, and how heads count
+                if rows.run is None:
+                    self._list(b, rows, t)
+        with aside.beside(_POOLS):
+            self._keep(b, rows)
+            if rows.run is None and not looks:
+                self._list(b, rows, t)
         shape = (rows.n, mixer.n_heads, mixer.head_dim)
         size = rows.n * mixer.n_heads * mixer.head_dim
-        one, other = b.one[:size].view(shape), b.other[:size].view(shape)
+        one = b.one[:size].view(shape)
         products(b.latent[t], self._w_query, one.flatten(1))
-        turn_heads(one, other, rotation=rotation, eps=mixer.norm_eps)
-        self._ask(b, products, rows, rotation)
-        if branch is not None:
-            branch.join()
-        for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
-            here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
-            self._choose(b, rows, here)
-            self._attend(b, rows, here, other[here], one[here], scratch)
-        back = products.by_group(b.other[:size], rows.n, mixer.out_groups)
-        turn_back(one, back, rotation=rotation)
+        aside.join(_POOLS)
+        if looks:
+            aside.join(_INDEX)
+        room = b.other[:size]
+        if rows.run is not None:
+            self._look(b, rows, one, room, rotation, *rows.run)
+            back = room.view(torch.bfloat16).view(2, mixer.out_groups, rows.n, -1)
+            back_parts(one, back, rotation=rotation)
+        else:
+            back = room.view(rows.n, mixer.out_groups, -1).transpose(0, 1)
+            for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
+                here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
+                self._attend(b, rows, here, one[here], back[:, here], scratch)
         products.grouped(back, self._w_low, b.low[t])
         products(b.low[t], self._w_out, out)
 
-    def _pool(
+    def _pool_keys(
         self,
         b: PooledBuffers,
         products: Products,
         normed: Tensor,
         rows: PooledRows,
         rotation: Rotation,
-        pooled: Pool,
     ) -> None:
-        """Add the rows to open windows, and keep what closes."""
-        t, places, memory, own = slice(0, rows.n), rows.places, rows.memory, self._compressor
-        assert own is not None, "a pool has a compressor"  # noqa: S101
-        assert memory.entries is not None, "and memory"  # noqa: S101
-        assert memory.sums is not None, "of both kinds"  # noqa: S101
+        """What rows give to open windows, and the indexer's keys of those that close."""
+        t, pooled, memory = slice(0, rows.n), self.mixer.pool, rows.memory
+        if pooled is None:
+            return
         values = b.pooling[t, : self._w_pool.n]
         products(normed, self._w_pool, values)  # how an indexer's heads count is behind
-        width = 2 * own.places.shape[1]
-        own.read(b, values[:, :width], memory.sums, rows, b.means[t])
-        finish(
-            b.means[t], own.norm, own.eps, *self._turns, places.positions, memory.entries.memory,
-            rows.table, memory.form, ratio=pooled.ratio, spread=memory.entries.spread,
-        )  # fmt: skip
         if self._index is None or memory.keys is None or memory.key_sums is None:
             return
-        keys = self._index.compressor
+        keys, width = self._index.compressor, self._pooled_width
         keys.read(b, values[:, width:], memory.key_sums, rows, b.key_means[t])
         store_keys(
             b.key_means[t], keys.norm, keys.eps, ratio=pooled.ratio, rotation=rotation,
             kv=rows.pages(memory.keys, t),
         )  # fmt: skip
 
+    def _keep(self, b: PooledBuffers, rows: PooledRows) -> None:
+        """The rows' own entries, and those of windows that close."""
+        mixer, t, places, memory = self.mixer, slice(0, rows.n), rows.places, rows.memory
+        finish(
+            b.joined[t, mixer.q_rank :], self._kv_norm, mixer.norm_eps, *self._turns,
+            places.positions, memory.rows, places.rings, memory.form, ratio=1, ring=memory.ring,
+        )  # fmt: skip
+        own = self._compressor
+        if own is None or mixer.pool is None:
+            return
+        assert memory.entries is not None, "a pool has memory"  # noqa: S101
+        assert memory.sums is not None, "of both kinds"  # noqa: S101
+        own.read(b, b.pooling[t, : self._pooled_width], memory.sums, rows, b.means[t])
+        finish(
+            b.means[t], own.norm, own.eps, *self._turns, places.positions, memory.entries.memory,
+            rows.table, memory.form, ratio=mixer.pool.ratio, spread=memory.entries.spread,
+        )  # fmt: skip
+
     def _ask(
         self, b: PooledBuffers, products: Products, rows: PooledRows, rotation: Rotation
     ) -> None:
-        """Make the indexer's queries ready, if it has to choose."""
-        if self._index is None or rows.sees_all:
+        """Make the indexer's queries ready."""
+        if self._index is None:
             return
         one, other = (x[: rows.n] for x in (b.index_one, b.index_other))
         products(b.latent[: rows.n], self._index.w_query, one.flatten(1))
-        prepare_queries(one, other, rows.memory.form, rotation=rotation)
+        if rows.run is None:
+            prepare_queries(one, other, rows.memory.form, rotation=rotation)
+        else:
+            form = rows.memory.form
+            prepare_run(one, kept_queries(other, form), form, rotation=rotation)
 
     def _attend(
         self,
@@ -296,40 +338,73 @@ class PooledLaunches:
         out: Tensor,
         scratch: DecodeScratch,
     ) -> None:
-        """What a few rows see: heads, out [T, N, D]."""
+        """What a few rows see: heads [T, N, D], out [G, T, N / G * D]."""
         mixer, memory, n = self.mixer, rows.memory, slice(0, heads.shape[0])
-        places, listed = rows.places.of(here), b.listed[n, : self._width]
-        list_seen(
-            places, self._pooled(b, rows, here), listed, b.seen[n], window=mixer.window,
-            ring=memory.ring,
-        )  # fmt: skip
+        listed = b.listed[n, : self._width]
+        rotation = Rotation(rows.places.positions[here], *self._turns, interleaved=True)
         shared_decode(
             heads, KvPages(memory.rows, listed, memory.form), b.seen[n], self._sinks, out,
-            scale=mixer.softmax_scale, scratch=scratch, splits=b.splits,
+            rotation=rotation, eps=mixer.norm_eps, scale=mixer.softmax_scale, scratch=scratch,
+            splits=b.splits,
         )  # fmt: skip
 
-    def _choose(self, b: PooledBuffers, rows: PooledRows, here: slice) -> None:
-        """Let the indexer, if there is one, choose for a few rows."""
-        memory, n = rows.memory, slice(0, here.stop - here.start)
-        if self._index is None or memory.keys is None or memory.entries is None:
+    def _look(
+        self,
+        b: PooledBuffers,
+        rows: PooledRows,
+        heads: Tensor,
+        room: Tensor,
+        rotation: Rotation,
+        slot: int,
+        start: int,
+    ) -> None:
+        """What rows of a prompt see, in the place of their queries: heads [T, N, D]."""
+        mixer, memory = self.mixer, rows.memory
+        assert b.run is not None, "a prompt has buffers for its rows"  # noqa: S101
+        parts = room.view(torch.bfloat16).view(2, *heads.shape)
+        head_parts(heads, parts, rotation=rotation, eps=mixer.norm_eps)
+        pooled, n_pooled, question = None, 0, None
+        if mixer.pool is not None and memory.entries is not None:
+            kv = rows.pages(memory.entries, slice(0, 1))
+            pooled = Pooled(kv, mixer.pool.ratio, memory.entries.spread, memory.first)
+            n_pooled = (start + rows.n) // mixer.pool.ratio
+        if self._index is not None and memory.keys is not None and not rows.sees_all:
+            indexer, width = self._index.indexer, self._w_pool.n
+            question = Question(
+                kept_queries(b.index_other[: rows.n], memory.form),
+                b.pooling[: rows.n, width - indexer.n_heads : width],
+                rows.pages(memory.keys, slice(0, 1)), rows.places.closed[: rows.n],
+                (indexer.n_heads * indexer.head_dim) ** -0.5,
+            )  # fmt: skip
+        run = Run(start, memory.ring, slot * memory.ring, mixer.window, pooled, n_pooled)
+        look(
+            b.run, parts, run, memory, self._sinks, heads, scale=mixer.softmax_scale,
+            question=question,
+        )  # fmt: skip
+
+    def _list(self, b: PooledBuffers, rows: PooledRows, here: slice) -> None:
+        """Name what a few rows see: of pooled entries all, or what the indexer chooses."""
+        mixer, memory, n = self.mixer, rows.memory, slice(0, here.stop - here.start)
+        places, listed, seen = rows.places.of(here), b.listed[n, : self._width], b.seen[n]
+        pooled = self._pooled(rows, here)
+        if self._index is None or memory.keys is None or pooled is None:
+            list_seen(places, pooled, listed, seen, window=mixer.window, ring=memory.ring)
             return
-        closed, indexer = rows.places.closed[here], self._index.indexer
+        indexer, width = self._index.indexer, self._w_pool.n
         if not rows.sees_all:
-            width = self._w_pool.n
             score_windows(
                 b.index_other[here], b.pooling[here, width - indexer.n_heads : width],
-                rows.pages(memory.keys, here), closed, b.scores[n],
+                rows.pages(memory.keys, here), places.closed, b.scores[n],
                 scale=(indexer.n_heads * indexer.head_dim) ** -0.5,
             )  # fmt: skip
-        choose(b.scores[n], closed, rows.pages(memory.entries, here), b.chosen[n], b.counts[n])
+        list_chosen(
+            b.scores[n], places, pooled, listed, seen, top_k=indexer.top_k, window=mixer.window,
+            ring=memory.ring,
+        )  # fmt: skip
 
-    def _pooled(self, b: PooledBuffers, rows: PooledRows, here: slice) -> Pooled | None:
-        """Which pooled entries a few rows see: what was chosen if there is an indexer."""
-        memory, pooled, n = rows.memory, self.mixer.pool, slice(0, here.stop - here.start)
-        if pooled is None or memory.entries is None:
+    def _pooled(self, rows: PooledRows, here: slice) -> Pooled | None:
+        """Which pooled entries a few rows see, or choose from."""
+        entries, pooled = rows.memory.entries, self.mixer.pool
+        if pooled is None or entries is None:
             return None
-        kv = rows.pages(memory.entries, here)
-        found = Pooled(kv, pooled.ratio, memory.entries.spread, memory.first)
-        if self._index is None:
-            return found
-        return replace(found, chosen=b.chosen[n], counts=b.counts[n])
+        return Pooled(rows.pages(entries, here), pooled.ratio, entries.spread, rows.memory.first)

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moet_desk.engine.spec import PooledAttention, Spec
+from moet_desk.kernels.kv_sizes import window_ring
 
 STEP_SPLITS, CHUNK_SPLITS = 64, 8
 """Parts that a row's entries are cut into: of a step's few rows many, to use the whole card."""
 
-LOOKING_ROWS = {STEP_SPLITS: 8, CHUNK_SPLITS: 64}
-"""Rows that look at entries at the same time: their partial results take the same room."""
+LOOKING_ROWS = {STEP_SPLITS: 8, CHUNK_SPLITS: 0}
+"""Rows of a step that look at entries at the same time; those of a prompt are in `pooled_run`."""
+
+CHOOSING_ROWS, CHOOSING_SCORES = 64, 1 << 24
+"""Rows of a prompt that choose at the same time: so many, or more while these scores have room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class PooledSizes:
         index_heads, index_dim, top_k: of the indexer.
         scored: entries that it scores.
         listed: entries that a row sees.
+        ring: entries of a sequence's ring.
     """
 
     joined: int
@@ -38,6 +43,7 @@ class PooledSizes:
     top_k: int
     scored: int
     listed: int
+    ring: int
 
     @classmethod
     def of(cls, mixers: Sequence[PooledAttention], context: int) -> PooledSizes:
@@ -52,15 +58,28 @@ class PooledSizes:
             index_dim=max([1, *(i.head_dim for i in indexers)]),
             top_k=max([1, *(i.top_k for i in indexers)]),
             scored=max([1, *(-(-context // m.pool.ratio) for m in mixers if m.pool)]),
-            listed=max(seen_most(m, context) for m in mixers),
+            listed=max(seen_most(m, context) for m in mixers), ring=window_ring(first.window),
         )  # fmt: skip
 
     def numbers(self, rows: int, splits: int) -> int:
         """Numbers of four bytes in `PooledBuffers` of so many rows."""
         index = self.index_heads * 2 * self.index_dim + self.index_dim
         row = self.joined + self.latent + self.head_dim + self.pooling + 2 * self.queries
-        step = LOOKING_ROWS[splits] * (self.scored + self.top_k + self.listed + 2)
-        return rows * (row + self.low + index + 5) + step + self.held
+        step = LOOKING_ROWS[splits] * (self.scored + self.listed + 1)
+        chunk = self._run_numbers(rows) if splits == CHUNK_SPLITS else 0
+        return rows * (row + self.low + index + 5) + step + chunk + self.held
+
+    @property
+    def decoded(self) -> int:
+        """Numbers of what a prompt's rows may see."""
+        return (self.ring + self.scored) * self.head_dim
+
+    def choosing(self, rows: int) -> int:
+        """Rows of a prompt's block of so many that choose at the same time."""
+        return min(rows, max(CHOOSING_ROWS, CHOOSING_SCORES // self.scored))
+
+    def _run_numbers(self, rows: int) -> int:
+        return self.decoded + 1 + self.choosing(rows) * (self.scored + self.top_k + 1)
 
     @property
     def held(self) -> int:

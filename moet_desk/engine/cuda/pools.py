@@ -33,6 +33,7 @@ from moet_desk.kernels.triton.cache import (
 )
 from moet_desk.kernels.triton.experts import ExpertPool, experts_down, experts_hidden
 from moet_desk.kernels.triton.fetch import Arena, Mailbox, fetch, post, wait
+from moet_desk.kernels.triton.routed_lookup import Routing, route_and_look_up
 from moet_desk.store.pack_format import Plane
 
 
@@ -52,6 +53,7 @@ class DevicePool:
         memory: of the slots, in which rows lie as on disk.
         tables: who is where, and how many slots may be used.
         arena: the plane's rows in pinned memory.
+        least: slots that there are whatever happens; no smaller size is asked for.
         found: for each number of rows in a step, where look-ups write what they found.
     """
 
@@ -59,6 +61,7 @@ class DevicePool:
     memory: SlotMemory
     tables: GpuTables
     arena: Arena
+    least: int
     found: tuple[LookupOutput, ...]
 
     @classmethod
@@ -73,8 +76,9 @@ class DevicePool:
         top_k: int,
         device: torch.device,
         memory: SlotMemory | None = None,
+        least: int | None = None,
     ) -> DevicePool:
-        """An empty pool of `n_slots`, or of as many as `memory` has."""
+        """An empty pool of `n_slots`, or of as many as `memory` has; `least` stay, or all."""
         if memory is None:
             memory = fixed_slots(n_slots, arena.stride, device)
         return cls(
@@ -88,9 +92,8 @@ class DevicePool:
                 limit=min(n_slots, memory.usable),
             ),
             arena=arena,
-            found=tuple(
-                LookupOutput.empty(rows, top_k, device=device) for rows in range(1, MAX_ROWS + 1)
-            ),
+            least=n_slots if least is None else least,
+            found=_outputs(top_k, device),
         )
 
     @property
@@ -128,15 +131,28 @@ class DevicePool:
         return self.found[0].miss_row.shape[0]
 
     def fill(
-        self, ids: Tensor, layer: int, mailbox: Mailbox | None, *, ends_step: bool
+        self,
+        ids: Tensor,
+        layer: int,
+        mailbox: Mailbox | None,
+        *,
+        found: LookupOutput,
+        ends_step: bool,
+        before: int = 0,
+        routing: Routing | None = None,
     ) -> LookupOutput:
-        """Launch the look-up of a layer and the fetch of what is missing.
+        """Launch the look-up of a layer and the fetch of what is missing; returns `found`. With a
+        routing the ids are chosen before, in the same launch.
 
         Shapes:
             ids int32 [T, K]
         """
-        found = self.found[ids.shape[0] - 1]
-        lookup(ids, self.tables, layer=layer, out=found, ends_step=ends_step)
+        if routing is None:
+            lookup(ids, self.tables, layer=layer, out=found, ends_step=ends_step, before=before)
+        else:
+            route_and_look_up(
+                routing, ids, self.tables, layer=layer, out=found, ends_step=ends_step
+            )
         if mailbox is not None:
             post(mailbox, self.arena, found, layer=layer, fine=self.plane is Plane.FINE)
         fetch(
@@ -189,6 +205,21 @@ class DevicePool:
         warm_as(self.tables, like, rows)
 
 
+def _outputs(top_k: int, device: torch.device) -> tuple[LookupOutput, ...]:
+    """Room for the answers of a look-up, by the rows of a step less one."""
+    return tuple(LookupOutput.empty(n + 1, top_k, device=device) for n in range(MAX_ROWS))
+
+
+@dataclass(frozen=True, slots=True)
+class FoundExperts:
+    """Where the rows of a layer's experts lie, or will once they are fetched; `fine` for exact
+    answers only.
+    """
+
+    base: LookupOutput
+    fine: LookupOutput | None
+
+
 class PoolExperts:
     """Routed experts of a step over 2-bit slots, or over 2-bit and fine slots together (exact).
 
@@ -199,6 +230,7 @@ class PoolExperts:
         mailbox: how rows on disk are asked for; None if all rows are in the arena.
         host: the arena as the host sees it.
         form: of the experts; biases are on the device.
+        n_named: MoE layers, from the first on, whose experts may be brought before any layer runs.
     """
 
     def __init__(
@@ -211,10 +243,17 @@ class PoolExperts:
         mailbox: Mailbox | None,
         host: HostArena,
         form: ExpertForm = PLAIN,
+        n_named: int = 0,
     ) -> None:
         self._base, self._fine, self._layout, self._host = base, fine, layout, host
         self._form = form
         self._n_layers, self._mailbox = n_layers, mailbox
+        self._pools = (base,) if fine is None else (base, fine)
+        # By layer and pool. What is found early is read late, so that each layer has its own.
+        self._found_early = [
+            [_outputs(pool.top_k, pool.slots.device) for pool in self._pools]
+            for _ in range(n_named)
+        ]
 
     @property
     def activations(self) -> Activations:
@@ -222,31 +261,70 @@ class PoolExperts:
         return Activations.INT8 if self._fine is None else Activations.INT15
 
     def forget(self) -> None:
-        """See `Experts`."""
-        for pool in (self._base, self._fine):
-            if pool is not None:
-                forget(pool.tables)
+        """Empty all slots: the launches of a step stopped half way, so that some may claim rows
+        which nobody fetched.
+        """
+        for pool in self._pools:
+            forget(pool.tables)
 
     def recover(self) -> None:
-        """See `Experts`."""
-        for pool in (self._base, self._fine):
-            if pool is not None:
-                table = torch.from_numpy(self._host.table(pool.plane).copy())
-                pool.arena.place_of.copy_(table)
+        """After a failed step: make the device's view of the arena true again."""
+        for pool in self._pools:
+            table = torch.from_numpy(self._host.table(pool.plane).copy())
+            pool.arena.place_of.copy_(table)
 
-    def __call__(self, moe_layer: int, buffers: StepBuffers, rows: int) -> None:
+    def layers_ahead(self, rows: int) -> int:
+        """Layers with tables whose experts may be asked for together in a step of so many rows: all
+        their rows must have slots at once, in the smallest pools that there can be.
+        """
+        room = min(pool.least // (rows * pool.top_k) for pool in self._pools)
+        return min(len(self._found_early), room)
+
+    def bring(self, moe_layer: int, ids: Tensor, *, before: int) -> FoundExperts:
+        """Launch the look-up and the fetch of a layer with a table before the layer begins.
+
+        Args:
+            moe_layer: below `layers_ahead`.
+            ids: int32 [T, K].
+            before: layers right before this one that were brought and may not have been computed.
+        """
+        return self._fill(ids, moe_layer, self._found_early[moe_layer], before)
+
+    def __call__(
+        self, moe_layer: int, buffers: StepBuffers, rows: int, routing: Routing | None = None
+    ) -> None:
         """See `Experts`."""
+        every = [pool.found for pool in self._pools]
+        found = self._fill(buffers.ids[:rows], moe_layer, every, 0, routing)
+        self.compute(moe_layer, buffers, rows, found)
+
+    def _fill(
+        self,
+        ids: Tensor,
+        moe_layer: int,
+        found: Sequence[Sequence[LookupOutput]],
+        before: int,
+        routing: Routing | None = None,
+    ) -> FoundExperts:
+        ends, n = moe_layer == self._n_layers - 1, ids.shape[0] - 1
+        base, *fine = (
+            pool.fill(
+                ids, moe_layer, self._mailbox, found=of_rows[n], ends_step=ends, before=before,
+                routing=routing if pool is self._base else None,
+            )
+            for pool, of_rows in zip(self._pools, found, strict=True)
+        )  # fmt: skip
+        return FoundExperts(base, fine[0] if fine else None)
+
+    def compute(self, moe_layer: int, buffers: StepBuffers, rows: int, found: FoundExperts) -> None:
+        """From ids, weights, codes and scales in `buffers` to `part`, once the rows are there."""
         b, t = buffers, slice(0, rows)
         ids = b.ids[t]
-        ends = moe_layer == self._n_layers - 1
-        found = self._base.fill(ids, moe_layer, self._mailbox, ends_step=ends)
-        fine_slots, fine_slot = None, None
-        if self._fine is not None:
-            fine_found = self._fine.fill(ids, moe_layer, self._mailbox, ends_step=ends)
-            fine_slots, fine_slot = self._fine.slots, fine_found.uniq_slot
         pool = ExpertPool(
-            self._layout, self._base.slots, found.uniq_slot, found.uniq_pair,
-            fine_slots, fine_slot, self._form.biases.get(moe_layer), ids,
+            self._layout, self._base.slots, found.base.uniq_slot, found.base.uniq_pair,
+            None if self._fine is None else self._fine.slots,
+            None if found.fine is None else found.fine.uniq_slot,
+            self._form.biases.get(moe_layer), ids,
         )  # fmt: skip
         pairs = slice(0, ids.numel())
         codes = b.codes[self.activations][t]

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.dense_weights import as_float
 from moet_desk.kernels.triton.dense import DenseWeight, WeightKind, gemv, head_gemv
-from moet_desk.kernels.triton.gemm import gemm, split
+from moet_desk.kernels.triton.gemm import gemm, gemm_by_group, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,27 +21,18 @@ class GroupedWeight:
 
     Attributes:
         whole: [G * r, K].
-        parts: the same memory, [r, K] each.
+        groups: how many.
     """
 
     whole: DenseWeight
-    parts: tuple[DenseWeight, ...]
+    groups: int
 
     @classmethod
     def of(cls, whole: DenseWeight, groups: int) -> GroupedWeight:
         """Cut a weight; where groups share a block of scales, it is decoded to float32."""
-        rows = whole.n // groups
-        if whole.kind is WeightKind.FP8 and rows % whole.scale_rows:
+        if whole.kind is WeightKind.FP8 and whole.n // groups % whole.scale_rows:
             whole = as_float(whole)
-        return cls(whole, tuple(_rows(whole, i * rows, rows) for i in range(groups)))
-
-
-def _rows(weight: DenseWeight, first: int, count: int) -> DenseWeight:
-    values, scales = weight.values[first : first + count], weight.scales
-    if scales is not None:
-        each = weight.scale_rows
-        scales = scales[first // each : (first + count) // each]
-    return DenseWeight(values, scales)
+        return cls(whole, groups)
 
 
 class Products(Protocol):
@@ -52,12 +42,10 @@ class Products(Protocol):
         """x [T, K] (rows may lie apart) by W^T: out [T, N] float32 (likewise)."""
         ...
 
-    def by_group(self, flat: Tensor, rows: int, groups: int) -> Tensor:
-        """Room for an input of `grouped`, [G, T, K], in a flat buffer of G * T * K numbers."""
-        ...
-
     def grouped(self, x: Tensor, weight: GroupedWeight, out: Tensor) -> None:
-        """Each group by its own rows: x as `by_group` gave it, out [T, G * r]."""
+        """Each group of inputs by its own rows of the weight: out [T, G * r]. A step has x
+        [G, T, K] float32, a prompt two parts of it, [2, G, T, K] bfloat16.
+        """
         ...
 
 
@@ -67,11 +55,8 @@ class StepProducts:
     def __call__(self, x: Tensor, weight: DenseWeight, out: Tensor) -> None:
         gemv(x, weight, out)
 
-    def by_group(self, flat: Tensor, rows: int, groups: int) -> Tensor:
-        return flat.view(rows, groups, -1).transpose(0, 1)
-
     def grouped(self, x: Tensor, weight: GroupedWeight, out: Tensor) -> None:
-        count = weight.whole.n // len(weight.parts)
+        count = weight.whole.n // weight.groups
         head_gemv(x.transpose(0, 1), weight.whole, out, first=0, count=count, pitch=count)
 
 
@@ -94,10 +79,5 @@ class ChunkProducts:
         split(x, parts)
         return parts
 
-    def by_group(self, flat: Tensor, rows: int, groups: int) -> Tensor:
-        return flat.view(groups, rows, -1)
-
     def grouped(self, x: Tensor, weight: GroupedWeight, out: Tensor) -> None:
-        columns = torch.tensor_split(out, len(weight.parts), 1)
-        for one, part, to in zip(x, weight.parts, columns, strict=True):
-            self(one, part, to)
+        gemm_by_group(x, weight.whole, out)

@@ -76,6 +76,7 @@ _TURNED_PARTS = {"glm4_moe": 2, "minimax_m2": 2, "qwen3_next": 4, "qwen3_5_moe":
 _OSS_WINDOW = 128
 _OSS_GLU = Glu(limit=7.0, alpha=1.702, shift=1.0)
 _V4_GLU = Glu(limit=10.0)
+_V4_NAMED = 3  # layers whose experts tables name
 
 
 def _known(name: str, context: int, *, is_rounded: bool = False) -> Shape:
@@ -127,10 +128,13 @@ def _oss_layer(layer: Layer) -> Layer:
 
 
 def _v4_layer(layer: Layer) -> Layer:
-    """Experts of its kind; the router and the tables that name experts are not its own."""
+    """Experts of its kind, in the first layers named by tables; the router is not its own."""
     if not isinstance(layer.ffn, MoeFfn):
         return layer
     ffn = replace(layer.ffn, name="ffn.", glu=_V4_GLU, projections=("w1", "w3", "w2"))
+    if layer.index < _V4_NAMED:
+        router = replace(ffn.router, selection_bias=False)
+        ffn = replace(ffn, router=router, hashed=True)
     return replace(layer, ffn=ffn)
 
 

@@ -8,7 +8,7 @@ Without a CUDA device (tests in the interpreter) the same launches run one after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moet_desk.engine.cuda.blocks import Branch, Experts, LayerLaunches
+from moet_desk.engine.cuda.blocks import Branch, LayerLaunches
 from moet_desk.engine.cuda.buffers import (
     MAX_ROWS,
     Choices,
@@ -27,15 +27,18 @@ from moet_desk.engine.cuda.delta import DeviceStates
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.head import HeadLaunches
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
+from moet_desk.engine.cuda.named import NamedExperts
 from moet_desk.engine.cuda.ngrams import DeviceNgrams
 from moet_desk.engine.cuda.pool_states import PooledStates, PoolMemory
 from moet_desk.engine.cuda.pooled import PooledRows
+from moet_desk.engine.cuda.pools import PoolExperts
 from moet_desk.engine.cuda.shortcut import ShortcutLaunches
 from moet_desk.engine.cuda.streams import (
     StreamHeadLaunches,
     StreamLaunches,
     StreamMaker,
     Turns,
+    chain,
     spread,
     streams_of,
 )
@@ -98,7 +101,7 @@ class StepModel:
         spec: Spec,
         load: DenseSource,
         kv: KvCache,
-        experts: Mapping[Plane, Experts],
+        experts: Mapping[Plane, PoolExperts],
         *,
         context: int,
         device: torch.device,
@@ -133,7 +136,11 @@ class StepModel:
                 kind = LayerLaunches if layer.around is None else ShortcutLaunches
                 self.layers.append(kind(layer, load, moe_layer=n_moe, branch=branch))
             n_moe += isinstance(layer.ffn, MoeFfn)
+        tables = _tables(self.layers)
+        self._named = NamedExperts(tables, device) if tables else None
         self.end = None if spec.streams is None else made.end("model.")
+        if self.end is not None:
+            chain([one for one in self.layers if isinstance(one, StreamLaunches)], self.end)
         self.head: HeadLaunches | StreamHeadLaunches | None = None
         if with_head and spec.mtp is not None:
             if self.end is None:
@@ -306,6 +313,7 @@ class StepModel:
         """All launches of a step, from the input lines to the logits."""
         b, eps, t = self.buffers, self.spec.norm_eps, slice(0, rows)
         ids, positions, lengths, table = self._inputs.unpack(rows)
+        brought = {} if self._named is None else self._named.bring(ids, self._experts[plane])
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
         if self.ngrams is not None:
@@ -315,7 +323,9 @@ class StepModel:
                 if not i:
                     spread(b.x[t], streams_of(b).x[t])
                     self._find_places(rows, positions)
-                layer.launch(b, self._pooled_rows(i, rows, table), ids, self._experts[plane])
+                    layer.begin(b, rows)
+                experts = brought.get(layer.ffn.moe_layer, self._experts[plane])
+                layer.launch(b, self._pooled_rows(i, rows, table), ids, experts)
                 continue
             if isinstance(layer, ShortcutLaunches):
                 layer.launch(
@@ -422,7 +432,7 @@ class StepModel:
         rows, b = x.shape[0], self.buffers
         if self.end is not None:
             streams_of(b).x[:rows].copy_(x)
-            self.end.launch(b, rows)
+            self.end.launch_alone(b, rows)
             x = b.x[:rows]
         self._logits(x, rows)
         self._host_logits[:rows].copy_(self.buffers.logits[:rows])
@@ -470,6 +480,12 @@ class StepModel:
         with suppress(RuntimeError):  # of a lost card, for which the first error stands
             for experts in self._experts.values():
                 experts.forget()
+
+
+def _tables(layers: Iterable[object]) -> dict[int, Tensor]:
+    """Tables that name the experts of tokens, by MoE layer."""
+    ffns = (layer.ffn for layer in layers if isinstance(layer, StreamLaunches))
+    return {ffn.moe_layer: ffn.table for ffn in ffns if ffn.table is not None}
 
 
 def _runs(rows: Sequence[StepRow]) -> list[list[int]]:

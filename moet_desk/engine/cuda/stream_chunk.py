@@ -20,7 +20,7 @@ from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.dense import embed
 from moet_desk.kernels.triton.gemm import gemm, swiglu_split
 from moet_desk.kernels.triton.norms import rms_norm
-from moet_desk.kernels.triton.quant import plain_shape, rms_norm_quantize
+from moet_desk.kernels.triton.quant import plain_shape
 from moet_desk.kernels.triton.streams import write_back
 
 
@@ -50,7 +50,7 @@ class StreamChunk:
         b, streams, every = self._b, chunk_streams(self._b), slice(0, chunk.n)
         for here in blocks_of(chunk, b):
             self._attend(here, chunk, memory)
-        self._layer.around_ffn.read(streams.x[every], b.x[every], streams.scratch)
+        self._layer.around_ffn.begin_many(streams.x[every], streams.scratch)
         for here in blocks_of(chunk, b):
             self._route(here, chunk)
         add_experts(self._layer.ffn, b, chunk, experts)
@@ -68,8 +68,8 @@ class StreamChunk:
             sees_all=_sees_all(layer.mixer.mixer, chunk.start + here.stop),
             run=(chunk.slot, chunk.start + here.start),
         )  # fmt: skip
-        layer.around_mixer.read(x, block, streams.scratch)
-        rms_norm(block, layer.around_mixer.norm, layer.eps, out=normed)
+        layer.around_mixer.begin_many(x, streams.scratch)
+        layer.around_mixer.enter(x, normed, streams.scratch)
         layer.mixer.launch(
             streams.pooled, self._products, normed, rows, block, scratch=self._scratch
         )
@@ -77,11 +77,11 @@ class StreamChunk:
 
     def _route(self, here: slice, chunk: ChunkRows) -> None:
         """Input, ids and weights of the routed experts for a block; x = shared expert."""
-        b, moe, layer, x = self._b, self._layer.ffn, self._layer, self._b.x[here]
+        b, moe, x, streams = self._b, self._layer.ffn, self._b.x[here], chunk_streams(self._b)
         normed = b.normed[: x.shape[0]]
         codes = shaped(b.codes, chunk.n, *plain_shape(x.shape[1], chunk.activations))
-        rms_norm_quantize(
-            x, layer.around_ffn.norm, layer.eps, out=normed, codes=codes[here],
+        self._layer.around_ffn.enter(
+            streams.x[here], normed, streams.scratch.of(here), codes=codes[here],
             scales=b.scales[here],
         )  # fmt: skip
         logits = b.router[: x.shape[0]]

@@ -6,6 +6,7 @@ Nothing here allocates, waits or branches on data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +22,14 @@ from moet_desk.engine.model import RopeTable
 from moet_desk.engine.spec import Layer, MoeFfn, PooledAttention, Rope, Spec, Streams
 from moet_desk.kernels.triton.dense import gemv
 from moet_desk.kernels.triton.norms import rms_norm
-from moet_desk.kernels.triton.quant import rms_norm_quantize
-from moet_desk.kernels.triton.streams import StreamScratch, block_input, connect, write_back
+from moet_desk.kernels.triton.streams import (
+    Given,
+    StreamGates,
+    StreamScratch,
+    advance,
+    enter,
+    multiply_many,
+)
 
 
 class Turns:
@@ -53,18 +60,36 @@ class Connected:
     def __init__(
         self, streams: Streams, load: DenseSource, name: str, *, norm: str, eps: float
     ) -> None:
-        self._streams, self._eps = streams, eps
         self._project = load.vector(name + "fn").contiguous()
-        self._base, self._scale = load.vector(name + "base"), load.vector(name + "scale")
+        self._gates = StreamGates(
+            load.vector(name + "base"), load.vector(name + "scale"), streams.sinkhorn_steps,
+            streams.eps, eps,
+        )  # fmt: skip
         self.norm = load.norm(norm)
 
-    def read(self, x: Tensor, out: Tensor, scratch: StreamScratch) -> None:
-        """What the block reads, before its norm: x [T, n, H], out [T, H]; leaves `scratch.made`."""
-        connect(
-            x, self._project, self._base, self._scale, steps=self._streams.sinkhorn_steps,
-            eps=self._streams.eps, norm_eps=self._eps, scratch=scratch,
+    def advance(self, x: Tensor, given: Given | None, scratch: StreamScratch) -> None:
+        """Streams x [T, n, H] take what the block before gave, if there was one; of a step."""
+        advance(x, given, self._project, scratch=scratch)
+
+    def begin_many(self, x: Tensor, scratch: StreamScratch) -> None:
+        """What comes before `enter` for streams x [T, n, H] of a prompt."""
+        multiply_many(x, self._project, scratch=scratch)
+
+    def enter(
+        self,
+        x: Tensor,
+        out: Tensor,
+        scratch: StreamScratch,
+        *,
+        normed: bool = True,
+        codes: Tensor | None = None,
+        scales: Tensor | None = None,
+    ) -> None:
+        """What the block reads, behind its norm: x [T, n, H], out [T, H]; leaves `scratch.made`."""
+        enter(
+            x, self._gates, self.norm if normed else None, scratch=scratch, out=out, codes=codes,
+            scales=scales,
         )  # fmt: skip
-        block_input(x, self._project.shape[0], scratch=scratch, out=out)
 
 
 class StreamLaunches:
@@ -106,25 +131,32 @@ class StreamLaunches:
         )
         self.ffn = MoeLaunches(ffn, load, name + ffn.name, moe_layer=moe_layer, branch=branch)
         self._products, self._branch = StepProducts(), branch
+        self._behind: Connected | None = None
+
+    def lead_to(self, behind: Connected) -> None:
+        """Name the connections that read what this layer leaves."""
+        self._behind = behind
+
+    def begin(self, b: StepBuffers, rows: int) -> None:
+        """What comes before the first layer's launch."""
+        streams = streams_of(b)
+        self.around_mixer.advance(streams.x[:rows], None, streams.scratch)
 
     def launch(self, b: StepBuffers, rows: PooledRows, tokens: Tensor, experts: Experts) -> None:
         """The streams of a step's rows, which read `tokens` [T] int32, through the layer."""
+        assert self._behind is not None, "layers are chained when they are made"  # noqa: S101
         t, streams = slice(0, rows.n), streams_of(b)
-        x, normed, block = streams.x[t], b.normed[t], b.x[t]
-        self.around_mixer.read(x, block, streams.scratch)
-        rms_norm(block, self.around_mixer.norm, self.eps, out=normed)
+        x, normed, block, scratch = streams.x[t], b.normed[t], b.x[t], streams.scratch
+        self.around_mixer.enter(x, normed, scratch)
         self.mixer.launch(
             streams.pooled, self._products, normed, rows, block, scratch=b.attention,
             branch=self._branch,
         )  # fmt: skip
-        write_back(x, block, scratch=streams.scratch)
-        self.around_ffn.read(x, block, streams.scratch)
-        rms_norm_quantize(
-            block, self.around_ffn.norm, self.eps, out=normed,
-            codes=b.codes[experts.activations][t], scales=b.scales[t],
-        )  # fmt: skip
+        self.around_ffn.advance(x, Given(block), scratch)
+        codes, scales = b.codes[experts.activations][t], b.scales[t]
+        self.around_ffn.enter(x, normed, scratch, codes=codes, scales=scales)
         self.ffn.launch(b, rows.n, experts, tokens=tokens, adds=False)
-        write_back(x, block, scratch=streams.scratch)
+        self._behind.advance(x, self.ffn.given(b, rows.n), scratch)
 
 
 class StreamEnd:
@@ -136,17 +168,30 @@ class StreamEnd:
     """
 
     def __init__(self, streams: Streams, load: DenseSource, name: str, eps: float) -> None:
-        self._end = Connected(streams, load, name + "hc_head_", norm=name + "norm", eps=eps)
+        self.around = Connected(streams, load, name + "hc_head_", norm=name + "norm", eps=eps)
 
     @property
     def norm(self) -> Tensor:
         """The final norm."""
-        return self._end.norm
+        return self.around.norm
 
     def launch(self, b: StepBuffers, rows: int) -> None:
-        """x of the rows becomes that state."""
+        """x of the rows becomes that state, behind the layer that leads to here."""
         t, streams = slice(0, rows), streams_of(b)
-        self._end.read(streams.x[t], b.x[t], streams.scratch)
+        self.around.enter(streams.x[t], b.x[t], streams.scratch, normed=False)
+
+    def launch_alone(self, b: StepBuffers, rows: int) -> None:
+        """The same of streams that no layer left."""
+        streams = streams_of(b)
+        self.around.advance(streams.x[:rows], None, streams.scratch)
+        self.launch(b, rows)
+
+
+def chain(layers: Sequence[StreamLaunches], end: StreamEnd) -> None:
+    """Let each layer lead to the one behind it, and the last one to the end."""
+    around = [*(layer.around_mixer for layer in layers[1:]), end.around]
+    for layer, behind in zip(layers, around, strict=True):
+        layer.lead_to(behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +241,7 @@ class StreamHeadLaunches:
         self.w_token, self.w_hidden = load.matrix(name + "e_proj"), load.matrix(name + "h_proj")
         self.layer = make.layer(layer, len(spec.main_moe_layers))
         self.end = make.end(name)
+        chain([self.layer], self.end)
         self.final_norm = self.end.norm
         shape = (MAX_ROWS, make.streams.n, spec.hidden)
         self.states = torch.zeros(shape, device=self.w_token.values.device)
@@ -208,6 +254,7 @@ class StreamHeadLaunches:
         for i in range(self.states.shape[1]):
             rms_norm(self.states[t, i], self.hidden_norm, eps, out=b.normed[t])
             gemv(b.normed[t], self.w_hidden, streams.x[t, i], residual=b.x[t])
+        self.layer.begin(b, rows.n)
         self.layer.launch(b, rows, tokens, experts)
         self.end.launch(b, rows.n)
 

@@ -20,7 +20,7 @@ from moet_desk.engine.blocks.expert_math import ExpertForm, load_form
 from moet_desk.engine.blocks.weights import LoadedRows
 from moet_desk.engine.cuda.shapes import Shape
 from moet_desk.engine.dense_format import may_round, rounded_bytes
-from moet_desk.engine.families.tensors import NGRAM_TABLES, dense_shapes
+from moet_desk.engine.families.tensors import NGRAM_TABLES, TABLE, dense_shapes
 from moet_desk.engine.ngram_rows import Rows
 from moet_desk.engine.spec import Spec
 from moet_desk.errors import MoetError
@@ -41,6 +41,7 @@ _ROW_SCALE = 120  # E8M0, 2**-7: products of unit activations stay near one
 _BIAS = "e_score_correction_bias"
 _EXPERT_BIAS = "_proj_bias"
 _FEW_ROWS = 1 << 14
+_TABLE_TOKENS = 1 << 14  # of a table that are drawn together
 _ROUTERS = (".gate", ".router")
 _IN_FLOAT = ("_fn", ".ape")
 """Matrices that are read as numbers: of connections between streams, and biases of places."""
@@ -54,7 +55,7 @@ def stored_bytes(
         return 4 * shape[0]
     if is_rounded and may_round(name, shape):
         return rounded_bytes(shape)
-    if name.endswith(_IN_FLOAT):
+    if name.endswith((*_IN_FLOAT, TABLE)):
         return 4 * math.prod(shape)
     if is_fp8 and _may_be_fp8(name):
         grid = math.prod(-(-size // _SCALE_BLOCK) for size in shape)
@@ -73,15 +74,15 @@ def dense_bytes(shape: Shape) -> int:
 
 
 def dense_read_bytes(shape: Shape, rows: int) -> int:
-    """Bytes of dense weights that a step reads: all but the embedding's unused lines, the biases of
-    experts, of which few are read, and the MTP head.
+    """Bytes of dense weights that a step reads: all but the embedding's unused lines, biases of
+    experts and tables that name them, of which few are read, and the MTP head.
     """
     spec = shape.spec
     unused = 2 * (spec.vocab - rows) * spec.hidden
     read = (
         (name, size)
         for name, size in dense_shapes(replace(spec, mtp=None))
-        if not name.endswith(_EXPERT_BIAS)
+        if not name.endswith((_EXPERT_BIAS, TABLE))
     )
     return _bytes_of(shape, read) - unused
 
@@ -110,7 +111,8 @@ class SyntheticLoader:
     device: torch.device
     is_fp8: bool = True
     is_rounded: bool = False
-    _biases: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # bias, ranks; by MoE layer
+    # By MoE layer: a selection bias or a table that names experts, and the experts' ranks.
+    _chosen_by: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _shapes: dict[str, tuple[int, ...]] = field(init=False)
     _random: torch.Generator = field(init=False)
     _piece: Tensor | None = None
@@ -120,20 +122,24 @@ class SyntheticLoader:
         self._random = torch.Generator(device=self.device).manual_seed(0)
 
     def vector(self, name: str) -> Tensor:
-        """Norms are one, biases and sinks zero; a selection bias ranks the experts in a random
-        order. Connections of streams are small.
+        """Norms are one, biases and sinks zero; a selection bias, or a table that names experts,
+        ranks them in a random order. Connections of streams are small.
         """
         shape = self._shapes[name]
         if name.endswith("_fn"):
             return torch.full(shape, 1 / shape[1], device=self.device)
-        if not name.endswith(_BIAS):
+        if not name.endswith((_BIAS, TABLE)):
             one = not name.endswith((".bias", ".sinks"))
             return torch.full(shape, float(one), device=self.device)
-        (size,) = shape
-        bias = torch.zeros(size, device=self.device)
+        if name.endswith(TABLE):
+            size, kind = self.spec.moe_ffn.router.n_experts, torch.int32
+        else:
+            (size,), kind = shape, torch.float32
+        made = torch.zeros(shape, dtype=kind, device=self.device)
         ranks = torch.randperm(size, generator=self._random, device=self.device)
-        self._biases.append((bias, ranks))
-        return bias
+        self._chosen_by.append((made, ranks))
+        self._make_popular(made, ranks, 0.0)
+        return made
 
     def norm(self, name: str) -> Tensor:
         """One, whatever a model adds to it."""
@@ -181,23 +187,34 @@ class SyntheticLoader:
     def set_popularity(self, popularity: float) -> None:
         """Let the selection bias fall by this much from each expert to the next less popular one.
 
-        In place, because graphs keep the biases' addresses. Router scores lie in 0..1.
+        In place, because graphs keep the biases' addresses. Router scores lie in 0..1, and so do
+        those by which tables are drawn.
         """
-        for bias, ranks in self._biases:
-            bias.copy_(ranks.float() * -popularity)
+        for made, ranks in self._chosen_by:
+            self._make_popular(made, ranks, popularity)
 
     def change_topic(self, share: float, popularity: float) -> None:
         """Let a share of each layer's experts trade their popularity, as another topic would."""
-        for bias, ranks in self._biases:
+        for made, ranks in self._chosen_by:
             order = torch.randperm(ranks.numel(), generator=self._random, device=self.device)
             some = order[: round(share * ranks.numel())]
             ranks[some] = ranks[some.roll(1)]
-            bias.copy_(ranks.float() * -popularity)
+            self._make_popular(made, ranks, popularity)
+
+    def _make_popular(self, made: Tensor, ranks: Tensor, popularity: float) -> None:
+        bias = ranks.float() * -popularity
+        if made.dim() == 1:
+            made.copy_(bias)
+            return
+        for tokens in torch.split(made, _TABLE_TOKENS):
+            size = (len(tokens), len(ranks))
+            scores = torch.rand(size, generator=self._random, device=self.device)
+            tokens.copy_((scores + bias).topk(made.shape[1]).indices)
 
     def rows_by_popularity(self) -> list[int]:
         """Rows of all MoE layers, the most popular first; identity experts have no rows."""
         n_experts = self.spec.moe_ffn.router.n_experts
-        ranks = torch.cat([ranks[:n_experts] for _, ranks in self._biases])
+        ranks = torch.cat([ranks[:n_experts] for _, ranks in self._chosen_by])
         found: list[int] = ranks.argsort(stable=True).tolist()
         return found
 

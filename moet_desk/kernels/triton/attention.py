@@ -306,13 +306,15 @@ def _gqa_decode_kernel(
 
 
 @triton.jit
-def _join_kernel(
+def joined_parts(
     sums,
     stats,
-    lengths,
-    window,
+    span,
     sink,
-    out,
+    t,
+    head,
+    n,
+    column0,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
     SHORTEST: tl.constexpr,
@@ -320,11 +322,8 @@ def _join_kernel(
     AHEAD: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    head = tl.program_id(1)
-    n = tl.num_programs(1)
-    t = tl.program_id(2)
-    column = tl.program_id(0) * BW + tl.arange(0, BW)
-    span = tl.minimum(tl.load(lengths + t), window)
+    """What a row's head mixed of `span` entries, numbers from `column0` on: [BW]."""
+    column = column0 + tl.arange(0, BW)
     part = part_length(span, SPLITS, SHORTEST)
     parts = (span + part - 1) // part
     split = tl.arange(0, SPLITS)
@@ -352,7 +351,34 @@ def _join_kernel(
             pieces = pieces + (piece, tl.exp(most - top))
         for i in tl.static_range(AHEAD):
             mixed += pieces[2 * i] * pieces[2 * i + 1]
-    tl.store(out + (t * n + head) * WIDTH + column, mixed / total, mask=column < WIDTH)
+    return mixed / total
+
+
+@triton.jit
+def _join_kernel(
+    sums,
+    stats,
+    lengths,
+    window,
+    sink,
+    out,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHORTEST: tl.constexpr,
+    BW: tl.constexpr,
+    AHEAD: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    head = tl.program_id(1)
+    n = tl.num_programs(1)
+    t = tl.program_id(2)
+    column0 = tl.program_id(0) * BW
+    span = tl.minimum(tl.load(lengths + t), window)
+    mixed = joined_parts(
+        sums, stats, span, sink, t, head, n, column0, WIDTH, SPLITS, SHORTEST, BW, AHEAD, COMPILED
+    )
+    column = column0 + tl.arange(0, BW)
+    tl.store(out + (t * n + head) * WIDTH + column, mixed, mask=column < WIDTH)
 
 
 def mla_decode(
@@ -441,13 +467,12 @@ def join_parts(
     width: int,
     window: int = _NO_WINDOW,
     sink: Tensor | None = None,
-    splits: int = SPLITS,
 ) -> None:
     rows, n = out.shape[:2]
     block = min(_JOIN_FLOATS, triton.next_power_of_2(width))
     _join_kernel[(triton.cdiv(width, block), n, rows)](
         scratch.sums, scratch.stats, lengths, window, sink, out,
-        WIDTH=width, SPLITS=splits, SHORTEST=SHORTEST_PART, BW=block, AHEAD=_JOIN_AHEAD,
+        WIDTH=width, SPLITS=SPLITS, SHORTEST=SHORTEST_PART, BW=block, AHEAD=_JOIN_AHEAD,
         COMPILED=not INTERPRETED, num_warps=_JOIN_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -460,10 +485,12 @@ def _tile(kv: KvPages) -> int:
     return _HOPPER_TILE if large else _TILE
 
 
-def most_parts(kv: KvPages, window: int = _NO_WINDOW, splits: int = SPLITS) -> int:
+def most_parts(
+    kv: KvPages, window: int = _NO_WINDOW, splits: int = SPLITS, shortest: int = SHORTEST_PART
+) -> int:
     """Parts that the longest row with these page tables can have."""
     most = min(kv.table.shape[1] * kv.page_tokens, window)
-    return min(splits, -(-most // SHORTEST_PART))
+    return min(splits, -(-most // shortest))
 
 
 def _chunk(d: int) -> int:

@@ -149,8 +149,10 @@ def added_use(old, at, PTX: tl.constexpr):
 
 
 @triton.jit
-def _coldest(owner, last_used, warmth, hand, now, n_slots):
-    """Slot of the coldest row in the next window that has one not used at `now`, and the hand."""
+def _coldest(owner, last_used, warmth, hand, since, now, n_slots):
+    """Slot of the coldest row in the next window that has one not used from `since` to `now`, and
+    the hand.
+    """
     slot = -1
     while slot < 0:
         begin = tl.where(n_slots > _WINDOW, hand, 0)
@@ -159,7 +161,8 @@ def _coldest(owner, last_used, warmth, hand, now, n_slots):
         row = tl.load(owner + w, mask=inside, other=0)
         used = tl.load(last_used + w, mask=inside, other=0)
         heat = tl.load(warmth + row, mask=inside, other=0.0)
-        heat = tl.where(inside & (used != now), heat, float("inf"))
+        # The MTP head's look-ups may be of a later time than those of the step behind it.
+        heat = tl.where(inside & ((used < since) | (used > now)), heat, float("inf"))
         end = begin + _WINDOW
         hand = tl.where(end >= n_slots, 0, end)
         if tl.min(heat, 0) < float("inf"):
@@ -167,15 +170,18 @@ def _coldest(owner, last_used, warmth, hand, now, n_slots):
     return slot, hand
 
 
-@triton.jit(do_not_specialize=["layer"])
-def _lookup_kernel(
+@triton.jit
+def look_up(
     ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
-    uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer,
+    uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, before,
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
     PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    """Of the ids of a step's tokens, see `lookup`."""
     # long: one launch per layer is the point; each paragraph needs the one before.
-    step = tl.load(clock)
+    c = tl.arange(0, 4)
+    total = counters + layer * 4 + c
+    step, counted = tl.load(clock), tl.load(total)  # with the ids: nothing waits for these alone
     now = step * L + layer + 1
     i = tl.arange(0, PAIRS)
     expert = tl.load(ids + i, mask=i < T * K, other=-1)
@@ -190,12 +196,12 @@ def _lookup_kernel(
 
     uses = tl.sum(same.to(tl.int32), 1)
     heat = tl.load(warmth + row, mask=first, other=0.0)
+    slot = tl.load(slot_of + row, mask=first, other=0)
     at = product(now.to(tl.float32), PER_USE, PTX)
     for n in range(T):
         heat = tl.where(uses > n, added_use(heat, at, PTX), heat)
     tl.store(warmth + row, heat, mask=first)
 
-    slot = tl.load(slot_of + row, mask=first, other=0)
     tl.store(last_used + slot, now, mask=first & (slot >= 0))
     missing = (first & (slot < 0)).to(tl.int32)
     n_missing = tl.sum(missing, 0)
@@ -215,7 +221,8 @@ def _lookup_kernel(
                 n_left -= 1
                 victim = tl.load(free + n_left)
             else:
-                victim, at_slot = _coldest(owner, last_used, warmth, at_slot, now, n_slots)
+                since = now - before
+                victim, at_slot = _coldest(owner, last_used, warmth, at_slot, since, now, n_slots)
             old = tl.load(owner + victim)
             new = tl.load(miss_row + m)
             tl.debug_barrier()  # all have read before one writes
@@ -238,19 +245,32 @@ def _lookup_kernel(
     tl.store(uniq_pair + uniq * T + i // K, i, mask=valid)
     tl.store(n_uniq, n_first)
     tl.store(miss_n, n_missing)
-    c = tl.arange(0, 4)
     asked = tl.sum(valid.to(tl.int32), 0)
     hits = asked - n_missing
     more = tl.where(c < 2, tl.where(c == 0, asked, hits), tl.where(c == 2, n_missing, evicted))
-    total = counters + layer * 4 + c
-    tl.store(total, tl.load(total) + more)
+    tl.store(total, counted + more)
     if ADVANCE:
         tl.store(clock, step + 1)
 
 
+@triton.jit(do_not_specialize=["layer", "before"])
+def _lookup_kernel(
+    ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
+    uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, before,
+    L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
+    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    look_up(
+        ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
+        uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, before,
+        L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX,
+    )  # fmt: skip
+
+
 def lookup(
-    ids: Tensor, tables: GpuTables, *, layer: int, out: LookupOutput, ends_step: bool = False
-) -> None:
+    ids: Tensor, tables: GpuTables, *, layer: int, out: LookupOutput, ends_step: bool = False,
+    before: int = 0,
+) -> None:  # fmt: skip
     """Find the slots of a layer's experts, giving the missing ones a slot each.
 
     Args:
@@ -260,21 +280,24 @@ def lookup(
             fit the pool.
         out: written.
         ends_step: the clock moves on; for the last look-up of a step.
+        before: layers right before this one whose rows are still needed in this step, so that their
+            slots are not taken. The pool must have room for all of them together.
 
     Raises:
         ValueError: more pairs than `MOST_PAIRS`, or than slots.
     """
     n_tokens, top_k = ids.shape
     n_pairs = n_tokens * top_k
-    if n_pairs > min(MOST_PAIRS, tables.n_slots):
-        raise ValueError(f"{n_pairs} pairs at once do not fit {tables.n_slots} slots")
+    needed = n_pairs * (1 + before)
+    if n_pairs > MOST_PAIRS or needed > tables.n_slots:
+        raise ValueError(f"{needed} pairs at once do not fit {tables.n_slots} slots")
     padded = triton.next_power_of_2(n_pairs)
     _lookup_kernel[(1,)](
         ids, tables.slot_of, tables.owner, tables.last_used, tables.warmth, tables.free,
         tables.n_free, tables.hand, tables.clock, tables.counters, tables.limit,
         out.uniq_slot, out.uniq_pair, out.n_uniq, out.miss_n, out.miss_row, out.miss_slot, layer,
-        tables.n_layers, tables.n_experts, 1.0 / (HALF_LIFE * tables.n_layers), n_tokens, top_k,
-        padded, triton.next_power_of_2(n_pairs * n_tokens), ends_step, PTX,
+        before, tables.n_layers, tables.n_experts, 1.0 / (HALF_LIFE * tables.n_layers), n_tokens,
+        top_k, padded, triton.next_power_of_2(n_pairs * n_tokens), ends_step, PTX,
         # Left to itself the assembler aims at 32 registers here and spills a few.
         num_warps=1 if padded <= 16 else 4, maxnreg=128, enable_fp_fusion=False,
     )  # fmt: skip

@@ -103,10 +103,15 @@ def compile_for(
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps, **options},
     )
-    return _read_cubin(compiled.asm["cubin"], shared_bytes=int(compiled.metadata.shared))
+    return read_cubin(compiled.asm["cubin"], shared_bytes=int(compiled.metadata.shared))
 
 
-def _read_cubin(cubin: bytes, *, shared_bytes: int) -> CompiledInfo:
+def read_cubin(cubin: bytes, *, shared_bytes: int) -> CompiledInfo:
+    """What machine code takes; `shared_bytes` are those that a launch asks for.
+
+    Raises:
+        subprocess.CalledProcessError: `cuobjdump` failed.
+    """
     usage = _tool("cuobjdump", cubin, "-res-usage")
     found = _REGISTERS.search(usage)
     if found is None:

@@ -25,11 +25,12 @@ from moet_desk.kernels.row_sizes import GROUP
 from moet_desk.kernels.triton.loads import (
     four_floats,
     four_words,
+    in_order,
     one_scale,
     run_values,
     turn_of,
 )
-from moet_desk.kernels.triton.numbers import e4m3_value, halving_sum, has_e4m3, loop_bound
+from moet_desk.kernels.triton.numbers import e4m3_value, halving_sum, has_e4m3, lane_sum, loop_bound
 from moet_desk.kernels.triton.portable import PTX
 
 SCALE_BLOCK = 128
@@ -137,6 +138,10 @@ class GemvTile:
     rows: int
     warps: int
     unroll: int = 1
+    lanes: int = 32
+    ahead: int = 0
+    pipe: bool = False
+    eager: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +168,7 @@ def weight_tile(pointers, mask, KIND: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _gemv_sums(
+def _sums_before(
     x,
     x_stride,
     weight,
@@ -225,6 +230,89 @@ def _gemv_sums(
     return out
 
 
+@triton.jit
+def _words_ahead(
+    line, k0, lane, turn, K: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr,
+    AHEAD: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Four words of each of AHEAD steps, asked for at once."""
+    words = ()
+    for step in tl.static_range(AHEAD):
+        k = k0 + (step * LANES + lane) * RUN
+        words = words + four_words(line + k // (RUN // 4), turn, k < K, RUN // 4, EVEN, PTX)
+    return words
+
+
+@triton.jit
+def _sums_ahead(
+    x, x_stride, weight, scales, rows, scale_row, width,
+    K: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr, PIPE: tl.constexpr,
+    EAGER: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    SCALED: tl.constexpr = KIND == "fp8" or KIND == "int8"
+    RUN: tl.constexpr = 16 if SCALED else 8 if KIND == "bf16" else 4
+    PIECES: tl.constexpr = RUN // 4
+    SCALE_WIDTH: tl.constexpr = 32 if KIND == "int8" else 128
+    ONE_A_ROW: tl.constexpr = KIND == "fp8" and SCALE_ROWS == 1
+    SCALE_K: tl.constexpr = 1 if ONE_A_ROW else (K + SCALE_WIDTH - 1) // SCALE_WIDTH
+    STEP: tl.constexpr = LANES * RUN
+    EVEN: tl.constexpr = K % (STEP * AHEAD) == 0
+    lane = tl.arange(0, LANES)[None, :]
+    turn = turn_of(lane, PIECES)
+    line = weight.to(tl.pointer_type(tl.int32)) + (rows.to(tl.int64) * (K // PIECES))[:, None]
+    grid = scales
+    if SCALED:
+        grid = scales + (scale_row * SCALE_K)[:, None]
+    sums = ()
+    for _ in tl.static_range(T):
+        sums = sums + (tl.zeros([ROWS, LANES], tl.float32),)
+    coming = ()
+    if PIPE:
+        coming = _words_ahead(line, 0, lane, turn, K, RUN, LANES, AHEAD, EVEN, PTX)
+    for k0 in tl.range(0, loop_bound(width, PTX), STEP * AHEAD, num_stages=1):
+        if PIPE:
+            words = coming
+            after = k0 + STEP * AHEAD
+            coming = _words_ahead(line, after, lane, turn, K, RUN, LANES, AHEAD, False, PTX)
+        else:
+            words = _words_ahead(line, k0, lane, turn, K, RUN, LANES, AHEAD, EVEN, PTX)
+        factors = ()
+        for step in tl.static_range(AHEAD if SCALED else 0):
+            k = k0 + (step * LANES + lane) * RUN
+            block = tl.minimum(k // SCALE_WIDTH, SCALE_K - 1)
+            factors = factors + (one_scale(grid + block, KIND, PTX),)
+        met = ()
+        for at in tl.static_range(1, T * AHEAD * PIECES if EAGER else 1):
+            k = k0 + (at // PIECES % AHEAD * LANES + lane) * RUN
+            piece = at // (PIECES * AHEAD) * x_stride + k + 4 * ((turn + at % PIECES) % PIECES)
+            met = met + (four_floats(x + piece, k < K, EVEN, PTX),)
+        first = in_order(k0, PTX)
+        for step in tl.static_range(AHEAD):
+            k = first + (step * LANES + lane) * RUN
+            four = (words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3])
+            w = run_values(four, KIND, HARDWARE)
+            moved = ()
+            for t in tl.static_range(T):
+                run = tl.zeros([ROWS, LANES], tl.float32) if SCALED else sums[t]
+                for j in tl.static_range(PIECES):
+                    if EAGER and step + j + t > 0:
+                        xs = met[(t * AHEAD + step) * PIECES + j - 1]
+                    else:
+                        at = k + 4 * ((turn + j) % PIECES)
+                        xs = four_floats(x + t * x_stride + at, k < K, EVEN, PTX)
+                    for i in tl.static_range(4):
+                        run = tl.fma(w[4 * j + i], tl.broadcast_to(xs[i], (ROWS, LANES)), run)
+                if SCALED:
+                    run = tl.fma(run, tl.broadcast_to(factors[step], (ROWS, LANES)), sums[t])
+                moved = moved + (run,)
+            sums = moved
+    out = ()
+    for t in tl.static_range(T):
+        out = out + (lane_sum(sums[t], ROWS, LANES, PTX),)
+    return out
+
+
 @triton.jit(do_not_specialize=["width"])
 def _gemv_kernel(
     x,
@@ -247,28 +335,30 @@ def _gemv_kernel(
     KIND: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
+    LANES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PIPE: tl.constexpr,
+    EAGER: tl.constexpr,
     HARDWARE: tl.constexpr,
     PTX: tl.constexpr,
 ):
     head = tl.program_id(1)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = n < COUNT
-    sums = _gemv_sums(
-        x + head * HEAD_X,
-        x_stride,
-        weight,
-        scales,
-        FIRST + head * PITCH + tl.where(live, n, 0),
-        width,
-        K,
-        T,
-        ROWS,
-        KIND,
-        SCALE_ROWS,
-        UNROLL,
-        HARDWARE,
-        PTX,
-    )
+    rows = FIRST + head * PITCH + tl.where(live, n, 0)
+    own = rows // SCALE_ROWS
+    if SCALE_ROWS % ROWS == 0 and FIRST % ROWS == 0 and PITCH % ROWS == 0:
+        own = (FIRST + head * PITCH + tl.program_id(0) * ROWS + tl.arange(0, 1)) // SCALE_ROWS
+    if AHEAD == 0:
+        sums = _sums_before(
+            x + head * HEAD_X, x_stride, weight, scales, rows, width,
+            K, T, ROWS, KIND, SCALE_ROWS, UNROLL, HARDWARE, PTX,
+        )  # fmt: skip
+    else:
+        sums = _sums_ahead(
+            x + head * HEAD_X, x_stride, weight, scales, rows, own, width,
+            K, T, ROWS, KIND, SCALE_ROWS, LANES, AHEAD, PIPE, EAGER, HARDWARE, PTX,
+        )  # fmt: skip
     at = head * COUNT + n
     for t in tl.static_range(T):
         y = sums[t]
@@ -296,6 +386,10 @@ def _swiglu_gemv_kernel(
     KIND: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
+    LANES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PIPE: tl.constexpr,
+    EAGER: tl.constexpr,
     HARDWARE: tl.constexpr,
     PTX: tl.constexpr,
 ):
@@ -303,22 +397,17 @@ def _swiglu_gemv_kernel(
     # Gate and up rows alternate, so that one pass loads both and a split takes them apart.
     n = tl.program_id(0) * ROWS + lane // 2
     live = n < INTER
-    sums = _gemv_sums(
-        x,
-        x_stride,
-        weight,
-        scales,
-        tl.where(live, n, 0) + (lane % 2) * INTER,
-        width,
-        K,
-        T,
-        2 * ROWS,
-        KIND,
-        SCALE_ROWS,
-        UNROLL,
-        HARDWARE,
-        PTX,
-    )
+    rows = tl.where(live, n, 0) + (lane % 2) * INTER
+    if AHEAD == 0:
+        sums = _sums_before(
+            x, x_stride, weight, scales, rows, width,
+            K, T, 2 * ROWS, KIND, SCALE_ROWS, UNROLL, HARDWARE, PTX,
+        )  # fmt: skip
+    else:
+        sums = _sums_ahead(
+            x, x_stride, weight, scales, rows, rows // SCALE_ROWS, width,
+            K, T, 2 * ROWS, KIND, SCALE_ROWS, LANES, AHEAD, PIPE, EAGER, HARDWARE, PTX,
+        )  # fmt: skip
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     for t in tl.static_range(T):
         g, u = tl.split(tl.reshape(sums[t], (ROWS, 2)))
@@ -402,7 +491,9 @@ def swiglu_gemv(
         x, x.stride(0), gate_up.raw, gate_up.scales, out, out.stride(0), gate_up.k, limit,
         INTER=inter, K=gate_up.k, T=x.shape[0], ROWS=rows,
         KIND=gate_up.kind.value, SCALE_ROWS=gate_up.scale_rows,
-        UNROLL=tile.unroll, HARDWARE=has_e4m3(x.device), PTX=PTX,
+        UNROLL=tile.unroll, LANES=tile.lanes, AHEAD=tile.ahead, PIPE=tile.pipe,
+        EAGER=tile.eager and tile.ahead * RUN[gate_up.kind] * x.shape[0] <= 64,
+        HARDWARE=has_e4m3(x.device), PTX=PTX,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -437,7 +528,9 @@ def _launch(
         0 if residual is None else residual.stride(0), out, out.stride(0), weight.k,
         COUNT=rows.count, K=weight.k, FIRST=rows.first, PITCH=rows.pitch, HEAD_X=x_pitch,
         T=x.shape[0], ROWS=tile.rows, KIND=weight.kind.value, SCALE_ROWS=weight.scale_rows,
-        UNROLL=tile.unroll, HARDWARE=has_e4m3(x.device), PTX=PTX,
+        UNROLL=tile.unroll, LANES=tile.lanes, AHEAD=tile.ahead, PIPE=tile.pipe,
+        EAGER=tile.eager and tile.ahead * RUN[weight.kind] * x.shape[0] <= 64,
+        HARDWARE=has_e4m3(x.device), PTX=PTX,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 

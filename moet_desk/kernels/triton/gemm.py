@@ -74,24 +74,25 @@ def _swiglu_split_kernel(gate_up, parts, M, limit, INTER: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _product(high, low, raw, KIND: tl.constexpr, MMA: tl.constexpr, HARDWARE: tl.constexpr):
-    """(high + low) x raw^T of a chunk; small products first."""
+    """raw x (high + low)^T of a chunk; small products first. Tensor cores take the first operand
+    from registers, so that is where decoded weights need no way through shared memory.
+    """
+    high, low = tl.trans(high), tl.trans(low)
     if MMA:
         if KIND == "fp8" or KIND == "int8":
             value = e4m3_value(raw, HARDWARE) if KIND == "fp8" else raw.to(tl.float32)
-            w = tl.trans(value.to(tl.bfloat16))
-            return tl.dot(high, w, tl.dot(low, w))
+            w = value.to(tl.bfloat16)
+            return tl.dot(w, high, tl.dot(w, low))
         elif KIND == "bf16":
-            w = tl.trans(raw)
-            return tl.dot(high, w, tl.dot(low, w))
+            return tl.dot(raw, high, tl.dot(raw, low))
         else:
             first = bf16_part(raw)
-            w = tl.trans(first.to(tl.bfloat16))
-            rest = tl.trans((raw - first).to(tl.bfloat16))
-            return tl.dot(high, w, tl.dot(high, rest, tl.dot(low, w)))
+            w, rest = first.to(tl.bfloat16), (raw - first).to(tl.bfloat16)
+            return tl.dot(w, high, tl.dot(rest, high, tl.dot(w, low)))
     else:
         x = high.to(tl.float32) + low.to(tl.float32)
         w = e4m3_value(raw, HARDWARE) if KIND == "fp8" else raw.to(tl.float32)
-        return tl.dot(x, tl.trans(w), input_precision="ieee")
+        return tl.dot(w, x, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -110,6 +111,7 @@ def _gemm_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
+    INPUTS: tl.constexpr,
     KIND: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     MMA: tl.constexpr,
@@ -117,17 +119,21 @@ def _gemm_kernel(
 ):
     SCALE_K: tl.constexpr = (K + 127) // 128
     # GROUP row tiles share a column tile in turn, so that its weights are still in L2.
-    columns = tl.cdiv(N, BN)
+    columns = tl.cdiv(N, BN) * INPUTS
     group = tl.program_id(0) // (GROUP * columns)
     height = min(tl.cdiv(M, BM) - group * GROUP, GROUP)
     inside = tl.program_id(0) % (GROUP * columns)
     m = (group * GROUP + inside % height) * BM + tl.arange(0, BM)
-    n = (inside // height) * BN + tl.arange(0, BN)
+    own = inside // height // tl.cdiv(N, BN)  # whose input
+    n = inside // height % tl.cdiv(N, BN) * BN + tl.arange(0, BN)
+    inner = n < N
+    n += own * N
     k = tl.arange(0, BK)
-    x = parts + (tl.where(m < M, m, 0).to(tl.int64) * K)[:, None] + k[None, :]
-    w = weight + (tl.where(n < N, n, 0).to(tl.int64) * K)[:, None] + k[None, :]
-    size = M.to(tl.int64) * K
-    acc = tl.zeros([BM, BN], tl.float32)
+    line = tl.where(m < M, m, 0).to(tl.int64) + M.to(tl.int64) * own
+    x = parts + (line * K)[:, None] + k[None, :]
+    w = weight + (tl.where(inner, n, 0).to(tl.int64) * K)[:, None] + k[None, :]
+    size = M.to(tl.int64) * (K * INPUTS)
+    acc = tl.zeros([BN, BM], tl.float32)
     for k0 in range(0, K, BK):
         if K % BK == 0:
             high, low, raw = tl.load(x + k0), tl.load(x + size + k0), tl.load(w + k0)
@@ -138,19 +144,20 @@ def _gemm_kernel(
             raw = tl.load(w + k0, mask=seen, other=0)
         product = _product(high, low, raw, KIND, MMA, HARDWARE)
         if KIND == "int8":
-            scale = tl.load(scales + n * (K // 32) + k0 // 32, mask=n < N, other=0.0)
-            product *= scale.to(tl.float32)[None, :]
+            scale = tl.load(scales + n * (K // 32) + k0 // 32, mask=inner, other=0.0)
+            product *= scale.to(tl.float32)[:, None]
         elif KIND == "fp8":
             if SCALE_ROWS == 1:
-                scale = tl.load(scales + n, mask=n < N, other=0.0)
+                scale = tl.load(scales + n, mask=inner, other=0.0)
             else:
-                scale = tl.load(scales + n // 128 * SCALE_K + k0 // 128, mask=n < N, other=0.0)
-            product *= scale[None, :]
+                scale = tl.load(scales + n // 128 * SCALE_K + k0 // 128, mask=inner, other=0.0)
+            product *= scale[:, None]
         acc += product
-    live = (m < M)[:, None] & (n < N)[None, :]
+    acc = tl.trans(acc)
+    live = (m < M)[:, None] & inner[None, :]
     at = (m.to(tl.int64) * out_stride)[:, None] + n[None, :]
     if bias is not None:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + n, mask=inner, other=0.0).to(tl.float32)[None, :]
     if residual is not None:
         acc += tl.load(residual + at, mask=live, other=0.0)
     tl.store(out + at, acc, mask=live)
@@ -197,31 +204,61 @@ def gemm(
     Raises:
         ValueError: the parts do not fit the weight, or `residual` lies otherwise than `out`.
     """
-    rows, k = parts.shape[1:]
-    if k != weight.k:
-        raise ValueError(f"{k} inputs do not fit a weight of {weight.k}")
     if residual is not None and residual.stride() != out.stride():
         raise ValueError("a residual must lie as the result does")
-    tile = tile or tile_for(parts.device)
+    _launch(parts[:, None], weight, out, bias, residual, tile)
+
+
+def gemm_by_group(parts: Tensor, weight: DenseWeight, out: Tensor) -> None:
+    """Multiply inputs by rows of a weight of their own: G of them by N / G rows each.
+
+    Shapes:
+        parts [2, G, M, K] bfloat16, contiguous; out [M, N] float32 (rows may lie apart)
+
+    Raises:
+        ValueError: the parts do not fit the weight.
+    """
+    _launch(parts, weight, out, None, None, None)
+
+
+def _launch(
+    parts: Tensor, weight: DenseWeight, out: Tensor, bias: Tensor | None,
+    residual: Tensor | None, tile: GemmTile | None,
+) -> None:  # fmt: skip
+    groups, rows, k = parts.shape[1:]
+    if k != weight.k or weight.n % groups:
+        raise ValueError(f"{groups} inputs of {k} do not fit a weight of {weight.n} x {weight.k}")
+    count = weight.n // groups
+    tile = tile or tile_for(parts.device, rows, weight.n, k)
     if weight.kind is WeightKind.INT8:
         tile = replace(tile, k=GROUP)  # a step of inputs has one scale
-    grid = (triton.cdiv(rows, tile.m) * triton.cdiv(weight.n, tile.n),)
+    grid = (triton.cdiv(rows, tile.m) * triton.cdiv(count, tile.n) * groups,)
     _gemm_kernel[grid](
         parts, weight.raw, weight.scales, bias, residual, out, out.stride(0), rows,
-        N=weight.n, K=k, BM=tile.m, BN=tile.n, BK=tile.k, GROUP=8, KIND=weight.kind.value,
-        SCALE_ROWS=weight.scale_rows, MMA=not INTERPRETED, HARDWARE=has_e4m3(parts.device),
-        num_warps=tile.warps, num_stages=tile.stages,
+        N=count, K=k, BM=tile.m, BN=tile.n, BK=tile.k, GROUP=8, INPUTS=groups,
+        KIND=weight.kind.value, SCALE_ROWS=weight.scale_rows, MMA=not INTERPRETED,
+        HARDWARE=has_e4m3(parts.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def tile_for(device: torch.device) -> GemmTile:
-    """Hopper has 227 KiB of shared memory per multiprocessor, consumer cards 99."""
+def tile_for(device: torch.device, rows: int, columns: int, inputs: int) -> GemmTile:
+    """Hopper has 227 KiB of shared memory per multiprocessor, consumer cards 99; where large tiles
+    would leave half of the card idle, small ones. H200, FP8, 512 rows, low tiles and high ones:
+    1536 x 4096 54 and 83 us, 32768 x 1024 168 and 185, 4096 x 8192 176 and 161.
+    """
     if INTERPRETED:
         return GemmTile(m=16, n=32, k=64, warps=4, stages=1)
+    if triton.cdiv(rows, 128) * triton.cdiv(columns, 128) <= FEW_TILES:
+        return SMALL_TILE
     if torch.cuda.get_device_capability(device)[0] in (9, 10):
-        return HOPPER_TILE
+        return HOPPER_TILE if inputs < 8192 else HOPPER_TILE_HIGH
     return CONSUMER_TILE
 
 
-HOPPER_TILE = GemmTile(m=128, n=128, k=64, warps=8, stages=3)
+HOPPER_TILE = GemmTile(m=64, n=128, k=64, warps=4, stages=4)
+HOPPER_TILE_HIGH = GemmTile(m=128, n=128, k=64, warps=8, stages=3)
+SMALL_TILE = GemmTile(m=64, n=64, k=64, warps=4, stages=3)
 CONSUMER_TILE = GemmTile(m=64, n=128, k=64, warps=4, stages=3)
+
+FEW_TILES = 64
+"""Programs of 128 x 128 that fill no more than half of a large card."""

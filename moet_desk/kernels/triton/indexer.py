@@ -1,9 +1,9 @@
-"""An indexer's work in a step: its key and queries made ready, entries scored, the best chosen.
+"""An indexer's work in a step: its key and queries made ready, entries scored.
 
 Twins: `reference.layer_norm`, `reference.rotate` and `reference.index_write`,
-`reference.index_scores`, `reference.choose`. What is chosen comes out as a list of entries per row,
-in the order of the sequence: the attention of a step then reads it as a page table of pages of one
-entry (`chosen_pages`), so sparse attention needs no kernel of its own. Launchers allocate nothing
+`reference.index_scores`. What `choose` makes of the scores is a list of entries per row, in the
+order of the sequence: the attention of a step then reads it as a page table of pages of one entry
+(`chosen_pages`), so sparse attention needs no kernel of its own. Launchers allocate nothing
 and ask the device nothing, so they can be captured. Called on the engine thread.
 """
 
@@ -24,15 +24,12 @@ from moet_desk.kernels.triton.kv_entries import (
     load_vectors,
     store_vector,
 )
-from moet_desk.kernels.triton.numbers import has_e4m3, loop_bound
+from moet_desk.kernels.triton.numbers import has_e4m3
 from moet_desk.kernels.triton.portable import INTERPRETED
 from moet_desk.kernels.triton.prepare import Rotation, partner_of
 
 _TILE = 32
 """Entries that a program scores."""
-
-_SCAN = 1024
-"""Scores that a program looks through at a time."""
 
 _HEADS_SCORED, _HEADS_EACH = 16, 8
 """Heads that a program scores at a time, and those that one rotates."""
@@ -156,70 +153,6 @@ def _scores_kernel(
         tl.store(scores + t * scores_stride + at, found, mask=live)
 
 
-@triton.jit
-def _ranks(line, at, live):
-    """Scores as int64 in the same order, 0 .. 2**32 - 1; -0 as 0, NaN as infinity."""
-    x = tl.load(line + at, mask=live, other=float("-inf"))
-    x = tl.where(x == 0.0, 0.0, x)
-    x = tl.where(x == x, x, float("inf"))
-    bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return bits.to(tl.int64) + 2147483648, x > float("-inf")
-
-
-@triton.jit
-def _choose_kernel(
-    scores,
-    scores_stride,
-    lengths,
-    table,
-    table_stride,
-    chosen,
-    counts,
-    TOP_K: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
-    t = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths + t)
-    takes_all = length <= TOP_K
-    line = scores + t * scores_stride
-    # The rank of the last one chosen, eight bits at a time: how many of each value there are.
-    least = length.to(tl.int64) * 0
-    room = length * 0 + TOP_K
-    scanned = tl.where(takes_all, 0, length)
-    digit = tl.arange(0, 256)
-    for step in tl.static_range(4):
-        found = tl.zeros([256], tl.int32)
-        for start in range(0, loop_bound(scanned, COMPILED), BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            rank, _ = _ranks(line, at, at < scanned)
-            same = (at < scanned) & ((rank >> (32 - 8 * step)) == least)
-            found += tl.histogram(((rank >> (24 - 8 * step)) & 255).to(tl.int32), 256, mask=same)
-        higher = tl.sum(found, 0) - tl.cumsum(found, 0)
-        place = tl.max(tl.where(higher + found >= room, digit, 0), 0)
-        room -= tl.sum(tl.where(digit == place, higher, 0), 0)
-        least = least * 256 + place
-    # Of those with just that rank the first ones, in the order of the sequence.
-    taken = length * 0
-    level = length * 0
-    for start in range(0, loop_bound(length, COMPILED), BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        live = at < length
-        # when all are taken nothing was scored
-        rank, real = _ranks(line, at, live & (not takes_all))
-        equal = live & (rank == least)
-        nth = level + tl.cumsum(equal.to(tl.int32), 0)
-        wanted = live & (takes_all | (real & ((rank > least) | (equal & (nth <= room)))))
-        to = taken + tl.cumsum(wanted.to(tl.int32), 0) - 1
-        entry = entry_of(table + t * table_stride, tl.where(live, at, 0), PAGE)
-        tl.store(chosen + t * TOP_K + to, entry.to(tl.int32), mask=wanted)
-        taken += tl.sum(wanted.to(tl.int32), 0)
-        level += tl.sum(equal.to(tl.int32), 0)
-    tl.store(counts + t, taken)
-
-
 def index_prepare(
     key: Tensor,
     weight: Tensor,
@@ -275,27 +208,6 @@ def index_scores(
         BH=_HEADS_SCORED, BD=max(16, triton.next_power_of_2(d)),
         FORM=kv.form.value, MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device),
         num_warps=4, num_stages=1,
-    )  # fmt: skip
-
-
-def choose(scores: Tensor, lengths: Tensor, kv: KvPages, chosen: Tensor, counts: Tensor) -> None:
-    """The K highest scores of each row, of equal ones the lowest place, as `reference.choose`; all
-    that a row sees, whatever `scores` holds, if these are no more than K.
-
-    Args:
-        scores: of the entries that each row sees.
-        lengths: how many these are.
-        kv: pages of the attention, for where its entries lie.
-        chosen: gets numbers of entries among all of a layer's, in the order of the sequence.
-        counts: gets how many they are.
-
-    Shapes:
-        scores [T, S] float32, lengths and counts [T] int32, chosen [T, K] int32, contiguous
-    """
-    rows, top_k = chosen.shape
-    _choose_kernel[(rows,)](
-        scores, scores.stride(0), lengths, kv.table, kv.table.stride(0), chosen, counts,
-        TOP_K=top_k, PAGE=kv.page_tokens, BLOCK=_SCAN, COMPILED=not INTERPRETED, num_warps=8,
     )  # fmt: skip
 
 

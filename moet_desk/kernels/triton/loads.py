@@ -15,7 +15,8 @@ import triton.language as tl
 
 from moet_desk.kernels.triton.numbers import e4m3_value
 
-_WORDS = "ld.global.nc.L1::no_allocate.v4.b32 {w0, w1, w2, w3}, [$4];"  # read once: no room in L1
+# Read once: no room in L1. Not as ".nc", which ptxas would move behind `in_order`.
+_WORDS = "ld.global.L1::no_allocate.v4.b32 {w0, w1, w2, w3}, [$4];"
 _FLOATS = "ld.global.v4.b32 {w0, w1, w2, w3}, [$4];"
 _OUT = " ".join(f"mov.b32 ${i}, w{i};" for i in range(4))
 
@@ -44,9 +45,10 @@ _FLOATS_ALL, _FLOATS_SEEN = _ptx(_FLOATS), _ptx(_FLOATS, seen="$5")
 _ALL_1, _SEEN_1 = _ptx(_WORDS), _ptx(_WORDS, seen="$6")
 _ALL_2, _SEEN_2 = (_ptx(_WORDS, seen=s, turn="$5", pieces=2) for s in ("", "$6"))
 _ALL_4, _SEEN_4 = (_ptx(_WORDS, seen=s, turn="$5", pieces=4) for s in ("", "$6"))
-_ONE_FLOAT = tl.constexpr("ld.global.nc.f32 $0, [$1];")
+_IN_ORDER = tl.constexpr("{ bar.warp.sync 0xffffffff; mov.b32 $0, $1; }")
+_ONE_FLOAT = tl.constexpr("ld.global.f32 $0, [$1];")
 _ONE_BF16 = tl.constexpr(
-    "{ .reg .b16 zero, half; .reg .b32 w; mov.b16 zero, 0; ld.global.nc.b16 half, [$1];"
+    "{ .reg .b16 zero, half; .reg .b32 w; mov.b16 zero, 0; ld.global.b16 half, [$1];"
     " mov.b32 w, {zero, half}; mov.b32 $0, w; }"
 )
 _FOUR_E4M3 = tl.constexpr(
@@ -80,6 +82,21 @@ def turn_of(lane, PIECES: tl.constexpr):
 
 
 @triton.jit
+def in_order(x, PTX: tl.constexpr):
+    """x, an int32; what was loaded before it is asked for before anything that needs this x.
+
+    ptxas moves a load down to its first use, which leaves one under way where eight were written
+    (seen in the SASS); across a barrier of the warp it does not.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _IN_ORDER, "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        return x
+
+
+@triton.jit
 def four_floats(pointers, seen, EVEN: tl.constexpr, PTX: tl.constexpr):
     """The four float32 from each pointer on, a multiple of 16 bytes; 0 where not `seen`.
 
@@ -110,7 +127,7 @@ def four_words(
         words = tl.inline_asm_elementwise(
             _ALL_4 if PIECES == 4 else _ALL_2 if PIECES == 2 else _ALL_1, "=r,=r,=r,=r,l,r",
             [pointers.to(tl.int64), tl.broadcast_to(turn, pointers.shape)],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
     elif PTX:
         words = tl.inline_asm_elementwise(
@@ -120,7 +137,7 @@ def four_words(
                 tl.broadcast_to(turn, pointers.shape),
                 tl.broadcast_to(seen, pointers.shape).to(tl.int32),
             ],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
     else:
         first = (turn * (4 // PIECES)) % 4
@@ -178,6 +195,6 @@ def one_scale(pointers, KIND: tl.constexpr, PTX: tl.constexpr):
             "=f,l",
             [pointers.to(tl.int64)],
             dtype=tl.float32,
-            is_pure=True,
+            is_pure=False,
             pack=1,
         )

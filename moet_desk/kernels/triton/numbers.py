@@ -105,6 +105,19 @@ def halving_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def lane_sum(x, ROWS: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr):
+    """Sum [ROWS, LANES] over its last dim: each 32 lanes by halves, then those sums by halves.
+
+    Compiled, that is what a reduction does whose lanes are a warp's (32 * warps >= LANES).
+    """
+    if PTX:
+        return tl.sum(x, 1)
+    else:
+        warps = halving_sum(tl.reshape(x, (ROWS * LANES // 32, 32)), ROWS * LANES // 32, 32)
+        return halving_sum(tl.reshape(warps, (ROWS, LANES // 32)), ROWS, LANES // 32)
+
+
+@triton.jit
 def halving_rows(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Sum [ROWS, WIDTH] over its first dim by halves: x[:h] + x[h:] until one is left."""
     if ROWS == 1:

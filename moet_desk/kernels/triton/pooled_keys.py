@@ -43,20 +43,31 @@ def _rotated(line, scale, weight, cos, sin, position, D: tl.constexpr, DR: tl.co
 
 
 @triton.jit
-def _rounded(x, FACTOR: tl.constexpr, D: tl.constexpr):
-    """Nibbles [D / 32, 32] and exponents [D / 32] of a vector [D] that is turned first."""
+def hadamard(D: tl.constexpr):
+    """Signs of a Hadamard matrix [D, D]."""
     i = tl.arange(0, D)
     both = i[:, None] & i[None, :]
     both ^= both >> 4
     both ^= both >> 2
     both ^= both >> 1
-    sign = 1.0 - 2.0 * (both & 1).to(tl.float32)
-    blocks = tl.reshape(tl.sum(sign * x[:, None], 0) * FACTOR, (D // 32, 32))
+    return 1.0 - 2.0 * (both & 1).to(tl.float32)
+
+
+@triton.jit
+def block_codes(blocks):
+    """Nibbles [n, 32] of blocks [n, 32] and their exponents [n]."""
     largest = tl.div_rn(tl.maximum(tl.max(tl.abs(blocks), 1), 7.052966e-38), 6.0)
     bits = largest.to(tl.int32, bitcast=True)
     power = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)  # up to a power of two
     inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
     return e2m1_code(blocks * inverse[:, None]), power
+
+
+@triton.jit
+def _rounded(x, FACTOR: tl.constexpr, D: tl.constexpr):
+    """Nibbles [D / 32, 32] and exponents [D / 32] of a vector [D] that is turned first."""
+    turned = tl.sum(hadamard(D) * x[:, None], 0) * FACTOR
+    return block_codes(tl.reshape(turned, (D // 32, 32)))
 
 
 @triton.jit
@@ -121,7 +132,7 @@ def _query_kernel(
 
 
 @triton.jit
-def _keys(pages, entry, live, D: tl.constexpr, ENTRY: tl.constexpr, FORM: tl.constexpr):
+def stored_keys(pages, entry, live, D: tl.constexpr, ENTRY: tl.constexpr, FORM: tl.constexpr):
     """Keys [S, D] float32, of which all but "f32" are exact in bfloat16."""
     if FORM == "f32" or FORM == "bf16":
         return load_vectors(pages, entry, live, ENTRY, 0, D, 0, D, FORM, False)
@@ -166,19 +177,35 @@ def _score_kernel(
         at = first + tl.arange(0, TILE)
         live = at < length
         entry = entry_of(table + t * table_stride, tl.where(live, at, first), PAGE)
-        keys = _keys(pages, entry, live, D, ENTRY, FORM)
+        keys = stored_keys(pages, entry, live, D, ENTRY, FORM)
         j = tl.arange(0, D)
         found = tl.zeros([TILE], tl.float32)
-        # A few heads at a time: all of them would not fit the registers.
-        for head0 in tl.range(0, N, BH, disable_licm=True):
-            head = head0 + tl.arange(0, BH)
-            line = ((t * N + head) * D)[:, None]
-            queries = tl.load(q + line + j[None, :], mask=(head < N)[:, None], other=0.0)
-            products = query_scores(queries, keys, FORM, MMA)
-            # not `maximum`: that would lose a NaN
-            products = tl.where(products < 0.0, 0.0, products)
-            weight = tl.load(weights + t * weights_stride + head, mask=head < N, other=0.0) * scale
-            found += tl.sum(products * weight[:, None], 0)
+        if MMA and FORM != "f32" and FORM != "bf16":
+            # Queries are as round as keys: bfloat16 holds all of them, and one product is exact.
+            k = tl.trans(keys.to(tl.bfloat16))
+            queries, heads = (), ()
+            for head0 in tl.static_range(0, N, BH):
+                head = head0 + tl.arange(0, BH)
+                line = ((t * N + head) * D)[:, None]
+                part = tl.load(q + line + j[None, :], mask=(head < N)[:, None], other=0.0)
+                queries = queries + (part.to(tl.bfloat16),)
+                weight = tl.load(weights + t * weights_stride + head, mask=head < N, other=0.0)
+                heads = heads + (weight * scale,)
+            for i in tl.static_range((N + BH - 1) // BH):
+                products = tl.dot(queries[i], k)
+                products = tl.where(products < 0.0, 0.0, products)
+                found += tl.sum(products * heads[i][:, None], 0)
+        else:
+            # A few heads at a time: all of them would not fit the registers.
+            for head0 in tl.range(0, N, BH, disable_licm=True):
+                head = head0 + tl.arange(0, BH)
+                line = ((t * N + head) * D)[:, None]
+                queries = tl.load(q + line + j[None, :], mask=(head < N)[:, None], other=0.0)
+                products = query_scores(queries, keys, FORM, MMA)
+                # not `maximum`: that would lose a NaN
+                products = tl.where(products < 0.0, 0.0, products)
+                weight = tl.load(weights + t * weights_stride + head, mask=head < N, other=0.0)
+                found += tl.sum(products * (weight * scale)[:, None], 0)
         tl.store(scores + t * scores_stride + at, found, mask=live)
 
 
@@ -200,7 +227,7 @@ def store_keys(
         ValueError: the pages hold entries of another size.
     """
     rows, d = vectors.shape
-    _check_keys(kv, d)
+    check_keys(kv, d)
     _key_kernel[(rows,)](
         vectors, weight, eps, rotation.cos, rotation.sin, rotation.positions, kv.pages, kv.table,
         kv.table.stride(0), D=d, DR=2 * rotation.cos.shape[1], RATIO=ratio, PAGE=kv.page_tokens,
@@ -238,7 +265,7 @@ def score_windows(
         ValueError: the pages hold entries of another size.
     """
     rows, n, d = q.shape
-    _check_keys(kv, d)
+    check_keys(kv, d)
     _score_kernel[(triton.cdiv(scores.shape[1], _TILE), rows)](
         q, weights, weights.stride(0), scale, kv.pages, kv.table, kv.table.stride(0), lengths,
         scores, scores.stride(0), N=n, D=d, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, TILE=_TILE,
@@ -246,7 +273,12 @@ def score_windows(
     )  # fmt: skip
 
 
-def _check_keys(kv: KvPages, d: int) -> None:
+def check_keys(kv: KvPages, d: int) -> None:
+    """Refuse pages that do not hold keys of `d` numbers.
+
+    Raises:
+        ValueError: they do not.
+    """
     size = pooled_key_bytes(kv.form, d)
     if kv.entry_bytes != size:
         raise ValueError(f"pages hold keys of {kv.entry_bytes} bytes, not {size}")

@@ -92,7 +92,7 @@ def _store_plain(out, b, codes, row, G: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(
+def store_codes(
     blocks, b, codes, scales, t,
     G: tl.constexpr, B: tl.constexpr, PLAIN: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def _quantize_kernel(
     b = tl.program_id(0) * B + tl.arange(0, B)
     at = b[:, None] * 32 + tl.arange(0, 32)[None, :]
     blocks = tl.load(x + t * (32 * G) + at, mask=b[:, None] < G, other=0.0)
-    _store_codes(blocks, b, codes, scales, t, G, B, PLAIN, WIDE, PTX)
+    store_codes(blocks, b, codes, scales, t, G, B, PLAIN, WIDE, PTX)
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def _norm_kernel(
     mean = tl.sum(tl.sum(row * row, 1), 0) / (32 * G)
     normed = row * tl.rsqrt(mean + eps) * w
     tl.store(out + t * (32 * G) + at, normed, mask=inside)
-    _store_codes(normed, b, codes, scales, t, G, B, PLAIN, WIDE, PTX)
+    store_codes(normed, b, codes, scales, t, G, B, PLAIN, WIDE, PTX)
 
 
 def planar_shape(width: int, kind: Activations) -> tuple[int, ...]:

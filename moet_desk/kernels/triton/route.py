@@ -12,12 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.kinds import Score
+from moet_desk.kernels.triton.portable import PTX, product
 
 MOST_EXPERTS = 1024
 MOST_CHOSEN = 16
 
+OF_A_WARP = 256
+"""Experts among which one warp chooses."""
+
 _SOFTMAX, _SIGMOID, _SQRT_SOFTPLUS, _TOPK_SOFTMAX = (tl.constexpr(i) for i in range(4))
-_KINDS = {
+SCORE_KINDS = {
     Score.SOFTMAX: 0,
     Score.SIGMOID: 1,
     Score.SQRT_SOFTPLUS: 2,
@@ -26,7 +30,7 @@ _KINDS = {
 
 
 @triton.jit
-def _scores(x, SCORE: tl.constexpr):
+def _scores(x, SCORE: tl.constexpr, PTX: tl.constexpr):
     """Scores of logits; padding is -inf on entry."""
     if SCORE == _SOFTMAX:
         e = tl.exp(x - tl.max(x, 0))
@@ -34,17 +38,18 @@ def _scores(x, SCORE: tl.constexpr):
     elif SCORE == _SIGMOID:
         return 1.0 / (tl.exp(-x) + 1.0)
     elif SCORE == _SQRT_SOFTPLUS:
-        return tl.sqrt(tl.where(x > 0.0, x, 0.0) + _log_one_plus(tl.exp(-tl.abs(x))))
+        return tl.sqrt(tl.where(x > 0.0, x, 0.0) + _log_one_plus(tl.exp(-tl.abs(x)), PTX))
     else:
         return x
 
 
 @triton.jit
-def _log_one_plus(y):
+def _log_one_plus(y, PTX: tl.constexpr):
     """log(1 + y) for 0 <= y <= 1 with small y kept: log(u) * y / (u - 1) for u = 1 + y rounded."""
     u = y + 1.0
     exact = u - 1.0
-    return tl.where(exact == 0.0, y, tl.log(u) * (y / tl.where(exact == 0.0, 1.0, exact)))
+    share = y / tl.where(exact == 0.0, 1.0, exact)
+    return tl.where(exact == 0.0, y, product(tl.log(u), share, PTX))
 
 
 @triton.jit
@@ -52,6 +57,15 @@ def _first_best(values, open_, i, E2: tl.constexpr):
     """Index of the largest open value, the lowest of equals, though all of them be -inf."""
     best = tl.max(tl.where(open_, values, -float("inf")), 0)
     return tl.min(tl.where(open_ & (values >= best), i, E2 - 1), 0)
+
+
+@triton.jit
+def _ordered(values):
+    """Integers in the order of floats that are not NaN, equal where they are equal. A warp finds
+    the largest integer in one instruction, the largest float in ten that wait for each other.
+    """
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0.0 is 0.0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -81,7 +95,10 @@ def _in_best_groups(
 
 
 @triton.jit
-def _weighed(chosen, k, scale, spoiled, K: tl.constexpr, SCORE: tl.constexpr, RENORM: tl.constexpr):
+def _weighed(
+    chosen, k, scale, spoiled,
+    K: tl.constexpr, SCORE: tl.constexpr, RENORM: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     """Weights of chosen scores, -inf from K on."""
     if SCORE == _TOPK_SOFTMAX:
         e = tl.exp(chosen - tl.max(chosen, 0))
@@ -89,23 +106,25 @@ def _weighed(chosen, k, scale, spoiled, K: tl.constexpr, SCORE: tl.constexpr, RE
     chosen = tl.where(k < K, chosen, 0.0)
     if RENORM:
         chosen = chosen / (tl.sum(chosen, 0) + 1e-20)
-    return chosen * scale + spoiled
+    return product(chosen, scale, PTX) + spoiled
 
 
 @triton.jit
-def _route_kernel(
-    logits, bias, ids, weights, share, scale,
+def choose_experts(
+    logits, bias, ids, weights, share, scale, t,
     E: tl.constexpr, E2: tl.constexpr, K: tl.constexpr, K2: tl.constexpr,
     SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
-    REAL: tl.constexpr,
+    REAL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0)
+    """Token t's. Its bits are those of every kernel that does this with one layout, as long as none
+    fuses multiply-adds.
+    """
     i = tl.arange(0, E2)
     inside = i < E
     x = tl.load(logits + t * E + i, mask=inside, other=-float("inf"))
     spoiled = tl.sum(tl.where(inside, x * 0.0, 0.0), 0)  # NaN if any logit is NaN or infinite
-    scores = _scores(x, SCORE)
+    scores = _scores(x, SCORE, PTX)
     choice = scores
     if BIASED:
         choice = scores + tl.load(bias + i, mask=inside, other=0.0)
@@ -117,14 +136,16 @@ def _route_kernel(
     k = tl.arange(0, K2)
     chosen_ids = tl.zeros([K2], tl.int32)
     chosen = tl.full([K2], -float("inf"), tl.float32)
-    left = inside
+    taken = -(2**31)  # below -inf
+    keys = tl.where(inside, _ordered(choice), taken)
+    bits = scores.to(tl.int32, bitcast=True)
     for n in tl.static_range(K):
-        expert = _first_best(choice, left, i, E2)
-        value = tl.sum(tl.where(i == expert, scores, 0.0), 0)
-        left = left & (i != expert)
+        expert = tl.min(tl.where(keys == tl.max(keys, 0), i, E2 - 1), 0)
+        value = tl.sum(tl.where(i == expert, bits, 0), 0).to(tl.float32, bitcast=True)
+        keys = tl.where(i == expert, taken, keys)
         chosen_ids = tl.where(k == n, expert, chosen_ids)
         chosen = tl.where(k == n, value, chosen)
-    chosen = _weighed(chosen, k, scale, spoiled, K, SCORE, RENORM)
+    chosen = _weighed(chosen, k, scale, spoiled, K, SCORE, RENORM, PTX)
     if REAL < E:
         real = chosen_ids < REAL
         tl.store(share + t, tl.sum(tl.where(real | (k >= K), 0.0, chosen), 0))
@@ -135,22 +156,36 @@ def _route_kernel(
 
 
 @triton.jit
+def _route_kernel(
+    logits, bias, ids, weights, share, scale,
+    E: tl.constexpr, E2: tl.constexpr, K: tl.constexpr, K2: tl.constexpr,
+    SCORE: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
+    REAL: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    choose_experts(
+        logits, bias, ids, weights, share, scale, tl.program_id(0), E, E2, K, K2, SCORE, BIASED,
+        GROUPS, KEPT, GROUPS2, RENORM, REAL, PTX,
+    )  # fmt: skip
+
+
+@triton.jit
 def _named_kernel(
     logits, table, tokens, ids, weights, scale,
     E: tl.constexpr, E2: tl.constexpr, K: tl.constexpr, K2: tl.constexpr,
-    SCORE: tl.constexpr, RENORM: tl.constexpr,
+    SCORE: tl.constexpr, RENORM: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     i = tl.arange(0, E2)
     k = tl.arange(0, K2)
     x = tl.load(logits + t * E + i, mask=i < E, other=-float("inf"))
     spoiled = tl.sum(tl.where(i < E, x * 0.0, 0.0), 0)  # as in `_route_kernel`
-    scores = _scores(x, SCORE)
+    scores = _scores(x, SCORE, PTX)
     token = tl.load(tokens + t).to(tl.int64)
     named = tl.load(table + token * K + k, mask=k < K, other=0)
     chosen = tl.sum(tl.where(named[:, None] == i[None, :], scores[None, :], 0.0), 1)
     chosen = tl.where(k < K, chosen, -float("inf"))
-    chosen = _weighed(chosen, k, scale, spoiled, K, SCORE, RENORM)
+    chosen = _weighed(chosen, k, scale, spoiled, K, SCORE, RENORM, PTX)
     tl.store(ids + t * K + k, named, mask=k < K)
     tl.store(weights + t * K + k, chosen, mask=k < K)
 
@@ -177,7 +212,7 @@ def route_named(
     _named_kernel[(logits.shape[0],)](
         logits, table, tokens, ids, weights, scale,
         n_experts, triton.next_power_of_2(n_experts), top_k, triton.next_power_of_2(top_k),
-        _KINDS[score], renormalize, num_warps=2,
+        SCORE_KINDS[score], renormalize, PTX, num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -214,8 +249,9 @@ def route(
     _route_kernel[(logits.shape[0],)](
         logits, logits if bias is None else bias, ids, weights, share, scale,
         n_experts, triton.next_power_of_2(n_experts), top_k, triton.next_power_of_2(top_k),
-        _KINDS[score], bias is not None,
+        SCORE_KINDS[score], bias is not None,
         n_groups, kept_groups, triton.next_power_of_2(n_groups), renormalize,
-        n_experts if n_real is None else n_real,
-        num_warps=1 if n_experts <= 256 else 2 if n_experts <= 512 else 4,
+        n_experts if n_real is None else n_real, PTX,
+        num_warps=1 if n_experts <= OF_A_WARP else 2 if n_experts <= 512 else 4,
+        enable_fp_fusion=False,
     )  # fmt: skip

@@ -65,16 +65,12 @@ class Pooled:
         ratio: tokens of an entry.
         spread: pages of one.
         first: entries before these pages in the layer's memory.
-        chosen, counts: int32 [T, K] and [T]: entries of `kv` that were chosen; None: all of windows
-            that are closed.
     """
 
     kv: KvPages
     ratio: int
     spread: int
     first: int
-    chosen: Tensor | None = None
-    counts: Tensor | None = None
 
 
 @triton.jit
@@ -110,8 +106,6 @@ def _list_kernel(
     rings,
     table,
     table_stride,
-    chosen,
-    counts,
     listed,
     listed_stride,
     lengths,
@@ -121,30 +115,21 @@ def _list_kernel(
     RATIO: tl.constexpr,
     PAGE: tl.constexpr,
     SPREAD: tl.constexpr,
-    TOP_K: tl.constexpr,
     B: tl.constexpr,
 ):
     t = tl.program_id(1)
     position = tl.load(positions + t)
     n_near = tl.minimum(position + 1, WINDOW)
-    if RATIO == 0:
-        n_far = position * 0
-    elif TOP_K > 0:
-        n_far = tl.load(counts + t)
-    else:
-        n_far = (position + 1) // RATIO
+    n_far = position * 0 if RATIO == 0 else (position + 1) // RATIO
     at = tl.program_id(0) * B + tl.arange(0, B)
     near = at < n_near
     entry = tl.load(rings + t) + (position + 1 - n_near + at) % RING
     if RATIO > 0:
         number = tl.where(near, 0, at - n_near)
         far = (at >= n_near) & (number < n_far)
-        if TOP_K > 0:
-            other = tl.load(chosen + t * TOP_K + number, mask=far, other=0)
-        else:
-            page = number // PAGE * SPREAD
-            other = tl.load(table + t * table_stride + page, mask=far, other=0) * PAGE
-            other += number % PAGE
+        page = number // PAGE * SPREAD
+        other = tl.load(table + t * table_stride + page, mask=far, other=0) * PAGE
+        other += number % PAGE
         entry = tl.where(near, entry, first + other)
     tl.store(listed + t * listed_stride + at, entry, mask=at < n_near + n_far)
     if tl.program_id(0) == 0:
@@ -178,21 +163,19 @@ def list_seen(
     window: int,
     ring: int,
 ) -> None:
-    """Name the entries that each row sees: those of its window in order, then pooled ones.
+    """Name the entries that each row sees: those of its window in order, then all pooled ones.
+    Where an indexer chooses, `choose.list_chosen` does it.
 
     Shapes:
         listed int32 [T, S], wide enough for the longest row; lengths [T] int32
     """
     rows, width = listed.shape
-    page, spread, ratio, top_k, first = 1, 1, 0, 0, 0
-    table, chosen, counts = listed, lengths, lengths
+    table, page, spread, ratio, first = listed, 1, 1, 0, 0
     if pooled is not None:
         table, page = pooled.kv.table, pooled.kv.page_tokens
         spread, ratio, first = pooled.spread, pooled.ratio, pooled.first
-        if pooled.chosen is not None and pooled.counts is not None:
-            chosen, counts, top_k = pooled.chosen, pooled.counts, pooled.chosen.shape[1]
     _list_kernel[(triton.cdiv(width, _LISTED), rows)](
-        places.positions, places.rings, table, table.stride(0), chosen, counts, listed,
+        places.positions, places.rings, table, table.stride(0), listed,
         listed.stride(0), lengths, first, WINDOW=window, RING=ring, RATIO=ratio, PAGE=page,
-        SPREAD=spread, TOP_K=top_k, B=_LISTED, num_warps=2,
+        SPREAD=spread, B=_LISTED, num_warps=2,
     )  # fmt: skip

@@ -1,77 +1,117 @@
 """Attention of a decode step over one vector that is key and value of all heads (DeepSeek-V4).
 
-Twin: `reference.shared_attention` over entries as `reference.shared_write` made them. What a row
-sees, entries of its window and pooled ones, comes as a list of entries, which is a page table of
-pages of one; so this reads them as any other attention of a step does, and its splits, its joining
-and what they promise are `attention`'s. Launchers allocate nothing. Called on the engine thread.
+Twins: `reference.unit` and `reference.rotate` of the queries, `reference.shared_attention` over
+entries as `reference.shared_write` made them, and `reference.rotate` back. What a row sees, entries
+of its window and pooled ones, comes as a list of entries, which is a page table of pages of one; so
+this reads them as any other attention of a step does, and its splits, its joining and what they
+promise are `attention`'s. Launchers allocate nothing. Called on the engine thread.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import SHARED_BLOCK, shared_entry_bytes
 from moet_desk.kernels.triton.attention import (
-    SHORTEST_PART,
     SPLITS,
     DecodeScratch,
-    join_parts,
+    joined_parts,
     mix_values,
     most_parts,
     part_length,
-    query_scores,
     running_weights,
 )
 from moet_desk.kernels.triton.kv_entries import (
     KvPages,
     check_entries,
     entry_of,
-    load_rope,
     load_vectors,
 )
-from moet_desk.kernels.triton.numbers import e4m3_value, has_e4m3, loop_bound
+from moet_desk.kernels.triton.numbers import bf16_part, e4m3_value, has_e4m3, loop_bound
 from moet_desk.kernels.triton.portable import INTERPRETED
+from moet_desk.kernels.triton.prepare import Rotation
 
-_HEADS, _TILE = 16, 32
-"""Heads and entries that a program works on at a time."""
+_HEADS, _TILE, _HOPPER_TILE = 16, 16, 32
+"""Heads and entries that a program works on at a time; cards with more shared memory hold more."""
+
+_SHORTEST = 32
+"""Entries of a part while 64 of them are enough: few, since a step waits for the longest chain of
+reads and products, not for the card's bandwidth.
+"""
+
+_JOIN_FLOATS, _JOIN_AHEAD = 128, 16
+"""Numbers that a program joins, of one warp, and parts that it reads at once."""
 
 
 @triton.jit
 def _values(
-    pages,
-    entry,
-    live,
-    C: tl.constexpr,
-    ENTRY: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    FORM: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """Chunk C of entries [S], the numbers of one scale or those that rotate: [S, W] float32, of
-    which all but "f32" are exact in bfloat16.
+    pages, entry, live, ENTRY: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    FORM: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Numbers of entries [S]: [S, D] float32, of which all but "f32" are exact in bfloat16.
+
+    All of their bytes are asked for before any is used, and every thread reads the scales of its
+    own numbers: what is decoded chunk by chunk goes through shared memory as often.
     """
-    if C * W < R:
-        if FORM == "fp8":
-            line = pages + entry * ENTRY
-            column = C * W + tl.arange(0, W)
-            codes = tl.load(line[:, None] + column[None, :], mask=live[:, None], other=0)
-            values = e4m3_value(codes, HARDWARE)
-            power = tl.load(line + R + 2 * W + C, mask=live, other=127).to(tl.int32)
-            return values * (power << 23).to(tl.float32, bitcast=True)[:, None]
-        else:
-            return load_vectors(pages, entry, live, ENTRY, 0, R, C * W, W, FORM, HARDWARE)
+    R: tl.constexpr = D - W
+    S: tl.constexpr = entry.shape[0]
+    column = tl.arange(0, D)
+    line = pages + entry * ENTRY
+    here = live[:, None]
+    if FORM == "f32" or FORM == "bf16":
+        return load_vectors(pages, entry, live, ENTRY, 0, D, 0, D, FORM, HARDWARE)
     elif FORM == "fp8":
-        return load_vectors(pages, entry, live, ENTRY, R, W, 0, W, "bf16", HARDWARE)
+        still = (column < R)[None, :]
+        codes = tl.load(line[:, None] + column[None, :], mask=here & still, other=0)
+        turned = (line + R).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - R)[None, :]
+        turned = tl.load(turned, mask=here & (column >= R)[None, :], other=0.0)
+        turned = turned.to(tl.float32)
+        block = tl.arange(0, D // W)
+        power = (line + R + 2 * W)[:, None] + block[None, :]
+        power = tl.load(power, mask=here & (block < R // W)[None, :], other=127).to(tl.int32)
+        scale = (power << 23).to(tl.float32, bitcast=True)[:, :, None]
+        values = tl.reshape(e4m3_value(codes, HARDWARE), (S, D // W, W)) * scale
+        return tl.where(still, tl.reshape(values, (S, D)), turned)
     else:
-        return load_rope(pages, entry, live, ENTRY, R, W, W, FORM, HARDWARE)
+        still = (column < R)[None, :]
+        turned = (line + R // 2 + R // 16)[:, None] + (column - R)[None, :]
+        turned = tl.load(turned, mask=here & (column >= R)[None, :], other=0)
+        values = load_vectors(pages, entry, live, ENTRY, 0, R, 0, D, FORM, HARDWARE)
+        return tl.where(still, values, e4m3_value(turned, HARDWARE))
+
+
+@triton.jit
+def _scores(q, keys, unit, FORM: tl.constexpr, MMA: tl.constexpr):
+    """[H, D] x [S, D] times `unit` [H] -> [H, S], as close as float32.
+
+    Each bfloat16 part of the queries is scaled on its own: the compiler would make a sum of their
+    products one chain, in which each waits for the one before.
+    """
+    k = tl.trans(keys)
+    unit = unit[:, None]
+    if MMA and FORM == "f32":
+        return tl.dot(q, k, input_precision="tf32x3") * unit
+    elif MMA:
+        high = bf16_part(q)
+        middle = bf16_part(q - high)
+        low = q - high - middle
+        scores = tl.dot(middle.to(tl.bfloat16), k) * unit + tl.dot(low.to(tl.bfloat16), k) * unit
+        return tl.dot(high.to(tl.bfloat16), k) * unit + scores
+    else:
+        return tl.dot(q, k, input_precision="ieee") * unit
 
 
 @triton.jit
 def _shared_decode_kernel(
     q,
+    cos,
+    sin,
+    positions,
+    eps,
     pages,
     table,
     table_stride,
@@ -103,38 +143,76 @@ def _shared_decode_kernel(
         head = tl.program_id(1) * BH + tl.arange(0, BH)
         live_head = (head < N)[:, None]
         line = q + ((t * N + head) * D)[:, None]
+        j = tl.arange(0, D)
+        heads = tl.load(line + j[None, :], mask=live_head, other=0.0)
+        # A head of RMS 1: its factor counts the same before and after the products.
+        unit = tl.rsqrt(tl.sum(heads * heads, 1) / D + eps) * scale
+        pair = tl.arange(0, D // 2)
+        angle = tl.load(positions + t) * (W // 2) + pair - R // 2
+        c = tl.load(cos + angle, mask=pair >= R // 2, other=1.0)[None, :]
+        s = tl.load(sin + angle, mask=pair >= R // 2, other=0.0)[None, :]
+        even, odd = tl.split(tl.reshape(heads, (BH, D // 2, 2)))
+        heads = tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), (BH, D))
         largest = tl.full([BH], float("-inf"), tl.float32)
         total = tl.zeros([BH], tl.float32)
-        acc = ()
-        for _ in tl.static_range(D // W):
-            acc = acc + (tl.zeros([BH, W], tl.float32),)
-        # Queries stay in shared memory: kept in registers over the loop they would spill.
+        acc = tl.zeros([BH, D], tl.float32)
+        # The compiler puts queries into shared memory: in registers over the loop they would spill.
         low, high = loop_bound(first, MMA), loop_bound(last, MMA)
         for start in tl.range(low, high, TILE, disable_licm=True):
             at = start + tl.arange(0, TILE)
             live = at < last
             entry = entry_of(table + t * table_stride, tl.where(live, at, first), PAGE)
-            scores = tl.zeros([BH, TILE], tl.float32)
-            values = ()
-            for c in tl.static_range(D // W):
-                mine = _values(pages, entry, live, c, ENTRY, R, W, FORM, HARDWARE)
-                column = c * W + tl.arange(0, W)
-                part_q = tl.load(line + column[None, :], mask=live_head, other=0.0)
-                scores += query_scores(part_q, mine, FORM, MMA)
-                values = values + (mine,)
-            scores = tl.where(live[None, :], scores * scale, float("-inf"))
+            values = _values(pages, entry, live, ENTRY, D, W, FORM, HARDWARE)
+            if MMA and FORM != "f32":
+                values = values.to(tl.bfloat16)
+            scores = _scores(heads, values, unit, FORM, MMA)
+            scores = tl.where(live[None, :], scores, float("-inf"))
             p, factor, largest, total = running_weights(scores, largest, total)
-            moved = ()
-            for c in tl.static_range(D // W):
-                moved = moved + (mix_values(p, values[c], acc[c] * factor[:, None], FORM, MMA),)
-            acc = moved
+            acc = mix_values(p, values, acc * factor[:, None], FORM, MMA)
         row = (t * SPLITS + split) * N + head
         tl.store(stats + row * 2, largest, mask=head < N)
         tl.store(stats + row * 2 + 1, total, mask=head < N)
-        for c in tl.static_range(D // W):
-            column = c * W + tl.arange(0, W)
-            to = sums + (row.to(tl.int64) * D)[:, None] + column[None, :]
-            tl.store(to, acc[c], mask=live_head)
+        tl.store(sums + (row.to(tl.int64) * D)[:, None] + j[None, :], acc, mask=live_head)
+
+
+@triton.jit
+def _join_back_kernel(
+    sums,
+    stats,
+    lengths,
+    sink,
+    cos,
+    sin,
+    positions,
+    out,
+    group_stride,
+    row_stride,
+    D: tl.constexpr,
+    DR: tl.constexpr,
+    EACH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHORTEST: tl.constexpr,
+    B: tl.constexpr,
+    AHEAD: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    first = tl.program_id(0) * B
+    head = tl.program_id(1)
+    t = tl.program_id(2)
+    pair = first // 2 + tl.arange(0, B // 2)
+    turning = (2 * pair >= D - DR) & (2 * pair < D)
+    angle = tl.load(positions + t) * (DR // 2) + pair - (D - DR) // 2
+    c = tl.load(cos + angle, mask=turning, other=1.0)
+    s = tl.load(sin + angle, mask=turning, other=0.0)
+    mixed = joined_parts(
+        sums, stats, tl.load(lengths + t), sink, t, head, tl.num_programs(1), first, D, SPLITS,
+        SHORTEST, B, AHEAD, COMPILED,
+    )  # fmt: skip
+    even, odd = tl.split(tl.reshape(mixed, (B // 2, 2)))
+    mixed = tl.reshape(tl.join(even * c + odd * s, odd * c - even * s), (B,))
+    column = first + tl.arange(0, B)
+    to = out + head // EACH * group_stride + t.to(tl.int64) * row_stride + head % EACH * D + column
+    tl.store(to, mixed, mask=column < D)
 
 
 def shared_decode(
@@ -144,28 +222,46 @@ def shared_decode(
     sink: Tensor,
     out: Tensor,
     *,
+    rotation: Rotation,
+    eps: float,
     scale: float,
     scratch: DecodeScratch,
     splits: int = SPLITS,
 ) -> None:
-    """Attention of each row to the entries that its list names, as `reference.shared_attention`.
+    """Attention of each row to the entries that its list names, as `reference.shared_attention`:
+    with each head at RMS 1 and its last 64 dims rotated in pairs, and what comes out rotated back.
     `kv` has pages of one entry: a row's line of the table is its list, of which `lengths` are
     named, one at least. `splits` is a power of two: most parts of a row's entries, of which fewer
     leave room for more rows in `scratch`; they change the last bits.
 
     Shapes:
-        q, out [T, N, D] float32, D a multiple of 64 of which the last 64 rotate; lengths [T] int32;
-        sink [N] bfloat16 or float32
+        q [T, N, D] float32, contiguous, D a power of two from 128 on; out [G, T, N / G * D]
+        float32, the heads of a group together, its last dim contiguous; not the same memory;
+        lengths [T] int32; sink [N] bfloat16 or float32
     Raises:
         ValueError: pages or scratch do not fit.
     """
     rows, n, d = q.shape
     check_entries(kv, shared_entry_bytes(kv.form, d, SHARED_BLOCK))
     scratch.check(rows, n, d, splits)
-    _shared_decode_kernel[(most_parts(kv, splits=splits), triton.cdiv(n, _HEADS), rows)](
-        q, kv.pages, kv.table, kv.table.stride(0), lengths, scratch.sums, scratch.stats, scale,
-        N=n, D=d, W=SHARED_BLOCK, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, SPLITS=splits,
-        SHORTEST=SHORTEST_PART, TILE=_TILE, BH=_HEADS, FORM=kv.form.value, MMA=not INTERPRETED,
-        HARDWARE=has_e4m3(q.device), num_warps=8, num_stages=1,
+    turns = rotation.cos, rotation.sin, rotation.positions
+    parts = most_parts(kv, splits=splits, shortest=_SHORTEST)
+    _shared_decode_kernel[(parts, triton.cdiv(n, _HEADS), rows)](
+        q, *turns, eps, kv.pages, kv.table, kv.table.stride(0), lengths, scratch.sums,
+        scratch.stats, scale, N=n, D=d, W=SHARED_BLOCK, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes,
+        SPLITS=splits, SHORTEST=_SHORTEST, TILE=_tile(kv), BH=_HEADS, FORM=kv.form.value,
+        MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), num_warps=8, num_stages=1,
     )  # fmt: skip
-    join_parts(scratch, lengths, out, width=d, sink=sink, splits=splits)
+    block = min(_JOIN_FLOATS, triton.next_power_of_2(d))
+    _join_back_kernel[(triton.cdiv(d, block), n, rows)](
+        scratch.sums, scratch.stats, lengths, sink, *turns, out, out.stride(0), out.stride(1), D=d,
+        DR=SHARED_BLOCK, EACH=n // out.shape[0], SPLITS=splits, SHORTEST=_SHORTEST, B=block,
+        AHEAD=_JOIN_AHEAD, COMPILED=not INTERPRETED, num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _tile(kv: KvPages) -> int:
+    if INTERPRETED or kv.form is KvFormat.F32:
+        return _TILE
+    large = torch.cuda.get_device_capability(kv.pages.device)[0] in (9, 10)
+    return _HOPPER_TILE if large else _TILE

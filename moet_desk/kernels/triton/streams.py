@@ -1,9 +1,12 @@
 """Hyper-connections: residual streams read, mixed and written to around a block.
 
-Twins: `reference.connections` with `block_input` and `after`, and `reference.collapse`. A token's
-products are cut into parts whose number follows from the widths alone, and its programs read that
-token alone, so its bits do not depend on the others. Launchers allocate nothing and ask the device
-nothing, so they can be captured. Called on the engine thread.
+Twins: `reference.connections` with `block_input` and `after`, `reference.collapse`, and of a
+block's norm `reference.rms_norm` and `quantize_activations`. In a step a block takes two launches:
+`advance` writes what the block before gave and, with the numbers at hand, makes the products of
+this one's connections; `enter` makes the connections and the block's input. Both cut a token's work
+into parts that follow from the widths alone and read that token alone, so its bits do not depend on
+the others. Launchers allocate nothing and ask the device nothing, so they can be captured. Called
+on the engine thread.
 """
 
 from __future__ import annotations
@@ -15,43 +18,126 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_COLUMNS, _TURNS = 128, 4
-"""Columns of all streams that a program multiplies at a time, and how often."""
+from moet_desk.kernels.triton.portable import PTX
+from moet_desk.kernels.triton.quant import is_wide, store_codes
 
-_WIDE = 256
-"""Numbers of each stream that a program mixes."""
+_COLUMNS = 32
+"""Columns of each stream that a program of a step has: 128 programs at H = 4096, as an H200 has
+132 processors."""
 
+_READ, _WIDE = 128, 256
+"""The same of a program that makes a block's input, and of one that mixes and does nothing else."""
 
-@triton.jit
-def _project_kernel(
-    streams,
-    project,
-    parts,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    R: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TURNS: tl.constexpr,
-):
-    t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.arange(0, R)
-    total = tl.zeros((R,), tl.float32)
-    for turn in tl.static_range(TURNS):  # so that all reads are asked for at once
-        column = (part * TURNS + turn) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < K
-        x = tl.load(streams + t * K + column, mask=inside, other=0.0)
-        here = (row < ROWS)[:, None] & inside[None, :]
-        w = tl.load(project + row[:, None] * K + column[None, :], mask=here, other=0.0)
-        w = tl.where((row == ROWS)[:, None], x[None, :], w)  # behind the products: the squares
-        total += tl.sum(w * x[None, :], 1)
-    to = parts + (t * tl.num_programs(1) + part) * (ROWS + 1) + row
-    tl.store(to, total, mask=row <= ROWS)
+_TOKENS = 16
+"""Of a prompt that a program makes products of, so that it reads the weights once for them."""
 
 
 @triton.jit
-def _summed(parts, at, here):
-    """Sum over the parts of a token, the first dim."""
-    return tl.sum(tl.load(parts + at, mask=here, other=0.0), 0)
+def _given(y, part, weights, t, c, inside, H: tl.constexpr, K: tl.constexpr):
+    """What a block gives at some columns; K experts' parts are not added up yet."""
+    shared = tl.load(y + t * H + c, mask=inside, other=0.0)
+    if K == 0:
+        return shared
+    else:
+        total = tl.zeros_like(shared)
+        for k in tl.static_range(K):
+            here = tl.load(part + (t * K + k) * H + c, mask=inside, other=0.0)
+            total += tl.load(weights + t * K + k) * here
+        return shared + total
+
+
+@triton.jit
+def _mixed(x, given, made, N: tl.constexpr):
+    """The streams, each a tensor, behind a block."""
+    new = ()
+    for m in tl.static_range(N):
+        one = tl.load(made + N + m) * given
+        for n in tl.static_range(N):
+            one += tl.load(made + 2 * N + n * N + m) * x[n]  # from, to
+        new = new + (one,)
+    return new
+
+
+@triton.jit
+def _advance_kernel(
+    streams, made, y, part, weights, project, parts,
+    H: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr,
+    LINE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    own, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    c, row = own * C + tl.arange(0, C), tl.arange(0, R)
+    inside = c < H
+    here = (row < ROWS)[:, None] & inside[None, :]
+    at = project + row[:, None] * (N * H) + c[None, :]
+    streams += t * (N * H)
+    w, x = (), ()
+    for n in tl.static_range(N):
+        w = w + (tl.load(at + n * H, mask=here, other=0.0),)
+        x = x + (tl.load(streams + n * H + c, mask=inside, other=0.0),)
+    if made is not None:
+        given = _given(y, part, weights, t, c, inside, H, K)
+        x = _mixed(x, given, made + t * (2 * N + N * N), N)
+        tl.debug_barrier()  # all have read before one writes
+        for n in tl.static_range(N):
+            tl.store(streams + n * H + c, x[n], mask=inside)
+    total = tl.zeros([R, C], tl.float32)
+    for n in tl.static_range(N):
+        total += w[n] * x[n][None, :]
+    parts += (t * tl.num_programs(0) + own) * LINE
+    tl.store(parts + row, tl.sum(total, 1), mask=row < ROWS)
+    squares = 0.0
+    for i in tl.static_range(N):
+        for j in tl.static_range(i, N):
+            pair = tl.sum(x[i] * x[j], 0)
+            tl.store(parts + ROWS + i * N + j, pair)
+            if i == j:
+                squares += pair
+            else:
+                tl.store(parts + ROWS + j * N + i, pair)
+    tl.store(parts + ROWS + N * N, squares)
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def _many_kernel(
+    streams, project, parts, n_tokens,
+    H: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, LINE: tl.constexpr,
+    EACH: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    t, own = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B), tl.program_id(1)
+    row, known = tl.arange(0, R), t < n_tokens
+    at_x, at_w = streams + t[:, None] * (N * H), project + row[None, :] * (N * H)
+    total = tl.zeros([B, R], tl.float32)
+    pairs = ()
+    for _ in tl.static_range(N * (N + 1) // 2):
+        pairs = pairs + (tl.zeros([B, C], tl.float32),)
+    for first in range(0, EACH, C):
+        c = own * EACH + first + tl.arange(0, C)
+        inside = c < H
+        x = ()
+        for n in tl.static_range(N):
+            here = known[:, None] & inside[None, :]
+            x = x + (tl.load(at_x + (n * H + c)[None, :], mask=here, other=0.0),)
+            here = (row < ROWS)[None, :] & inside[:, None]
+            w = tl.load(at_w + (n * H + c)[:, None], mask=here, other=0.0)
+            total = tl.dot(x[n], w, total, input_precision="tf32x3")
+        new = ()
+        for i in tl.static_range(N):
+            for j in tl.static_range(i, N):
+                new = new + (pairs[i * N - i * (i - 1) // 2 + j - i] + x[i] * x[j],)
+        pairs = new
+    parts += (t * tl.num_programs(1) + own) * LINE
+    here = known[:, None] & (row < ROWS)[None, :]
+    tl.store(parts[:, None] + row[None, :], total, mask=here)
+    squares = tl.zeros([B], tl.float32)
+    for i in tl.static_range(N):
+        for j in tl.static_range(i, N):
+            pair = tl.sum(pairs[i * N - i * (i - 1) // 2 + j - i], 1)
+            tl.store(parts + ROWS + i * N + j, pair, mask=known)
+            if i == j:
+                squares += pair
+            else:
+                tl.store(parts + ROWS + j * N + i, pair, mask=known)
+    tl.store(parts + ROWS + N * N, squares, mask=known)
 
 
 @triton.jit
@@ -60,65 +146,157 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _connect_kernel(
-    parts,
-    base,
-    scale,
-    out,
-    eps,
-    norm_eps,
-    N_PARTS: tl.constexpr,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    t = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, P)
-    at = t * (N_PARTS * (ROWS + 1)) + part * (ROWS + 1)
-    squares = _summed(parts, at + ROWS, part < N_PARTS)
-    factor = tl.rsqrt(squares / K + norm_eps)
-    n = tl.arange(0, N)
-    here = (part < N_PARTS)[:, None] & (n < N)[None, :]
-    out += t * ROWS
-    read = _summed(parts, at[:, None] + n[None, :], here) * factor
-    read = _sigmoid(read * tl.load(scale) + tl.load(base + n)) + eps
-    tl.store(out + n, read)
-    if ROWS > N:
-        write = _summed(parts, at[:, None] + N + n[None, :], here) * factor
-        write = 2.0 * _sigmoid(write * tl.load(scale + 1) + tl.load(base + N + n))
-        tl.store(out + N + n, write)
-        cell = 2 * N + n[:, None] * N + n[None, :]
-        every = here[:, :, None] & (n < N)[None, None, :]
-        mix = _summed(parts, at[:, None, None] + cell[None, :, :], every) * factor
-        mix = mix * tl.load(scale + 2) + tl.load(base + cell)
-        mix = tl.exp(mix - tl.max(mix, 1)[:, None])
-        mix = mix / tl.sum(mix, 1)[:, None] + eps
-        mix = mix / (tl.sum(mix, 0)[None, :] + eps)
-        for _ in range(STEPS - 1):
-            mix = mix / (tl.sum(mix, 1)[:, None] + eps)
-            mix = mix / (tl.sum(mix, 0)[None, :] + eps)
-        tl.store(out + cell, mix)
+def _of_parts(parts, column, here, P2: tl.constexpr, LINE: tl.constexpr):
+    """Some columns of a token's parts, [P2, columns]."""
+    at = tl.arange(0, P2)[:, None] * LINE + column[None, :]
+    return tl.load(parts + at, mask=here[:, None], other=0.0)
 
 
 @triton.jit
-def _read_kernel(
-    streams,
-    made,
-    out,
-    H: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    t = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, N)
-    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    inside = (n < N)[:, None] & (column < H)[None, :]
-    x = tl.load(streams + (t * N + n[:, None]) * H + column[None, :], mask=inside, other=0.0)
-    read = tl.load(made + t * ROWS + n)
-    tl.store(out + t * H + column, tl.sum(x * read[:, None], 0), mask=column < H)
+def _read(
+    streams, parts, base, scale, weight, out, codes, scales, eps, norm_eps, t, own,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, P2: tl.constexpr, ROWS: tl.constexpr,
+    LINE: tl.constexpr, WIDE: tl.constexpr, PLAIN: tl.constexpr, FINE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Columns of what a block reads. The norm comes from the streams' products with each other, so
+    that no program needs all columns.
+    """
+    column = own * WIDE + tl.arange(0, WIDE)
+    inside = column < H
+    x = ()
+    for i in tl.static_range(N):  # all is asked for before anything is needed
+        x = x + (tl.load(streams + i * H + column, mask=inside, other=0.0),)
+    if weight is not None:
+        w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    n, k, p = tl.arange(0, N), tl.arange(0, N * N), tl.arange(0, P2)
+    here = p < P
+    squares = tl.load(parts + p * LINE + (ROWS + N * N), mask=here, other=0.0)
+    read = _of_parts(parts, n, here, P2, LINE)
+    pairs = _of_parts(parts, ROWS + k, here, P2, LINE)
+    gain, added = tl.load(scale), tl.load(base + n)
+    factor = tl.rsqrt(tl.sum(squares, 0) / (N * H) + norm_eps)
+    read = _sigmoid(tl.sum(read, 0) * factor * gain + added) + eps
+    row, one, other = tl.zeros([WIDE], tl.float32), tl.sum(pairs, 0), 1.0
+    for i in tl.static_range(N):
+        gate = tl.sum(tl.where(n == i, read, 0.0), 0)
+        row += gate * x[i]
+        one = tl.where(k // N == i, gate * one, one)
+        other = tl.where(k % N == i, gate, other)
+    if weight is not None:
+        mean = tl.sum(one * other, 0) / H
+        mean = tl.where(mean < 0.0, 0.0, mean)  # of streams that cancel out
+        row = row * tl.rsqrt(mean + norm_eps) * w
+    tl.store(out + t * H + column, row, mask=inside)
+    if codes is not None:
+        B: tl.constexpr = WIDE // 32
+        block = own * B + tl.arange(0, B)
+        store_codes(tl.reshape(row, [B, 32]), block, codes, scales, t, H // 32, B, PLAIN, FINE, PTX)
+
+
+@triton.jit
+def _inverse(x, PTX: tl.constexpr):
+    """1 / x of a sum of the mix, which is neither tiny nor huge, without the code for those."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def _balance(mix, factors, eps, ACROSS: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr):
+    """A matrix of N * N numbers whose columns, with ACROSS rows, wait for `factors`: the matrix
+    with these, and the factors of its rows, or columns, that make their sums 1. Sums take a factor
+    as soon as it is there; the matrix itself is not waited for.
+    """
+    new = ()
+    for k in tl.static_range(N * N):
+        new = new + (mix[k] * factors[k // N if ACROSS else k % N],)
+    found = ()
+    for i in tl.static_range(N):
+        total = eps
+        for j in tl.static_range(N):
+            total = tl.fma(mix[j * N + i if ACROSS else i * N + j], factors[j], total)
+        found = found + (_inverse(total, PTX),)
+    return new, found
+
+
+@triton.jit
+def _balanced(mix, eps, STEPS: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr):
+    """Softmax of the rows of N * N numbers, and eps; then columns and rows over their sums."""
+    new, ones = (), ()
+    for i in tl.static_range(N):
+        most = mix[i * N]
+        for j in tl.static_range(1, N):
+            most = tl.maximum(most, mix[i * N + j])
+        for j in tl.static_range(N):
+            new = new + (tl.exp(mix[i * N + j] - most),)
+        ones = ones + (1.0,)
+    mix, rows = _balance(new, ones, 0.0, False, N, PTX)
+    new = ()
+    for k in tl.static_range(N * N):
+        new = new + (mix[k] * rows[k // N] + eps,)
+    mix, columns = _balance(new, ones, eps, True, N, PTX)
+    for _ in range(STEPS - 1):
+        mix, rows = _balance(mix, columns, eps, False, N, PTX)
+        mix, columns = _balance(mix, rows, eps, True, N, PTX)
+    new = ()
+    for k in tl.static_range(N * N):
+        new = new + (mix[k] * columns[k % N],)
+    return new
+
+
+@triton.jit
+def _write_and_mix(
+    parts, base, scale, made, eps, norm_eps,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, P2: tl.constexpr, ROWS: tl.constexpr,
+    LINE: tl.constexpr, STEPS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """What is needed behind a block."""
+    n, k, p = tl.arange(0, N), tl.arange(0, N * N), tl.arange(0, P2)
+    here = p < P
+    squares = tl.load(parts + p * LINE + (ROWS + N * N), mask=here, other=0.0)
+    cells = _of_parts(parts, 2 * N + k, here, P2, LINE)
+    write = _of_parts(parts, N + n, here, P2, LINE)
+    gain, added = tl.load(scale + 1), tl.load(base + N + n)
+    own_gain, own_added = tl.load(scale + 2), tl.load(base + 2 * N + k)
+    factor = tl.rsqrt(tl.sum(squares, 0) / (N * H) + norm_eps)
+    cells = tl.sum(cells, 0) * factor * own_gain + own_added
+    # Every lane has the whole mix, so that its many sums wait for no other lane.
+    mix = ()
+    for i in tl.static_range(N * N):
+        mix = mix + (tl.sum(tl.where(k == i, cells, 0.0), 0),)
+    write = tl.sum(write, 0) * factor * gain + added
+    tl.store(made + N + n, 2.0 * _sigmoid(write))
+    mix = _balanced(mix, eps, STEPS, N, PTX)
+    for i in tl.static_range(N * N):
+        cells = tl.where(k == i, mix[i], cells)
+    tl.store(made + 2 * N + k, cells)
+
+
+@triton.jit
+def _enter_kernel(
+    streams, parts, base, scale, made, weight, out, codes, scales, eps, norm_eps,
+    H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, P2: tl.constexpr, ROWS: tl.constexpr,
+    LINE: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr,
+    PLAIN: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    t, own = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    parts += t * (P * LINE)
+    if ROWS > N:
+        own -= 1  # the first program's work takes longest
+    if own >= 0:
+        _read(
+            streams + t * (N * H), parts, base, scale, weight, out, codes, scales, eps, norm_eps,
+            t, own, H, N, P, P2, ROWS, LINE, WIDE, PLAIN, FINE, PTX,
+        )  # fmt: skip
+    else:
+        _write_and_mix(
+            parts, base, scale, made + t * ROWS, eps, norm_eps, H, N, P, P2, ROWS, LINE, STEPS,
+            PTX,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -150,63 +328,131 @@ class StreamScratch:
     """What connections are made in; the next block may use it again.
 
     Attributes:
-        parts: [T, parts, rows + 1] float32.
-        made: [T, rows] float32: of each token what reads, what writes, and the mix (from, to).
+        parts: [T, parts, rows + N*N + 4] float32, of each product, of the streams with each other,
+            and of all squares.
+        made: [T, rows] float32: of each token, behind room for N, what writes, and the mix (from,
+            to).
     """
 
     parts: Tensor
     made: Tensor
 
     @classmethod
-    def make(cls, rows: int, n: int, hidden: int, device: torch.device) -> StreamScratch:
-        """For up to `rows` tokens."""
-        most = 2 * n + n * n
+    def make(
+        cls, rows: int, n: int, hidden: int, device: torch.device, *, parts: int | None = None
+    ) -> StreamScratch:
+        """For up to `rows` tokens of a step, or with `parts` of a prompt."""
+        most, parts = 2 * n + n * n, parts or -(-hidden // _COLUMNS)
         return cls(
-            torch.empty((rows, _n_parts(n * hidden), most + 1), device=device),
+            torch.empty((rows, parts, _line(most, n)), device=device),
             torch.empty((rows, most), device=device),
         )
 
+    def of(self, rows: slice) -> StreamScratch:
+        """That of some tokens."""
+        return StreamScratch(self.parts[rows], self.made[rows])
 
-def connect(
-    streams: Tensor,
-    project: Tensor,
-    base: Tensor,
-    scale: Tensor,
-    *,
-    steps: int,
-    eps: float,
-    norm_eps: float,
-    scratch: StreamScratch,
-) -> None:
-    """Make the connections of a block, or of the end of all layers, whose `project` has N rows.
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a block gives: y, and if routed experts are beside it, sum over k of weight * part.
 
     Shapes:
-        streams [T, N, H], N a power of two; project [2N + N*N or N, N*H], base of as many rows,
-        scale [3] or [1], all float32; leaves `scratch.made`
+        y [T, H]; part [T * K, H], weights [T, K]; float32
     """
-    n_rows, n = streams.shape[:2]
-    rows, width = project.shape
-    n_parts = _n_parts(width)
-    _project_kernel[(n_rows, n_parts)](
-        streams, project, scratch.parts, K=width, ROWS=rows, R=triton.next_power_of_2(rows + 1),
-        COLUMNS=_COLUMNS, TURNS=_TURNS, num_warps=4,
-    )  # fmt: skip
-    _connect_kernel[(n_rows,)](
-        scratch.parts, base, scale, scratch.made, eps, norm_eps, N_PARTS=n_parts,
-        P=triton.next_power_of_2(n_parts), K=width, N=n, STEPS=steps, ROWS=rows,
-        num_warps=1,  # its many small sums then need no barrier
-    )  # fmt: skip
+
+    y: Tensor
+    part: Tensor | None = None
+    weights: Tensor | None = None
 
 
-def block_input(streams: Tensor, rows: int, *, scratch: StreamScratch, out: Tensor) -> None:
-    """What a block reads, before its norm; `rows` of its `project`.
+def advance(
+    streams: Tensor, given: Given | None, project: Tensor, *, scratch: StreamScratch
+) -> None:
+    """The streams behind a block, in place, and the products of the next one's connections.
+
+    What was given came of the block whose connections are in `scratch.made`; None if there was
+    none. `project` is the next block's, or of the end of all layers, with N rows.
 
     Shapes:
-        streams [T, N, H], out [T, H], float32
+        streams [T, N, H], N a power of two; project [2N + N*N or N, N*H], float32; leaves
+        `scratch.parts`
     """
     n_tokens, n, hidden = streams.shape
-    _read_kernel[(n_tokens, triton.cdiv(hidden, _WIDE))](
-        streams, scratch.made, out, H=hidden, N=n, ROWS=rows, WIDE=_WIDE, num_warps=4,
+    rows = project.shape[0]
+    y = part = weights = None
+    if given is not None:
+        y, part, weights = given.y, given.part, given.weights
+    _advance_kernel[(scratch.parts.shape[1], n_tokens)](
+        streams, None if given is None else scratch.made, y, part, weights, project, scratch.parts,
+        H=hidden, N=n, K=0 if weights is None else weights.shape[1], ROWS=rows,
+        R=triton.next_power_of_2(rows), LINE=_line(rows, n), C=_COLUMNS, num_warps=4,
+    )  # fmt: skip
+
+
+def multiply_many(streams: Tensor, project: Tensor, *, scratch: StreamScratch) -> None:
+    """The products of a block's connections for tokens of a prompt, in as many parts as `scratch`
+    was made for; the numbers of `advance`, whose last bits differ.
+
+    Shapes:
+        streams [T, N, H], N a power of two; project [2N + N*N or N, N*H], float32; leaves
+        `scratch.parts`
+    """
+    n_tokens, n, hidden = streams.shape
+    rows, n_parts = project.shape[0], scratch.parts.shape[1]
+    each = triton.cdiv(triton.cdiv(hidden, n_parts), _COLUMNS) * _COLUMNS
+    _many_kernel[(triton.cdiv(n_tokens, _TOKENS), n_parts)](
+        streams, project, scratch.parts, n_tokens, H=hidden, N=n, ROWS=rows,
+        R=max(16, triton.next_power_of_2(rows)), LINE=_line(rows, n), EACH=each, B=_TOKENS,
+        C=_COLUMNS, num_warps=4,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StreamGates:
+    """Weights of connections but for the products.
+
+    Attributes:
+        base: [2N + N*N or N]; scale: [3] or [1]; float32.
+        steps: how often a mix is balanced.
+        eps: of the gates and of the mix.
+        norm_eps: of the streams' norm and of the block's.
+    """
+
+    base: Tensor
+    scale: Tensor
+    steps: int
+    eps: float
+    norm_eps: float
+
+
+def enter(
+    streams: Tensor,
+    gates: StreamGates,
+    norm: Tensor | None,
+    *,
+    scratch: StreamScratch,
+    out: Tensor,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> None:
+    """What a block reads, normed if there is a norm; of the products that `scratch.parts` has.
+    Leaves `scratch.made` for what comes behind the block.
+
+    Shapes:
+        streams [T, N, H], norm [H], out [T, H] float32; codes and scales as in `quantize_rows`
+    """
+    n_tokens, n, hidden = streams.shape
+    rows, n_parts = gates.base.shape[0], scratch.parts.shape[1]
+    n_programs = triton.cdiv(hidden, _READ) + int(rows > n)
+    _enter_kernel[(n_programs, n_tokens)](
+        streams, scratch.parts, gates.base, gates.scale, scratch.made, norm, out, codes, scales,
+        gates.eps, gates.norm_eps, H=hidden, N=n, P=n_parts, P2=triton.next_power_of_2(n_parts),
+        ROWS=rows, LINE=_line(rows, n), STEPS=gates.steps, WIDE=_READ,
+        PLAIN=codes is not None and codes.dtype == torch.int8,
+        FINE=codes is not None and is_wide(codes), PTX=PTX,
+        num_warps=1,  # its many small sums then need no barrier
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -222,5 +468,8 @@ def write_back(streams: Tensor, y: Tensor, *, scratch: StreamScratch) -> None:
     )  # fmt: skip
 
 
-def _n_parts(width: int) -> int:
-    return -(-width // (_COLUMNS * _TURNS))
+def _line(rows: int, n: int) -> int:
+    """Numbers of a part: products, the streams' with each other, and all squares with what keeps
+    the next part aligned.
+    """
+    return rows + n * n + 4

@@ -17,7 +17,7 @@ POINTER = {
     WeightKind.F32: "*fp32", WeightKind.BF16: "*bf16", WeightKind.FP8: "*u8",
     WeightKind.INT8: "*i8",
 }  # fmt: skip
-TILES = {90: gemm.HOPPER_TILE, 120: gemm.CONSUMER_TILE}
+TILES = {90: {4096: gemm.HOPPER_TILE, 8192: gemm.HOPPER_TILE_HIGH}, 120: {4096: gemm.CONSUMER_TILE}}
 
 
 def _weight(kind: WeightKind, *, by_row: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
@@ -37,7 +37,8 @@ def _gemv(
     types, values = _weight(kind, by_row=by_row)
     types |= {"x": "*fp32", "x_stride": "i32", "out": "*fp32", "out_stride": "i32"}
     types |= {"width": "i32"}
-    values |= {"K": k, "T": rows, "UNROLL": tile.unroll}
+    values |= {"K": k, "T": rows, "UNROLL": tile.unroll, "LANES": tile.lanes}
+    values |= {"AHEAD": tile.ahead, "PIPE": tile.pipe, "EAGER": tile.eager}
     values |= {"PTX": True}
     if swiglu:
         values |= {"limit": None, "INTER": n // 2, "ROWS": tile.rows // 2}
@@ -115,17 +116,21 @@ def _norm(hidden: int) -> Case:
     )  # fmt: skip
 
 
-def _gemm(kind: WeightKind, capability: int, *, by_row: bool = False) -> Case:
-    tile = TILES[capability]
+def _gemm(
+    kind: WeightKind, capability: int, *, by_row: bool = False, small: bool = False,
+    each: int = 4096, k: int = 4096,
+) -> Case:  # fmt: skip
+    tile = gemm.SMALL_TILE if small else TILES[capability][k]
     if kind is WeightKind.INT8:
         tile = replace(tile, k=32)
     types, values = _weight(kind, by_row=by_row)
     types |= {"parts": "*bf16", "out": "*fp32", "out_stride": "i32", "M": "i32"}
     values |= {
-        "bias": None, "residual": None, "N": 4096, "K": 4096, "BM": tile.m, "BN": tile.n,
-        "BK": tile.k, "GROUP": 8, "MMA": True,
+        "bias": None, "residual": None, "N": each, "K": k, "BM": tile.m, "BN": tile.n,
+        "BK": tile.k, "GROUP": 8, "INPUTS": 4096 // each, "MMA": True,
     }  # fmt: skip
-    name = f"gemm {kind.value}{' by row' if by_row else ''} for {capability}"
+    own = " by row" if by_row else " small" if small else " in groups" if each < 4096 else ""
+    name = f"gemm {kind.value} K={k}{own} for {capability}"
     return Case(
         name, gemm._gemm_kernel, types, values, tile.warps,
         {"num_stages": tile.stages}, decode=False, only=capability,
@@ -155,7 +160,9 @@ def _cases() -> Iterator[Case]:
         yield _norm(hidden)
     for kind in WeightKind:
         for capability in TILES:
-            yield _gemm(kind, capability)
+            yield _gemm(kind, capability, small=True)
+            for k in TILES[capability]:
+                yield _gemm(kind, capability, k=k)
     for rows in (1, 8):
         yield _gemv(4096, 4096, rows, WeightKind.FP8, by_row=True)
         yield _gemv(4096, 4096, rows, WeightKind.FP8, swiglu=True, by_row=True)
@@ -165,6 +172,7 @@ def _cases() -> Iterator[Case]:
         yield _absorb(64, 192, 256, 512, rows, WeightKind.INT8)
     for capability in TILES:
         yield _gemm(WeightKind.FP8, capability, by_row=True)
+        yield _gemm(WeightKind.FP8, capability, each=1024)
 
 
 CASES = list(_cases())

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_key_bytes, mla_entry_bytes
-from moet_desk.kernels.triton import attention, indexer
+from moet_desk.kernels.triton import attention, choose, indexer
 from tests.kernels.triton.cases_attention import DECODE, DEVICE, ONE_STAGE, PARTS
 from tests.kernels.triton.gate import Case
 
@@ -41,13 +41,23 @@ def _scores(form: KvFormat, heads: int) -> Case:
     return Case(name, indexer._scores_kernel, types, values, 4, ONE_STAGE, wants=("HMMA",))
 
 
-def _choose() -> Case:
+def _choose(top_k: int, most: int, *, near: bool) -> Case:
+    """Of rows of up to `most` scores; with `near`, behind the entries of a window."""
     types = {
         "scores": "*fp32", "scores_stride": "i32", "lengths": "*i32", "table": "*i32",
-        "table_stride": "i32", "chosen": "*i32", "counts": "*i32",
+        "table_stride": "i32", "first": "i32", "chosen": "*i32", "chosen_stride": "i32",
+        "counts": "*i32",
     }  # fmt: skip
-    values = {"TOP_K": 2048, "PAGE": 64, "BLOCK": indexer._SCAN, "COMPILED": True}
-    return Case("choose 2048", indexer._choose_kernel, types, values, 8)
+    values = {
+        "TOP_K": top_k, "PAGE": 64, "WINDOW": 128, "RING": 640, "BK": top_k, "BW": 128,
+        "SHORT": choose._SHORT if top_k < choose._SHORT else choose._LONG, "LONG": choose._LONG,
+        "MOST": most, "COMPILED": True, "positions": None, "rings": None,
+    }  # fmt: skip
+    if near:
+        types |= {"positions": "*i32", "rings": "*i32"}
+        del values["positions"], values["rings"]
+    name = f"choose {top_k} of {most}"
+    return Case(name, choose._choose_kernel, types, values, choose._WARPS)
 
 
 def _chosen_decode(form: KvFormat) -> Case:
@@ -68,7 +78,9 @@ def _cases() -> Iterator[Case]:
         yield _prepare(form, 64, interleaved=False)
         yield _scores(form, 32)
         yield _scores(form, 64)
-    yield _choose()
+    yield _choose(512, 2048, near=True)
+    yield _choose(512, 32768, near=True)
+    yield _choose(2048, 32768, near=False)
     for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
         yield _chosen_decode(form)
 

@@ -10,7 +10,16 @@ from typing import Any
 import triton
 
 from moet_desk.kernels.layouts import ExpertLayout
-from moet_desk.kernels.triton import cache, experts, fetch, grouped, quant, route, tile_table
+from moet_desk.kernels.triton import (
+    cache,
+    experts,
+    fetch,
+    grouped,
+    quant,
+    route,
+    routed_lookup,
+    tile_table,
+)
 from tests.kernels.triton.gate import CAPABILITIES, Case
 
 SHAPES = {
@@ -29,6 +38,9 @@ CATALOGUE = {
 """Further expert shapes of the catalogue: their tiles, for one token."""
 
 NO_FUSION = {"enable_fp_fusion": False}
+
+FUSED_IN_LOGS = 88
+"""Of a token with 256 experts, 8 of them per lane: the device library's logarithm has eleven."""
 
 
 def pointers(kind: str, names: str) -> dict[str, str]:
@@ -182,7 +194,8 @@ def lookup_case(n_tokens: int, top_k: int) -> Case:
     return Case(
         f"lookup T={n_tokens} K={top_k}",
         cache._lookup_kernel,
-        pointers("*i32", f"ids {tables} {outputs}") | {"warmth": "*fp32", "layer": "i32"},
+        pointers("*i32", f"ids {tables} {outputs}")
+        | {"warmth": "*fp32", "layer": "i32", "before": "i32"},
         constexprs,
         1 if pairs <= 16 else 4,
         NO_FUSION | {"maxnreg": 128},
@@ -236,6 +249,7 @@ def route_case(
         "GROUPS2": triton.next_power_of_2(groups),
         "RENORM": True,
         "REAL": n_experts if n_real is None else n_real,
+        "PTX": True,
     }
     return Case(
         f"route E={n_experts} K={top_k} groups={groups}",
@@ -243,6 +257,22 @@ def route_case(
         pointers("*fp32", "logits bias weights share") | {"ids": "*i32", "scale": "fp32"},
         constexprs,
         1 if n_experts <= 256 else 2 if n_experts <= 512 else 4,
+        NO_FUSION,
+        fused=FUSED_IN_LOGS if score == 2 else None,
+    )
+
+
+def routed_lookup_case(n_tokens: int, top_k: int) -> Case:
+    alone, chosen = lookup_case(n_tokens, top_k), route_case(256, top_k, 2, 1)
+    return Case(
+        f"routed_lookup T={n_tokens} K={top_k}",
+        routed_lookup._routed_lookup_kernel,
+        {**alone.signature, **pointers("*fp32", "logits bias weights"), "scale": "fp32"},
+        {name: v for name, v in chosen.constexprs.items() if name != "REAL"}
+        | dict(alone.constexprs),
+        1,
+        NO_FUSION | {"maxnreg": 128},
+        fused=FUSED_IN_LOGS * n_tokens,
     )
 
 
@@ -323,6 +353,8 @@ CASES = [
     lookup_case(1, 6),
     lookup_case(3, 8),
     lookup_case(8, 8),
+    routed_lookup_case(1, 6),
+    routed_lookup_case(2, 8),
     *fetch_cases(),
     route_case(256, 6, 2, 1),
     route_case(256, 8, 1, 8),

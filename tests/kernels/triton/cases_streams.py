@@ -7,50 +7,48 @@ from collections.abc import Iterator
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import pooled_key_bytes, shared_entry_bytes
 from moet_desk.kernels.triton import (
+    head_parts,
     heads,
     pooled_keys,
+    pooled_scores,
     pooling,
     route,
     seen,
     shared_attention,
+    shared_prefill,
     streams,
 )
 from tests.kernels.triton.cases_attention import DECODE, DEVICE, ONE_STAGE, PARTS
 from tests.kernels.triton.gate import Case
 
 N, HIDDEN = 4, 4096
-K, N_PARTS = N * HIDDEN, 32
 F32 = "*fp32"
 EXACT = {"enable_fp_fusion": False}
+TURNS = {"cos": F32, "sin": F32, "positions": "*i32"}
 
 
 def _cases() -> Iterator[Case]:
-    for rows, r in ((2 * N + N * N, 32), (N, 8)):
-        types = {"streams": F32, "project": F32, "parts": F32}
-        values = {"K": K, "ROWS": rows, "R": r, "COLUMNS": 128, "TURNS": 4}
-        yield Case(f"streams_project rows={rows}", streams._project_kernel, types, values)
-        types = {
-            "parts": F32, "base": F32, "scale": F32, "out": F32, "eps": "fp32", "norm_eps": "fp32",
-        }  # fmt: skip
-        values = {"N_PARTS": N_PARTS, "P": N_PARTS, "K": K, "N": N, "STEPS": 20, "ROWS": rows}
-        yield Case(f"streams_connect rows={rows}", streams._connect_kernel, types, values, 1)
-        types = {"streams": F32, "made": F32, "out": F32}
-        values = {"H": HIDDEN, "N": N, "ROWS": rows, "WIDE": 256}
-        yield Case(f"streams_read rows={rows}", streams._read_kernel, types, values)
-    types = {"streams": F32, "made": F32, "y": F32}
-    values = {"H": HIDDEN, "N": N, "ROWS": 2 * N + N * N, "WIDE": 256}
-    yield Case("streams_after", streams._after_kernel, types, values)
-
+    yield from _streams()
     for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
         values = {
             **PARTS, **DEVICE, "N": 64, "D": 512, "W": 64, "PAGE": 1, "FORM": form.value,
             "ENTRY": shared_entry_bytes(form, 512, 64),
         }  # fmt: skip
         kernel = shared_attention._shared_decode_kernel
-        types = {**DECODE, "q": F32}
-        for splits in (64, 8):
-            name, own = f"shared_decode {form.value} {splits}", {**values, "SPLITS": splits}
-            yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",))
+        types = {**DECODE, "q": F32, **TURNS, "eps": "fp32"}
+        for tile, card in ((32, 90), (16, 120)):
+            name = f"shared_decode {form.value} {tile}"
+            own = {**values, "SHORTEST": 32, "TILE": tile}
+            yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",), only=card)
+    types = {
+        **TURNS, "sums": F32, "stats": F32, "lengths": "*i32", "sink": F32, "out": F32,
+        "group_stride": "i32", "row_stride": "i32",
+    }  # fmt: skip
+    values = {
+        "D": 512, "DR": 64, "EACH": 8, "SPLITS": 64, "SHORTEST": 32, "B": 128, "AHEAD": 16,
+        "COMPILED": True,
+    }  # fmt: skip
+    yield Case("join_back", shared_attention._join_back_kernel, types, values, 1, EXACT)
     for ratio, overlap, dim in ((4, True, 512), (4, True, 128), (128, False, 512)):
         types = {
             "joined": F32, "joined_stride": "i32", "places": F32, "positions": "*i32",
@@ -79,6 +77,7 @@ def _cases() -> Iterator[Case]:
             yield Case(name, pooling._entry_kernel, types, values, 4, EXACT)
     yield from _keys()
     yield from _lists()
+    yield from _prompts()
     for norm in (True, False):
         types = {
             "x": F32, "out": F32, "group_stride": "i32", "row_stride": "i32", "cos": F32,
@@ -90,8 +89,58 @@ def _cases() -> Iterator[Case]:
         "logits": F32, "table": "*i32", "tokens": "*i32", "ids": "*i32", "weights": F32,
         "scale": "fp32",
     }  # fmt: skip
-    values = {"E": 256, "E2": 256, "K": 6, "K2": 8, "SCORE": 2, "RENORM": True}
-    yield Case("route_named", route._named_kernel, types, values, 2)
+    values = {"E": 256, "E2": 256, "K": 6, "K2": 8, "SCORE": 2, "RENORM": True, "PTX": True}
+    yield Case("route_named", route._named_kernel, types, values, 2, EXACT)
+
+
+def _streams() -> Iterator[Case]:
+    """What stands around blocks."""
+    made, first = 2 * N + N * N, {"made": None, "y": None, "part": None, "weights": None}
+    types = {"streams": F32, "project": F32, "parts": F32}
+    after = {"made": F32, "y": F32}
+    for rows, r, given, top_k in (
+        (made, 32, {}, 0),
+        (made, 32, after, 0),
+        (made, 32, {**after, "part": F32, "weights": F32}, 6),
+        (N, 4, {**after, "part": F32, "weights": F32}, 6),
+    ):
+        missing = {name: None for name in first if name not in given}
+        line = rows + N * N + 4
+        values = {"H": HIDDEN, "N": N, "K": top_k, "ROWS": rows, "R": r, "LINE": line, "C": 32}
+        name = f"streams_advance rows={rows} K={top_k} {'behind' if given else 'first'}"
+        kernel = streams._advance_kernel
+        yield Case(name, kernel, {**types, **given}, {**values, **missing})
+    types["n_tokens"] = "i32"
+    for rows, r in ((made, 32), (N, 16)):
+        values = {
+            "H": HIDDEN, "N": N, "ROWS": rows, "R": r, "LINE": rows + N * N + 4, "EACH": 512,
+            "B": 16, "C": 32,
+        }  # fmt: skip
+        name = f"streams_many rows={rows}"
+        yield Case(name, streams._many_kernel, types, values, decode=False, wants=("HMMA",))
+    types = {
+        "streams": F32, "parts": F32, "base": F32, "scale": F32, "made": F32, "out": F32,
+        "eps": "fp32", "norm_eps": "fp32",
+    }  # fmt: skip
+    for rows, norm, codes, fine, parts in (
+        (made, True, "*i32", False, 128),
+        (made, True, "*i32", True, 128),
+        (made, True, None, False, 128),
+        (made, True, "*i8", False, 8),
+        (N, False, None, False, 128),
+    ):
+        values = {
+            "H": HIDDEN, "N": N, "P": parts, "P2": parts, "ROWS": rows, "LINE": rows + N * N + 4,
+            "STEPS": 20, "WIDE": 128, "PLAIN": codes == "*i8", "FINE": fine, "PTX": True,
+        }  # fmt: skip
+        more = {"weight": F32 if norm else None, "codes": codes, "scales": codes and F32}
+        own = {**types, **{name: kind for name, kind in more.items() if kind}}
+        values |= {name: None for name, kind in more.items() if not kind}
+        name = f"streams_enter rows={rows} parts={parts} {codes} fine={fine}"
+        yield Case(name, streams._enter_kernel, own, values, 1, EXACT)
+    types = {"streams": F32, "made": F32, "y": F32}
+    values = {"H": HIDDEN, "N": N, "ROWS": made, "WIDE": 256}
+    yield Case("streams_after", streams._after_kernel, types, values)
 
 
 def _lists() -> Iterator[Case]:
@@ -104,27 +153,26 @@ def _lists() -> Iterator[Case]:
     values = {"KEPT": 16, "RING": 640, "RATIO": 4, "B": 64}
     yield Case("places", seen._places_kernel, types, values, 2)
     types = {
-        "positions": i32, "rings": i32, "table": i32, "table_stride": "i32", "chosen": i32,
-        "counts": i32, "listed": i32, "listed_stride": "i32", "lengths": i32, "first": "i32",
+        "positions": i32, "rings": i32, "table": i32, "table_stride": "i32",
+        "listed": i32, "listed_stride": "i32", "lengths": i32, "first": "i32",
     }  # fmt: skip
-    for ratio, page, spread, top_k in ((0, 1, 1, 0), (4, 16, 1, 512), (128, 1, 2, 0)):
+    for ratio, page, spread in ((0, 1, 1), (128, 1, 2)):
         values = {
             "WINDOW": 128, "RING": 640, "RATIO": ratio, "PAGE": page, "SPREAD": spread,
-            "TOP_K": top_k, "B": 256,
+            "B": 256,
         }  # fmt: skip
         yield Case(f"seen {ratio}", seen._list_kernel, types, values, 2)
 
 
 def _keys() -> Iterator[Case]:
     """The indexer's."""
-    turns = {"cos": F32, "sin": F32, "positions": "*i32"}
     pages = {"pages": "*u8", "table": "*i32", "table_stride": "i32"}
     for form in (KvFormat.FP8, KvFormat.BF16, KvFormat.F32):
         size = {"PAGE": 16, "ENTRY": pooled_key_bytes(form, 128), "FORM": form.value}
-        types = {**turns, **pages, "vectors": F32, "weight": "*bf16", "eps": "fp32"}
+        types = {**TURNS, **pages, "vectors": F32, "weight": "*bf16", "eps": "fp32"}
         values = {**size, "D": 128, "DR": 64, "RATIO": 4, "FACTOR": 128**-0.5}
         yield Case(f"pooled_key {form.value}", pooled_keys._key_kernel, types, values, 8, EXACT)
-        types = {**turns, "q": F32, "q_out": F32}
+        types = {**TURNS, "q": F32, "q_out": F32}
         values = {"D": 128, "DR": 64, "FACTOR": 128**-0.5, "ROUNDS": form is KvFormat.FP8}
         yield Case(f"pooled_query {form.value}", pooled_keys._query_kernel, types, values, 8, EXACT)
         types = {
@@ -134,6 +182,73 @@ def _keys() -> Iterator[Case]:
         values = {**size, "N": 64, "D": 128, "TILE": 32, "BH": 16, "MMA": True}
         name, kernel = f"pooled_score {form.value}", pooled_keys._score_kernel
         yield Case(name, kernel, types, values, 4, ONE_STAGE, wants=("HMMA",))
+
+
+def _prompts() -> Iterator[Case]:
+    """Of a prompt's rows."""
+    types = {
+        "x": F32, "parts": "*bf16", "size": "i32", "cos": F32, "sin": F32, "positions": "*i32",
+        "eps": "fp32",
+    }  # fmt: skip
+    for back in (False, True):
+        values = {
+            "N": 64, "D": 512, "DR": 64, "EACH": 8 if back else 64, "B": 512, "BH": 4, "BACK": back,
+        }  # fmt: skip
+        yield Case(f"run_parts back={back}", head_parts._parts_kernel, types, values, 4, EXACT)
+    for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
+        types = {
+            "pages": "*u8", "base": "i32", "table": "*i32", "first": "i32", "entries": "*bf16",
+            "count": "i32",
+        }  # fmt: skip
+        values = {
+            "D": 512, "W": 64, "RING": 640, "PAGE": 16, "SPREAD": 1, "TILE": 32, "HARDWARE": True,
+            "ENTRY": shared_entry_bytes(form, 512, 64), "FORM": form.value,
+        }  # fmt: skip
+        yield Case(f"run_decode {form.value}", shared_prefill._decode_kernel, types, values)
+    types = {
+        "parts": "*bf16", "entries": "*bf16", "chosen": "*i32", "counts": "*i32", "sink": "*bf16",
+        "out": F32, "scale": "fp32", "start": "i32", "size": "i32",
+    }  # fmt: skip
+    for capability, tile in ((90, shared_prefill.HOPPER_TILE), (120, shared_prefill.CARD_TILE)):
+        for ratio, top_k in ((0, 0), (4, 512), (128, 0)):
+            values = {
+                "N": 64, "D": 512, "BH": tile.heads, "TILE": tile.entries, "CD": tile.chunk,
+                "WINDOW": 128, "RING": 640, "RATIO": ratio, "TOP_K": top_k, "FORM": "fp8",
+                "MMA": True,
+            }  # fmt: skip
+            yield Case(
+                f"run_attention {ratio} {capability}", shared_prefill._run_attention_kernel, types,
+                values, tile.warps, ONE_STAGE, wants=("HGMMA" if capability == 90 else "HMMA",),
+                only=capability,
+            )  # fmt: skip
+    for form in (KvFormat.FP8, KvFormat.BF16):
+        query = "*bf16" if form is KvFormat.FP8 else F32
+        types = {"q": F32, "q_out": query, "cos": F32, "sin": F32, "positions": "*i32"}
+        values = {
+            "N": 64, "D": 128, "DR": 64, "BH": pooled_scores.QUERY_HEADS, "FACTOR": 128**-0.5,
+            "ROUNDS": form is KvFormat.FP8, "MMA": True,
+        }  # fmt: skip
+        name = f"run_query {form.value}"
+        kernel, warps = pooled_scores._query_run_kernel, pooled_scores.QUERY_WARPS
+        yield Case(name, kernel, types, values, warps, EXACT)
+        types = {
+            "q": query, "weights": F32, "weights_stride": "i32", "scale": "fp32", "pages": "*u8",
+            "table": "*i32", "lengths": "*i32", "scores": F32, "scores_stride": "i32",
+            "rows": "i32",
+        }  # fmt: skip
+        for capability, shape in (
+            (90, pooled_scores.HOPPER_SHAPE), (120, pooled_scores.CARD_SHAPE),
+        ):  # fmt: skip
+            tile, heads_each, rows, warps = shape
+            values = {
+                "N": 64, "D": 128, "PAGE": 16, "ENTRY": pooled_key_bytes(form, 128), "TILE": tile,
+                "BH": heads_each, "ROWS": rows, "FORM": form.value, "MMA": True,
+            }  # fmt: skip
+            yield Case(
+                f"run_score {form.value} {capability}", pooled_scores._score_run_kernel, types,
+                values, warps, ONE_STAGE, wants=("HGMMA" if capability == 90 else "HMMA",),
+                only=capability,
+            )  # fmt: skip
 
 
 CASES = list(_cases())

@@ -46,11 +46,13 @@ def skewed_ids(n_tokens: int, top_k: int, n_experts: int) -> Tensor:
     return scores.topk(top_k, dim=1).indices.int().contiguous()
 
 
-def check_lookup(ids: Tensor, tables: GpuTables, layer: int, *, ends_step: bool) -> None:
+def check_lookup(
+    ids: Tensor, tables: GpuTables, layer: int, *, ends_step: bool, before: int = 0
+) -> None:
     want_tables = copy_of(tables)
-    want = twin_cache.lookup(ids, want_tables, layer, ends_step=ends_step)
+    want = twin_cache.lookup(ids, want_tables, layer, ends_step=ends_step, before=before)
     out = LookupOutput.empty(*ids.shape, device="cpu")
-    lookup(ids, tables, layer=layer, out=out, ends_step=ends_step)
+    lookup(ids, tables, layer=layer, out=out, ends_step=ends_step, before=before)
     assert_same(tables, want_tables)
     assert torch.equal(out.uniq_slot, want.uniq_slot)
     assert torch.equal(out.uniq_pair, want.uniq_pair)
@@ -98,6 +100,28 @@ def test_lookup__a_whole_window_in_use__looks_further() -> None:
     assert int(tables.slot_of[512 + 3]) >= 256
 
 
+def test_lookup__rows_that_layers_before_still_need__stay_although_others_are_warmer() -> None:
+    tables = GpuTables.empty(4, 16, 8, device="cpu")
+    for _ in range(5):
+        warm = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32)
+        check_lookup(warm, tables, 3, ends_step=True)
+    check_lookup(torch.tensor([[4, 5]], dtype=torch.int32), tables, 0, ends_step=False)
+    for layer in (1, 2):
+        ids = torch.tensor([[6, 7]], dtype=torch.int32)
+        check_lookup(ids, tables, layer, ends_step=False, before=layer)
+    assert resident(tables) >= {4, 5, 16 + 6, 16 + 7, 32 + 6, 32 + 7}
+    check_lookup(torch.tensor([[8, 9]], dtype=torch.int32), tables, 3, ends_step=True)
+    assert not resident(tables) >= {4, 5}  # whose use is over
+
+
+def test_lookup__rows_of_a_later_time_than_now__may_go() -> None:
+    """The MTP head looks up behind a step that the clock counts already."""
+    tables = GpuTables.empty(3, 8, 2, device="cpu")
+    check_lookup(torch.tensor([[0, 1]], dtype=torch.int32), tables, 2, ends_step=False)
+    check_lookup(torch.tensor([[5, 6]], dtype=torch.int32), tables, 0, ends_step=False)
+    assert resident(tables) == {5, 6}
+
+
 def test_lookup__pairs_that_do_not_count__left_out() -> None:
     tables = GpuTables.empty(1, 8, 8, device="cpu")
     ids = torch.tensor([[1, 2], [-1, -1], [2, 3]], dtype=torch.int32)
@@ -110,6 +134,9 @@ def test_lookup__too_many_pairs__refused() -> None:
     out = LookupOutput.empty(2, 2, device="cpu")
     with pytest.raises(ValueError, match="4 pairs at once do not fit 3 slots"):
         lookup(torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), tables, layer=0, out=out)
+    one = torch.tensor([[1, 2]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="4 pairs at once do not fit 3 slots"):
+        lookup(one, tables, layer=0, out=LookupOutput.empty(1, 2, device="cpu"), before=1)
 
 
 def test_twin__many_steps__evicts_what_the_reference_calls_coldest() -> None:

@@ -15,7 +15,7 @@ from moet_desk.kernels.triton.dense import (
     head_gemv,
     swiglu_gemv,
 )
-from moet_desk.kernels.triton.gemm import gemm, split, swiglu_split
+from moet_desk.kernels.triton.gemm import gemm, gemm_by_group, split, swiglu_split
 from tests.kernels.triton.makers import dense_weight, real_values, relative_error
 
 KINDS = list(WeightKind)
@@ -107,6 +107,19 @@ def test_gemm__odd_sizes__within_2e_5(kind: WeightKind, m: int, n: int, k: int) 
     split(x, parts)
     gemm(parts, weight, out, bias=bias, residual=residual)
     assert relative_error(out, x.double() @ real_values(weight).T + bias + residual) < 2e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gemm_by_group__inputs_of_their_own__within_2e_5(kind: WeightKind) -> None:
+    weight, x = dense_weight(3 * 44, 96, kind), torch.randn(3, 17, 96)
+    parts, out = torch.empty(2, 3 * 17, 96, dtype=torch.bfloat16), torch.empty(17, 150)
+    split(x.view(3 * 17, 96), parts)
+    gemm_by_group(parts.view(2, 3, 17, 96), weight, out[:, : 3 * 44])
+    each = real_values(weight).view(3, 44, 96).transpose(1, 2)
+    wanted = (x.double() @ each).transpose(0, 1).flatten(1)
+    assert relative_error(out[:, : 3 * 44], wanted) < 2e-5
+    with pytest.raises(ValueError, match="do not fit"):
+        gemm_by_group(parts[:, : 2 * 17].view(2, 2, 17, 96), dense_weight(9, 96, kind), out)
 
 
 def test_split__two_parts__16_bits_of_x() -> None:

@@ -9,9 +9,10 @@ from torch import Tensor
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_form
-from moet_desk.kernels.triton import indexer
+from moet_desk.kernels.triton import choose as choosing
 from moet_desk.kernels.triton.attention import DecodeScratch, mla_decode
-from moet_desk.kernels.triton.indexer import choose, chosen_pages, index_prepare, index_scores
+from moet_desk.kernels.triton.choose import choose
+from moet_desk.kernels.triton.indexer import chosen_pages, index_prepare, index_scores
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.prepare import Rotation
 from tests.kernels.triton.makers import paged, relative_error
@@ -107,13 +108,14 @@ def chosen_by(scores: Tensor, lengths: list[int], top_k: int) -> tuple[list[list
     return lists, kv
 
 
-@pytest.mark.parametrize("block", [32, 1024])
+@pytest.mark.parametrize("short", [16, 64, 1024])  # held, or read again
 @pytest.mark.parametrize("top_k", [1, 8, 50])
 @pytest.mark.parametrize("kind", ["distinct", "many ties", "tiny steps"])
 def test_choose__any_scores__exactly_the_twins(
-    kind: str, top_k: int, block: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, top_k: int, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexer, "_SCAN", block)
+    monkeypatch.setattr(choosing, "_SHORT", short)
+    monkeypatch.setattr(choosing, "_LONG", 4 * short)
     lengths = [1, 7, 8, 9, 50, 51, 130]
     scores = torch.randn(len(lengths), 133)
     if kind == "many ties":
@@ -128,6 +130,22 @@ def test_choose__any_scores__exactly_the_twins(
             places = list(range(n))
         else:
             places = ref.choose(scores[t : t + 1, :n], top_k)[0].nonzero()[:, 0].tolist()
+        assert lists[t] == [int(kv.table[t, p // 16]) * 16 + p % 16 for p in places]
+
+
+@pytest.mark.parametrize("short", [64, 1024])
+def test_choose__few_that_are_not_hidden__these(
+    short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "_SHORT", short)
+    monkeypatch.setattr(choosing, "_LONG", short)
+    scores = torch.full((4, 200), -INF)
+    scores[1, 7], scores[1, 190] = -3.4028234663852886e38, INF
+    scores[2, 5:15] = torch.tensor([1.0, 2.0] * 5)
+    scores[3] = 0.0
+    lists, kv = chosen_by(scores, [200] * 4, 8)
+    wanted = [[], [7, 190], [5, 6, 7, 8, 9, 10, 12, 14], list(range(8))]
+    for t, places in enumerate(wanted):
         assert lists[t] == [int(kv.table[t, p // 16]) * 16 + p % 16 for p in places]
 
 

@@ -11,6 +11,7 @@ from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import pooled_key_bytes
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.pooled_keys import prepare_queries, score_windows, store_keys
+from moet_desk.kernels.triton.pooled_scores import prepare_run, score_run
 from moet_desk.kernels.triton.prepare import Rotation
 
 DIM, ROTARY, RATIO, HEADS = 64, 16, 4, 5
@@ -65,6 +66,17 @@ def test_prepare_queries__rows_and_heads__near_the_twin(form: KvFormat) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_prepare_run__rows_and_heads__near_the_twin_in_bfloat16_if_rounded(form: KvFormat) -> None:
+    q, rotation = _random(2, 70, DIM, seed=3), _rotation([17, 18])
+    rounded = form in (KvFormat.FP8, KvFormat.NVFP4)
+    out = torch.empty(q.shape, dtype=torch.bfloat16 if rounded else torch.float32)
+    prepare_run(q, out, form, rotation=rotation)
+    want = _turned(q, rotation, [17, 18])
+    want = ref.index_rounded(want) if rounded else want
+    assert ((out - want).abs() > 1e-5).sum() <= 6
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_score_windows__rows_of_all_lengths__near_the_twin(form: KvFormat) -> None:
     lengths = [1, 33, 70]
     q, weights = _random(3, HEADS, DIM, seed=4), _random(3, HEADS, seed=5)
@@ -82,3 +94,24 @@ def test_score_windows__rows_of_all_lengths__near_the_twin(form: KvFormat) -> No
         assert scores[t, n:].isnan().all()
     with pytest.raises(ValueError, match="not"):
         score_windows(q[..., :32], weights, kv, seen, scores, scale=0.25)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_score_run__rows_of_a_prompt__near_the_twin(form: KvFormat) -> None:
+    lengths = [31, 31, *[32] * 15, 33]  # of more than one program
+    n = len(lengths)
+    q, weights = _random(n, HEADS, DIM, seed=4), _random(n, HEADS, seed=5)
+    if form in (KvFormat.FP8, KvFormat.NVFP4):
+        q = ref.index_rounded(q).bfloat16()
+    keys = ref.pooled_key_write(_random(48, DIM, seed=6), form)
+    kv = KvPages(keys.view(3, 16, -1).contiguous(), torch.tensor([[2, 0, 1]]).int(), form)
+    scores = torch.full((n, 75), torch.nan)
+    score_run(q, weights, kv, torch.tensor(lengths).int(), scores, scale=0.25)
+    own = ref.pooled_key_read(kv.pages[kv.table[0].long()].flatten(0, 1), form, DIM)
+    want = ref.index_scores(q.float(), own, 0.25 * weights, torch.tensor(lengths))
+    for t, length in enumerate(lengths):
+        near = {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(scores[t, :length], want[t, :length], **near)
+        assert scores[t, length:].isnan().all()
+    with pytest.raises(ValueError, match="not"):
+        score_run(q[..., :32], weights, kv, torch.tensor(lengths).int(), scores, scale=0.25)

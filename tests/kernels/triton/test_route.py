@@ -80,6 +80,12 @@ def test_route__equal_logits__lowest_ids(score: Score) -> None:
     assert ids.tolist() == [[7, 30, 0, 1, 2]]
 
 
+def test_route__zeros_of_both_signs__are_equal_and_negative_ones_below() -> None:
+    logits = torch.tensor([[-2.0, -0.0, 0.0, -1e-30, -0.0, -float("inf")]])
+    ids, _ = run(logits, None, 6, score=Score.TOPK_SOFTMAX, renormalize=False, scale=1.0)
+    assert ids.tolist() == [[1, 2, 4, 3, 0, 5]]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("score", list(Score))
 def test_route__logit_not_finite__nan_weights_and_distinct_ids_of_that_token(

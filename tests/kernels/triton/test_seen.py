@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.triton.choose import list_chosen
 from moet_desk.kernels.triton.heads import turn_back, turn_heads
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.prepare import Rotation
@@ -65,13 +66,20 @@ def test_list_seen__all_closed_windows__behind_the_window() -> None:
         assert len(found[2]) == 4  # no window is closed
 
 
-def test_list_seen__chosen_ones__behind_the_window() -> None:
-    chosen = torch.arange(20).view(4, 5).int()
-    counts = torch.tensor([5, 3, 0, 1], dtype=torch.int32)
-    kv = KvPages(torch.zeros(9, 16, 4, dtype=torch.uint8), torch.zeros(4, 9).int(), KvFormat.F32)
-    found = lists(Pooled(kv, 4, 1, 96, chosen, counts), 16)
-    for t, count in enumerate(counts.tolist()):
-        assert found[t] == [*near(t).tolist(), *(96 + chosen[t, :count]).tolist()]
+def test_list_chosen__some_and_all_of_closed_windows__behind_the_window() -> None:
+    table = torch.randperm(99, generator=torch.Generator().manual_seed(1))[:48].view(4, 12).int()
+    kv = KvPages(torch.zeros(99, 16, 4, dtype=torch.uint8), table, KvFormat.F32)
+    scores = torch.randn(4, 180, generator=torch.Generator().manual_seed(2)).round()
+    listed = torch.full((4, WINDOW + 7), -1, dtype=torch.int32)
+    lengths = torch.zeros(4, dtype=torch.int32)
+    own, options = placed(4), {"top_k": 5, "window": WINDOW, "ring": RING}
+    list_chosen(scores, own, Pooled(kv, 4, 1, 96), listed, lengths, **options)
+    for t, closed in enumerate(own.closed.tolist()):
+        best = ref.choose(scores[t : t + 1, :closed], 5)[0].nonzero()[:, 0]
+        far = 96 + table[t, best // 16] * 16 + best % 16
+        want = [*near(t).tolist(), *far.tolist()]
+        assert listed[t].tolist() == want + [-1] * (WINDOW + 7 - len(want))
+        assert lengths[t] == len(want)
 
 
 def test_turn_heads__there_and_back__as_the_twins_and_by_groups() -> None:

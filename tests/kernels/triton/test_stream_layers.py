@@ -81,12 +81,19 @@ def of_parts(parts: Tensor, weight: DenseWeight, out: Tensor) -> None:
     product(parts.float().sum(0), weight, out)
 
 
+def of_group_parts(parts: Tensor, weight: DenseWeight, out: Tensor) -> None:
+    """`gemm_by_group`."""
+    count = weight.n // parts.shape[1]
+    by_head(parts.float().sum(0).transpose(0, 1), weight, out, first=0, count=count, pitch=count)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_products() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (blocks, products, step, streams):
             patch.setattr(module, "gemv", product)
         patch.setattr(products, "head_gemv", by_head)
+        patch.setattr(products, "gemm_by_group", of_group_parts)
         patch.setattr(blocks, "swiglu_gemv", glu)
         for module in (products, stream_chunk):
             patch.setattr(module, "gemm", of_parts)

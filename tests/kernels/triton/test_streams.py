@@ -7,9 +7,19 @@ import torch
 from torch import Tensor
 
 from moet_desk.kernels import reference as ref
-from moet_desk.kernels.triton.streams import StreamScratch, block_input, connect, write_back
+from moet_desk.kernels.kinds import Activations
+from moet_desk.kernels.triton.quant import planar_shape, quantize_rows
+from moet_desk.kernels.triton.streams import (
+    Given,
+    StreamGates,
+    StreamScratch,
+    advance,
+    enter,
+    multiply_many,
+    write_back,
+)
 
-TOKENS, N, HIDDEN, EPS = 3, 4, 200, 1e-3
+TOKENS, N, HIDDEN, EPS, NORM_EPS = 3, 4, 288, 1e-3, 1e-6
 ROWS = 2 * N + N * N
 
 
@@ -17,53 +27,133 @@ def _random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _made(streams: Tensor, steps: int) -> tuple[ref.Connections, StreamScratch]:
-    weights = ref.StreamWeights(
-        _random(ROWS, N * HIDDEN, seed=2) / 16, _random(ROWS, seed=3), _random(3, seed=4)
-    )
-    scratch = StreamScratch.make(TOKENS, N, HIDDEN, torch.device("cpu"))
-    connect(
-        streams, weights.project, weights.base, weights.scale, steps=steps, eps=EPS,
-        norm_eps=1e-6, scratch=scratch,
-    )  # fmt: skip
-    want = ref.connections(streams, weights, steps=steps, eps=EPS, norm_eps=1e-6)
-    return want, scratch
+PROJECT = _random(ROWS, N * HIDDEN, seed=2) / 16
+NORM = _random(HIDDEN, seed=9)
+
+
+def _gates(steps: int) -> StreamGates:
+    return StreamGates(_random(ROWS, seed=3), _random(3, seed=4), steps, EPS, NORM_EPS)
+
+
+def _want(streams: Tensor, steps: int) -> ref.Connections:
+    gates = _gates(steps)
+    weights = ref.StreamWeights(PROJECT, gates.base, gates.scale)
+    return ref.connections(streams, weights, steps=steps, eps=EPS, norm_eps=NORM_EPS)
+
+
+def _entered(streams: Tensor, steps: int, norm: Tensor | None) -> tuple[Tensor, StreamScratch]:
+    """What a block reads behind nothing, and what was left."""
+    scratch = StreamScratch.make(len(streams), N, HIDDEN, torch.device("cpu"))
+    advance(streams, None, PROJECT, scratch=scratch)
+    out = torch.full((len(streams), HIDDEN), torch.nan)
+    enter(streams, _gates(steps), norm, scratch=scratch, out=out)
+    return out, scratch
 
 
 @pytest.mark.parametrize("steps", [1, 20])
-def test_connect__tokens__near_the_twin(steps: int) -> None:
+def test_enter__tokens__near_the_twin(steps: int) -> None:
     streams = _random(TOKENS, N, HIDDEN, seed=1)
-    want, scratch = _made(streams, steps)
-    read, write, mix = torch.split(scratch.made, [N, N, N * N], 1)
-    torch.testing.assert_close(read, want.read, rtol=1e-5, atol=1e-6)
+    want = _want(streams, steps)
+    out, scratch = _entered(streams, steps, None)
+    _, write, mix = torch.split(scratch.made, [N, N, N * N], 1)
+    torch.testing.assert_close(out, want.block_input(streams), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(write, want.write, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mix.view(-1, N, N), want.mix, rtol=1e-5, atol=1e-6)
 
 
-def test_block__read_and_written_back__near_the_twin() -> None:
-    streams, y = _random(TOKENS, N, HIDDEN, seed=1), _random(TOKENS, HIDDEN, seed=5)
-    want, scratch = _made(streams, 3)
+@pytest.mark.parametrize("kind", Activations)
+def test_enter__with_norm_and_codes__near_the_twin_and_its_codes(kind: Activations) -> None:
+    streams = _random(TOKENS, N, HIDDEN, seed=1)
+    scratch = StreamScratch.make(TOKENS, N, HIDDEN, torch.device("cpu"))
+    advance(streams, None, PROJECT, scratch=scratch)
     out = torch.empty(TOKENS, HIDDEN)
-    block_input(streams, ROWS, scratch=scratch, out=out)
-    torch.testing.assert_close(out, want.block_input(streams), rtol=1e-5, atol=1e-5)
+    found, want = (
+        (
+            torch.zeros(TOKENS, *planar_shape(HIDDEN, kind), dtype=torch.int32),
+            torch.zeros(TOKENS, HIDDEN // 32),
+        )
+        for _ in range(2)
+    )
+    enter(streams, _gates(2), NORM, scratch=scratch, out=out, codes=found[0], scales=found[1])
+    read = _want(streams, 2).block_input(streams)
+    torch.testing.assert_close(out, ref.rms_norm(read, NORM, NORM_EPS), rtol=1e-5, atol=1e-5)
+    quantize_rows(out, *want)
+    assert torch.equal(found[0], want[0])
+    assert torch.equal(found[1], want[1])
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_advance__what_a_block_gave__streams_and_products_near_the_twin(top_k: int) -> None:
+    streams, y = _random(TOKENS, N, HIDDEN, seed=1), _random(TOKENS, HIDDEN, seed=5)
+    want = _want(streams, 3)
+    _, scratch = _entered(streams, 3, NORM)
+    part, weights = _random(TOKENS * top_k, HIDDEN, seed=6), _random(TOKENS, top_k, seed=7)
+    given = Given(y, part, weights) if top_k else Given(y)
+    whole = y + (weights[..., None] * part.view(TOKENS, top_k, HIDDEN)).sum(1)
+    after = streams.clone()
+    advance(after, given, PROJECT, scratch=scratch)
+    torch.testing.assert_close(after, want.after(streams, whole), rtol=1e-5, atol=1e-5)
+    products = scratch.parts.sum(1)
+    found = after.flatten(1) @ PROJECT.T
+    torch.testing.assert_close(products[:, :ROWS], found, rtol=1e-4, atol=1e-4)
+    pairs = (after @ after.transpose(1, 2)).flatten(1)
+    torch.testing.assert_close(products[:, ROWS : ROWS + N * N], pairs, rtol=1e-4, atol=1e-4)
+    squares = after.square().sum((1, 2))
+    torch.testing.assert_close(products[:, ROWS + N * N], squares, rtol=1e-5, atol=1e-5)
+
+
+def test_multiply_many__tokens_of_a_prompt__products_of_a_step() -> None:
+    many = 19  # of two programs, the second with 13 unknown ones
+    streams, parts = _random(many, N, HIDDEN, seed=1), 2
+    scratch = StreamScratch.make(many, N, HIDDEN, torch.device("cpu"), parts=parts)
+    multiply_many(streams, PROJECT, scratch=scratch)
+    step = StreamScratch.make(many, N, HIDDEN, torch.device("cpu"))
+    advance(streams, None, PROJECT, scratch=step)
+    shown = slice(0, ROWS + N * N + 1)
+    found, want = (one.parts.sum(1)[:, shown] for one in (scratch, step))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    out = torch.empty(many - 16, HIDDEN)
+    enter(streams[16:], _gates(3), None, scratch=scratch.of(slice(16, many)), out=out)
+    read = _want(streams[16:], 3).block_input(streams[16:])
+    torch.testing.assert_close(out, read, rtol=1e-5, atol=1e-5)
+
+
+def test_write_back__a_block_gave_y__near_the_twin() -> None:
+    streams, y = _random(TOKENS, N, HIDDEN, seed=1), _random(TOKENS, HIDDEN, seed=5)
+    _, scratch = _entered(streams, 3, None)
     after = streams.clone()
     write_back(after, y, scratch=scratch)
-    torch.testing.assert_close(after, want.after(streams, y), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(after, _want(streams, 3).after(streams, y), rtol=1e-5, atol=1e-5)
 
 
-def test_collapse__tokens__near_the_twin() -> None:
+def test_end__tokens__near_the_twin() -> None:
     streams = _random(TOKENS, N, HIDDEN, seed=1)
     project, base = _random(N, N * HIDDEN, seed=6) / 16, _random(N, seed=7)
     scale, out = _random(1, seed=8), torch.empty(TOKENS, HIDDEN)
     scratch = StreamScratch.make(TOKENS, N, HIDDEN, torch.device("cpu"))
-    connect(streams, project, base, scale, steps=1, eps=EPS, norm_eps=1e-6, scratch=scratch)
-    block_input(streams, N, scratch=scratch, out=out)
-    want = ref.collapse(streams, project, base, scale, eps=EPS, norm_eps=1e-6)
+    advance(streams, None, project, scratch=scratch)
+    enter(streams, StreamGates(base, scale, 1, EPS, NORM_EPS), None, scratch=scratch, out=out)
+    want = ref.collapse(streams, project, base, scale, eps=EPS, norm_eps=NORM_EPS)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
 
-def test_connect__one_token_of_three__same_bits() -> None:
+def test_enter__streams_cancel_out__norm_of_what_is_left() -> None:
     streams = _random(TOKENS, N, HIDDEN, seed=1)
-    _, together = _made(streams, 20)
-    _, alone = _made(streams[1:2], 20)
-    assert torch.equal(alone.made[0], together.made[1])
+    streams[:, 1] = -streams[:, 0]
+    streams[:, 3] = -streams[:, 2]
+    want = _want(streams, 3)
+    out, _ = _entered(streams, 3, NORM)
+    read = ref.rms_norm(want.block_input(streams), NORM, NORM_EPS)
+    torch.testing.assert_close(out, read, rtol=1e-4, atol=1e-4)
+
+
+def test_block__one_token_of_three__same_bits() -> None:
+    y = _random(TOKENS, HIDDEN, seed=5)
+    results = []
+    for rows in (slice(0, TOKENS), slice(1, 2)):
+        streams = _random(TOKENS, N, HIDDEN, seed=1)[rows].clone()
+        out, scratch = _entered(streams, 20, NORM)
+        advance(streams, Given(y[rows]), PROJECT, scratch=scratch)
+        results.append((out, scratch.made[:, N:], scratch.parts[..., : ROWS + N * N + 1], streams))
+    for together, alone in zip(*results, strict=True):
+        assert torch.equal(together[1], alone[0])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import kernels_moe, tune
+from bench import compiling, kernels_moe, tune
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton import tile_table
 from moet_desk.kernels.triton.experts import Tile, tiles_for
@@ -128,10 +132,122 @@ def test_shapes_of_catalogue__all_of_issue__every_rule_and_candidate_divides() -
         layout = ExpertLayout(hidden, inter)
         for fine in (False, True):
             rule = tiles_for(layout, fine=fine)
-            for tile in tune.candidates(layout, rule.gate_up, has_gate=True):
-                assert inter % tile.rows == 0
-            for tile in tune.candidates(layout, rule.down, has_gate=False):
-                assert hidden % tile.rows == 0
+            gate_up = tune.candidates(layout, rule.gate_up, fine=fine, has_gate=True)
+            down = tune.candidates(layout, rule.down, fine=fine, has_gate=False)
+            for found, height in ((gate_up, inter), (down, hidden)):
+                assert all(height % tile.rows == 0 for tile in found)
+                assert 2 <= len(found) == len(set(found)) <= 8, (layout, fine, found)
+
+
+def test_candidates__shape_that_was_measured__has_the_best_and_none_that_spills() -> None:
+    layout, rule = ExpertLayout(4096, 2048), Tile(64, 16)
+    coarse = tune.candidates(layout, rule, fine=False, has_gate=True)
+    assert coarse[0] == rule
+    assert {Tile(8, 2), Tile(8, 4), Tile(32, 8)} <= set(coarse)
+    fine = tune.candidates(layout, rule, fine=True, has_gate=True)
+    assert Tile(4, 2) in fine
+    assert not {Tile(4, 1), Tile(8, 2), Tile(32, 8)} & set(fine)
+    down = tune.candidates(layout, rule, fine=False, has_gate=False)
+    assert {Tile(16, 2), Tile(16, 4)} <= set(down)
+    assert Tile(16, 8) in tune.candidates(layout, rule, fine=True, has_gate=False)
+
+
+def test_jobs_of__much_used_shapes_first_and_decode_before_prompts() -> None:
+    jobs = tune.jobs_of(tune.shapes_of_catalogue())
+    assert [job.shape[:2] for job in jobs[:8]] == [(4096, 2048)] * 4 + [(7168, 2048)] * 4
+    decode = tune.jobs_of(tune.shapes_of_catalogue(), only="decode")
+    assert jobs == decode + tune.jobs_of(tune.shapes_of_catalogue(), only="prompt")
+    assert {job.tokens for job in decode} == {1, 3}
+    assert len(set(jobs)) == len(jobs) == 6 * len(tune.shapes_of_catalogue())
+
+
+def test_lacking__rows_of_this_card__are_not_measured_again() -> None:
+    jobs = tune.jobs_of([(4096, 2048, 6)])
+    assert tune.lacking(jobs, document(), "9.0") == jobs
+    table = document(
+        decode(4096, 2048), decode(2048, 2048, tokens=3),
+        grouped=({"hidden": 4096, "inter": 2048, "wide": True},),
+    )  # fmt: skip
+    left = tune.lacking(jobs, table, "9.0")
+    assert {*jobs} - {*left} == {jobs[0], tune.Job((4096, 2048, 6), True, 0)}
+    assert tune.lacking(jobs, table, "12.0") == jobs
+
+
+class Said:
+    """A process's answer, there after so many questions; an error is raised."""
+
+    def __init__(self, answer: bool | Exception, after: float = 0) -> None:
+        self.answer, self.after = answer, after
+
+    def ready(self) -> bool:
+        self.after -= 1
+        return self.after < 0
+
+    def get(self) -> bool:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def test_compiled__jobs_come_when_whole__late_ones_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(10))
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(compiling.time, "sleep", lambda _: None)
+    late, first, last = (tune.Job((64, 32, 1), False, tokens) for tokens in (0, 1, 3))
+    waiting: dict[tune.Job, compiling.Answers] = {
+        late: [("gate_up", "a", Said(True)), ("down", "b", Said(True, after=float("inf")))],
+        last: [("gate_up", "a", Said(True)), ("down", "b", Said(True, after=2))],
+        first: [
+            ("gate_up", "a", Said(True)), ("gate_up", "b", Said(False)),
+            ("gate_up", "c", Said(OSError())), ("down", "d", Said(True)),
+        ],
+    }  # fmt: skip
+    assert list(compiling.compiled(waiting, until=9.0)) == [
+        (first, {"gate_up": ["a"], "down": ["d"]}), (last, {"gate_up": ["a"], "down": ["b"]}),
+    ]  # fmt: skip
+    assert next(now, None) is None or next(now) > 8
+
+
+def test_measure__a_run_that_breaks_off__keeps_the_rows_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, tile = tmp_path / "tiles.json", Tile(4, 1)
+    file.write_text(json.dumps(document(decode(2048, 1024))))
+    trials = [tune.Trial(name, None, [tile], lambda _: [], ()) for name in ("gate_up", "down")]
+    monkeypatch.setattr(tune.Job, "trials", lambda *_: trials)
+    choices = iter([tune.Choice(tile, 1.0, 2.0)] * 2)
+
+    def measured(*_: Any) -> tune.Choice:
+        try:
+            return next(choices)
+        except StopIteration:
+            raise ValueError("other bits") from None
+
+    monkeypatch.setattr(tune, "measured", measured)
+    jobs = tune.jobs_of([(4096, 2048, 6)])
+    ready = [(job, {"gate_up": [tile], "down": [tile]}) for job in jobs]
+    with pytest.raises(ValueError, match="other bits"):
+        tune.measure(ready, file, capability="9.0", card="X")
+    rows = json.loads(file.read_text())["cards"]["9.0"]["decode"]
+    assert [(row["hidden"], row["gate_up"]) for row in rows] == [(2048, [32, 8]), (4096, [4, 1])]
+
+
+ALONE = """
+from bench import tune
+from bench.compiling import only_compile
+only_compile(90, ("bench.kernels_moe", "bench.tune"))
+decode, prompt = (tune.Job((64, 32, 1), False, tokens) for tokens in (3, 0))
+print(tune.passes(decode, "down", tune.Tile(8, 1), 1 << 18))
+print(tune.passes(decode, "down", tune.Tile(8, 2), -1))
+print(tune.passes(prompt, "down", tune.GROUPED[0], 1 << 18))
+"""
+
+
+@pytest.mark.slow
+def test_passes__in_a_process_of_its_own__compiles_without_a_card() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", ALONE], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False", "True"], done.stderr
 
 
 SLOW = pytest.mark.slow
@@ -150,7 +266,7 @@ def test_trials__every_candidate__the_rules_bits(
     torch.manual_seed(0)
     job = tune.Job((64, 32, 1), fine, tokens)
     trials = tune.grouped_trials(job, tokens=6) if tokens == 0 else job.trials(1)
-    times = iter(range(100, 0, -1))
+    times = iter(range(100, 0, -5))
     found = {}
     for trial in trials:
         passed = trial.tiles[:3]

@@ -35,7 +35,9 @@ class Found:
     evicted: list[int]
 
 
-def lookup(ids: Tensor, tables: GpuTables, layer: int, *, ends_step: bool = False) -> Found:
+def lookup(
+    ids: Tensor, tables: GpuTables, layer: int, *, ends_step: bool = False, before: int = 0
+) -> Found:
     """Change CPU tables as the kernel does, and say what it writes."""
     n_tokens, top_k = ids.shape
     now = int(tables.clock) * tables.n_layers + layer + 1
@@ -56,7 +58,7 @@ def lookup(ids: Tensor, tables: GpuTables, layer: int, *, ends_step: bool = Fals
     misses, evicted = [], []
     for row in missing:
         slot = _free_slot(tables)
-        slot = _coldest(tables, now) if slot is None else slot
+        slot = _coldest(tables, now, before) if slot is None else slot
         old = int(tables.owner[slot])
         if old != FREE:
             tables.slot_of[old] = FREE
@@ -80,14 +82,15 @@ def _free_slot(tables: GpuTables) -> int | None:
     return int(tables.free[int(tables.n_free)])
 
 
-def _coldest(tables: GpuTables, now: int) -> int:
+def _coldest(tables: GpuTables, now: int, before: int) -> int:
     n_slots = int(tables.limit)
     while True:
         begin = int(tables.hand) if n_slots > WINDOW else 0
         end = min(begin + WINDOW, n_slots)
         tables.hand.fill_(end % n_slots)
         warmth = tables.warmth[tables.owner[begin:end].long()].clone()
-        in_use = tables.last_used[begin:end] == now
+        used = tables.last_used[begin:end]
+        in_use = (used >= now - before) & (used <= now)
         warmth[in_use] = torch.inf
         slot = int(np.argmin(warmth.numpy()))
         if not in_use[slot]:
