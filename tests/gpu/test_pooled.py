@@ -12,7 +12,6 @@ from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.head_parts import head_parts
-from moet_desk.kernels.triton.heads import turn_back, turn_heads
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.pooled_keys import score_windows
 from moet_desk.kernels.triton.pooled_scores import prepare_run, rounds, score_run
@@ -162,21 +161,6 @@ def test_lists__released_sizes__as_the_twin() -> None:
             position, far.tolist(), first=slots[t] * ring, window=window, ring=ring
         )
         assert listed[t, : int(lengths[t])].tolist() == want.tolist()
-
-
-def test_heads__released_sizes__as_the_twins() -> None:
-    x, at = 3 * _random(ROWS, HEADS, DIM, seed=18), torch.tensor([0, 7, 900, 901])
-    frequencies, magnitude = ref.rope_frequencies(ROTARY, 1.6e5)
-    cos, sin = ref.rope_tables(torch.arange(1000), frequencies, magnitude)
-    rotation = Rotation(at.int().cuda(), cos.cuda(), sin.cuda(), interleaved=True)
-    out, back = torch.empty_like(x).cuda(), torch.empty(8, ROWS, HEADS // 8 * DIM).cuda()
-    turn_heads(x.cuda(), out, rotation=rotation, eps=EPS)
-    heads = ref.unit(x, EPS)
-    own = cos[at][:, None], sin[at][:, None]
-    turned = ref.rotate(heads[..., -ROTARY:], *own, interleaved=True)
-    assert relative_error(out.cpu(), torch.cat([heads[..., :-ROTARY], turned], -1)) < 1e-6
-    turn_back(out, back, rotation=rotation)
-    assert relative_error(back.cpu(), heads.view(ROWS, 8, -1).transpose(0, 1)) < 1e-6
 
 
 def test_route_named__released_sizes__as_the_twin() -> None:
