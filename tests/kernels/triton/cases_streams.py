@@ -8,7 +8,6 @@ from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import pooled_key_bytes, shared_entry_bytes
 from moet_desk.kernels.triton import (
     head_parts,
-    heads,
     pooled_keys,
     pooled_scores,
     pooling,
@@ -78,13 +77,6 @@ def _cases() -> Iterator[Case]:
     yield from _keys()
     yield from _lists()
     yield from _prompts()
-    for norm in (True, False):
-        types = {
-            "x": F32, "out": F32, "group_stride": "i32", "row_stride": "i32", "cos": F32,
-            "sin": F32, "positions": "*i32", "eps": "fp32",
-        }  # fmt: skip
-        values = {"D": 512, "DR": 64, "B": 512, "EACH": 8, "NORM": norm, "BACK": not norm}
-        yield Case(f"turn_heads norm={norm}", heads._turn_kernel, types, values, 1, EXACT)
     types = {
         "logits": F32, "table": "*i32", "tokens": "*i32", "ids": "*i32", "weights": F32,
         "scale": "fp32",
