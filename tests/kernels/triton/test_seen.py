@@ -1,4 +1,4 @@
-"""Lists of what rows see, and heads on their way in and out, interpreted, against the twins."""
+"""Lists of what rows see, interpreted, against the twins."""
 
 from __future__ import annotations
 
