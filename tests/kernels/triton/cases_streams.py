@@ -103,33 +103,36 @@ def _streams() -> Iterator[Case]:
         kernel = streams._advance_kernel
         yield Case(name, kernel, {**types, **given}, {**values, **missing}, 4, wide)
     types["n_tokens"] = "i32"
-    for rows, r in ((made, 32), (N, 16)):
-        values = {
-            "H": HIDDEN, "N": N, "ROWS": rows, "R": r, "LINE": rows + N * N + 4, "EACH": 512,
-            "B": 16, "C": 32,
-        }  # fmt: skip
-        name = f"streams_many rows={rows}"
-        yield Case(name, streams._many_kernel, types, values, decode=False, wants=("HMMA",))
+    values = {
+        "H": HIDDEN, "N": N, "ROWS": made, "R": 32, "LINE": made + N * N + 4, "EACH": 256, "B": 64,
+        "C": 16,
+    }  # fmt: skip
+    yield Case("streams_many", streams._many_kernel, types, values, wants=("HMMA",), only=120)
+    yield Case("streams_many", streams._many_kernel, types, values, wants=("HGMMA",), only=90)
     types = {
         "streams": F32, "parts": F32, "base": F32, "scale": F32, "made": F32, "out": F32,
         "eps": "fp32", "norm_eps": "fp32",
     }  # fmt: skip
-    for rows, norm, codes, fine, parts in (
-        (made, True, "*i32", False, 128),
-        (made, True, "*i32", True, 128),
-        (made, True, None, False, 128),
-        (made, True, "*i8", False, 8),
-        (N, False, None, False, 128),
+    for rows, norm, codes, fine, first in (
+        (made, True, "*i32", False, None),
+        (made, True, "*i32", True, None),
+        (made, True, None, False, None),
+        (made, True, "*i8", True, 0),
+        (made, True, "*i8", True, 1),
+        (N, False, None, False, None),
     ):
+        parts = 128 if first is None else 16
         values = {
             "H": HIDDEN, "N": N, "P": parts, "P2": parts, "ROWS": rows, "LINE": rows + N * N + 4,
-            "STEPS": 20, "WIDE": 128, "PLAIN": codes == "*i8", "FINE": fine, "PTX": True,
+            "STEPS": 20, "WIDE": HIDDEN if first else 128, "WHOLE": first is not None,
+            "FIRST": first or 0, "PLAIN": codes == "*i8", "FINE": fine, "PTX": True,
         }  # fmt: skip
         more = {"weight": F32 if norm else None, "codes": codes, "scales": codes and F32}
         own = {**types, **{name: kind for name, kind in more.items() if kind}}
         values |= {name: None for name, kind in more.items() if not kind}
-        name = f"streams_enter rows={rows} parts={parts} {codes} fine={fine}"
-        yield Case(name, streams._enter_kernel, own, values, 1, {**EXACT, **wide})
+        name = f"streams_enter rows={rows} parts={parts} {codes} fine={fine} first={first}"
+        warps = 8 if first else 1
+        yield Case(name, streams._enter_kernel, own, values, warps, {**EXACT, **wide})
     types = {"streams": F32, "made": F32, "y": F32}
     values = {"H": HIDDEN, "N": N, "ROWS": made, "WIDE": 256}
     yield Case("streams_after", streams._after_kernel, types, values)

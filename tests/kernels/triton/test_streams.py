@@ -52,14 +52,13 @@ def _entered(streams: Tensor, steps: int, norm: Tensor | None) -> tuple[Tensor, 
 
 def _products_near(scratch: StreamScratch, streams: Tensor) -> None:
     """The products that were left are those of these streams."""
-    found = scratch.parts.sum(1)
-    every = [
-        streams.flatten(1) @ PROJECT.T,
-        (streams @ streams.transpose(1, 2)).flatten(1),
-        streams.square().sum((1, 2))[:, None],
-    ]
-    want = torch.cat(every, 1)
-    torch.testing.assert_close(found[:, : want.shape[1]], want, rtol=1e-4, atol=1e-4)
+    found, last = scratch.parts.sum(1), ROWS + N * N
+    products, squares = streams.flatten(1) @ PROJECT.T, streams.square().sum((1, 2))
+    torch.testing.assert_close(found[:, :ROWS], products, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[:, last], squares, rtol=1e-5, atol=1e-5)
+    if not scratch.many:
+        pairs = (streams @ streams.transpose(1, 2)).flatten(1)
+        torch.testing.assert_close(found[:, ROWS:last], pairs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("steps", [1, 20])
@@ -109,15 +108,24 @@ def test_advance__what_a_block_gave__streams_and_products_near_the_twin(top_k: i
 
 
 def test_multiply_many__tokens_of_a_prompt__products_and_what_is_read() -> None:
-    many = 18  # of two programs, the second with two known ones
+    many, last = 66, slice(64, 66)  # of two programs, the second with two known ones
     streams = _random(many, N, HIDDEN, seed=1)
     scratch = StreamScratch.make(many, N, HIDDEN, torch.device("cpu"), parts=2)
+    scratch.parts.fill_(torch.nan)
     multiply_many(streams, PROJECT, scratch=scratch)
     _products_near(scratch, streams)
-    out = torch.empty(2, HIDDEN)
-    enter(streams[16:], _gates(1), None, scratch=scratch.of(slice(16, many)), out=out)
-    read = _want(streams[16:], 1).block_input(streams[16:])
+    out, codes = torch.empty(2, HIDDEN), torch.zeros(2, HIDDEN, dtype=torch.int8)
+    scales, own = torch.zeros(2, HIDDEN // 32), scratch.of(last)
+    enter(streams[last], _gates(1), NORM, scratch=own, out=out, codes=codes, scales=scales)
+    want = _want(streams[last], 1)
+    read = ref.rms_norm(want.block_input(streams[last]), NORM, NORM_EPS)
     torch.testing.assert_close(out, read, rtol=1e-5, atol=1e-5)
+    mix = scratch.made[last, 2 * N :].view(-1, N, N)
+    torch.testing.assert_close(mix, want.mix, rtol=1e-5, atol=1e-6)
+    expected, factors = torch.zeros_like(codes), torch.zeros_like(scales)
+    quantize_rows(out, expected, factors)
+    assert torch.equal(codes, expected)
+    assert torch.equal(scales, factors)
 
 
 def test_write_back__a_block_gave_y__near_the_twin() -> None:
