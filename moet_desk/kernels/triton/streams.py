@@ -28,6 +28,11 @@ _COLUMNS = 32
 _READ, _WIDE = 128, 256
 """The same of a program that makes a block's input, and of one that mixes and does nothing else."""
 
+_REGISTERS = 128
+"""Left to itself the assembler aims at 64 to 96 here, and asks for memory in two or three turns
+that wait for each other.
+"""
+
 _TOKENS = 16
 """Of a prompt that a program makes products of, so that it reads the weights once for them."""
 
@@ -387,6 +392,7 @@ def advance(
         streams, None if given is None else scratch.made, y, part, weights, project, scratch.parts,
         H=hidden, N=n, K=0 if weights is None else weights.shape[1], ROWS=rows,
         R=triton.next_power_of_2(rows), LINE=_line(rows, n), C=_COLUMNS, num_warps=4,
+        maxnreg=_REGISTERS,
     )  # fmt: skip
 
 
@@ -452,7 +458,7 @@ def enter(
         PLAIN=codes is not None and codes.dtype == torch.int8,
         FINE=codes is not None and is_wide(codes), PTX=PTX,
         num_warps=1,  # its many small sums then need no barrier
-        enable_fp_fusion=False,
+        maxnreg=_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
 
 

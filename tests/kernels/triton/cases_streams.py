@@ -97,7 +97,7 @@ def _streams() -> Iterator[Case]:
     """What stands around blocks."""
     made, first = 2 * N + N * N, {"made": None, "y": None, "part": None, "weights": None}
     types = {"streams": F32, "project": F32, "parts": F32}
-    after = {"made": F32, "y": F32}
+    after, wide = {"made": F32, "y": F32}, {"maxnreg": 128}
     for rows, r, given, top_k in (
         (made, 32, {}, 0),
         (made, 32, after, 0),
@@ -109,7 +109,7 @@ def _streams() -> Iterator[Case]:
         values = {"H": HIDDEN, "N": N, "K": top_k, "ROWS": rows, "R": r, "LINE": line, "C": 32}
         name = f"streams_advance rows={rows} K={top_k} {'behind' if given else 'first'}"
         kernel = streams._advance_kernel
-        yield Case(name, kernel, {**types, **given}, {**values, **missing})
+        yield Case(name, kernel, {**types, **given}, {**values, **missing}, 4, wide)
     types["n_tokens"] = "i32"
     for rows, r in ((made, 32), (N, 16)):
         values = {
@@ -137,7 +137,7 @@ def _streams() -> Iterator[Case]:
         own = {**types, **{name: kind for name, kind in more.items() if kind}}
         values |= {name: None for name, kind in more.items() if not kind}
         name = f"streams_enter rows={rows} parts={parts} {codes} fine={fine}"
-        yield Case(name, streams._enter_kernel, own, values, 1, EXACT)
+        yield Case(name, streams._enter_kernel, own, values, 1, {**EXACT, **wide})
     types = {"streams": F32, "made": F32, "y": F32}
     values = {"H": HIDDEN, "N": N, "ROWS": made, "WIDE": 256}
     yield Case("streams_after", streams._after_kernel, types, values)
@@ -171,10 +171,10 @@ def _keys() -> Iterator[Case]:
         size = {"PAGE": 16, "ENTRY": pooled_key_bytes(form, 128), "FORM": form.value}
         types = {**TURNS, **pages, "vectors": F32, "weight": "*bf16", "eps": "fp32"}
         values = {**size, "D": 128, "DR": 64, "RATIO": 4, "FACTOR": 128**-0.5}
-        yield Case(f"pooled_key {form.value}", pooled_keys._key_kernel, types, values, 8, EXACT)
+        yield Case(f"pooled_key {form.value}", pooled_keys._key_kernel, types, values, 1, EXACT)
         types = {**TURNS, "q": F32, "q_out": F32}
         values = {"D": 128, "DR": 64, "FACTOR": 128**-0.5, "ROUNDS": form is KvFormat.FP8}
-        yield Case(f"pooled_query {form.value}", pooled_keys._query_kernel, types, values, 8, EXACT)
+        yield Case(f"pooled_query {form.value}", pooled_keys._query_kernel, types, values, 1, EXACT)
         types = {
             **pages, "q": F32, "weights": F32, "weights_stride": "i32", "scale": "fp32",
             "lengths": "*i32", "scores": F32, "scores_stride": "i32",
@@ -190,11 +190,8 @@ def _prompts() -> Iterator[Case]:
         "x": F32, "parts": "*bf16", "size": "i32", "cos": F32, "sin": F32, "positions": "*i32",
         "eps": "fp32",
     }  # fmt: skip
-    for back in (False, True):
-        values = {
-            "N": 64, "D": 512, "DR": 64, "EACH": 8 if back else 64, "B": 512, "BH": 4, "BACK": back,
-        }  # fmt: skip
-        yield Case(f"run_parts back={back}", head_parts._parts_kernel, types, values, 4, EXACT)
+    values = {"N": 64, "D": 512, "DR": 64, "B": 512, "BH": 4}
+    yield Case("run_parts", head_parts._parts_kernel, types, values, 4, EXACT)
     for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
         types = {
             "pages": "*u8", "base": "i32", "table": "*i32", "first": "i32", "entries": "*bf16",
@@ -207,12 +204,14 @@ def _prompts() -> Iterator[Case]:
         yield Case(f"run_decode {form.value}", shared_prefill._decode_kernel, types, values)
     types = {
         "parts": "*bf16", "entries": "*bf16", "chosen": "*i32", "counts": "*i32", "sink": "*bf16",
-        "out": F32, "scale": "fp32", "start": "i32", "size": "i32",
+        "out": "*bf16", "cos": F32, "sin": F32, "scale": "fp32", "start": "i32", "size": "i32",
+        "first_row": "i32", "rows": "i32",
     }  # fmt: skip
     for capability, tile in ((90, shared_prefill.HOPPER_TILE), (120, shared_prefill.CARD_TILE)):
         for ratio, top_k in ((0, 0), (4, 512), (128, 0)):
             values = {
-                "N": 64, "D": 512, "BH": tile.heads, "TILE": tile.entries, "CD": tile.chunk,
+                "N": 64, "D": 512, "DR": 64, "EACH": 8, "BH": tile.heads, "TILE": tile.entries,
+                "CD": tile.chunk,
                 "WINDOW": 128, "RING": 640, "RATIO": ratio, "TOP_K": top_k, "FORM": "fp8",
                 "MMA": True,
             }  # fmt: skip
