@@ -229,6 +229,7 @@ class LeanBar(Rows, ScrollBar):
         """Repaint what has changed."""
         textual = super(Rows, self).refresh  # whose scrolling comes through the queues as well
         if regions or layout or recompose or not (repaint and self._cells and self.is_attached):
+            self._cells = ()
             return textual(*regions, repaint=repaint, layout=layout, recompose=recompose)
         before, now = self._cells, self._draw()
         if len(before) != len(now):
@@ -247,7 +248,14 @@ class LeanBar(Rows, ScrollBar):
             position=bar.position, thickness=self.size.width,
             back_color=style.bgcolor or Ink.default(), bar_color=style.color or Ink.default(),
         )  # fmt: skip
-        self._cells = list(drawn.segments)
+        base = self.visual_style.rich_style
+        segments = list(drawn.segments)
+        kinds = {id(each): each for each in segments}  # of all rows there are at most five
+        looks = {
+            at: Segment(each.text, base if each.style is None else base + each.style)
+            for at, each in kinds.items()
+        }
+        self._cells = [looks[id(each)] for each in segments]
         return self._cells
 
     def _draw_frame(self) -> None:
