@@ -11,8 +11,8 @@ from torch import Tensor
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.triton.attention import DecodeScratch
-from moet_desk.kernels.triton.head_parts import back_parts, head_parts
-from moet_desk.kernels.triton.heads import turn_back, turn_heads
+from moet_desk.kernels.triton.choose import list_chosen
+from moet_desk.kernels.triton.head_parts import head_parts
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.pooled_keys import score_windows
 from moet_desk.kernels.triton.pooled_scores import prepare_run, rounds, score_run
@@ -164,19 +164,35 @@ def test_lists__released_sizes__as_the_twin() -> None:
         assert listed[t, : int(lengths[t])].tolist() == want.tolist()
 
 
-def test_heads__released_sizes__as_the_twins() -> None:
-    x, at = 3 * _random(ROWS, HEADS, DIM, seed=18), torch.tensor([0, 7, 900, 901])
-    frequencies, magnitude = ref.rope_frequencies(ROTARY, 1.6e5)
-    cos, sin = ref.rope_tables(torch.arange(1000), frequencies, magnitude)
-    rotation = Rotation(at.int().cuda(), cos.cuda(), sin.cuda(), interleaved=True)
-    out, back = torch.empty_like(x).cuda(), torch.empty(8, ROWS, HEADS // 8 * DIM).cuda()
-    turn_heads(x.cuda(), out, rotation=rotation, eps=EPS)
-    heads = ref.unit(x, EPS)
-    own = cos[at][:, None], sin[at][:, None]
-    turned = ref.rotate(heads[..., -ROTARY:], *own, interleaved=True)
-    assert relative_error(out.cpu(), torch.cat([heads[..., :-ROTARY], turned], -1)) < 1e-6
-    turn_back(out, back, rotation=rotation)
-    assert relative_error(back.cpu(), heads.view(ROWS, 8, -1).transpose(0, 1)) < 1e-6
+@pytest.mark.parametrize("kind", ["distinct", "many ties"])
+def test_list_chosen__rows_of_all_lengths__exactly_the_twin(kind: str) -> None:
+    positions, window, ring, first, top_k = [1, 2100, 9001, 30_000, 90_000], 128, 640, 640, 512
+    rows = len(positions)
+    at = torch.tensor(positions, dtype=torch.int32).cuda()
+    places = Places.make(rows, torch.device("cuda"))
+    runs = torch.zeros(rows, 4, dtype=torch.int32).cuda()
+    find_places(runs, at, places, ring=ring, ratio=4)
+    table = torch.stack([torch.randperm(1600) for _ in positions]).int()
+    pages = torch.zeros(1600, 16, 584, dtype=torch.uint8).cuda()
+    pooled = Pooled(KvPages(pages, table.cuda(), KvFormat.FP8), 4, 1, first)
+    scores = _random(rows, 25_600, seed=27)
+    if kind == "many ties":
+        scores = scores.mul(2).round().clamp(min=0)
+        scores[:, ::7] = -torch.inf
+        scores[:, 11::13] = torch.nan
+    listed = torch.zeros(rows, window + top_k, dtype=torch.int32).cuda()
+    lengths = torch.zeros(rows, dtype=torch.int32).cuda()
+    list_chosen(
+        scores.cuda(), places, pooled, listed, lengths, top_k=top_k, window=window, ring=ring
+    )
+    for t, position in enumerate(positions):
+        closed = (position + 1) // 4
+        best = torch.arange(closed)
+        if closed > top_k:
+            best = ref.choose(scores[t : t + 1, :closed], top_k)[0].nonzero()[:, 0]
+        far = first + table[t, best // 16] * 16 + best % 16
+        want = ref.seen_entries(position, far.tolist(), first=0, window=window, ring=ring)
+        assert listed[t, : int(lengths[t])].tolist() == want.tolist()
 
 
 def test_route_named__released_sizes__as_the_twin() -> None:
@@ -285,8 +301,12 @@ def test_run_attention__rows_of_a_prompt__as_the_twin_also_alone(form: KvFormat,
     q, sink = 2 * _random(ROWS, HEADS, DIM, seed=21), _random(HEADS, seed=22)
     high = q.bfloat16()
     parts = torch.stack([high, (q - high.float()).bfloat16()]).cuda()
-    out, alone = torch.empty(ROWS, HEADS, DIM).cuda(), torch.empty(1, HEADS, DIM).cuda()
-    run_attention(parts, decoded, run, sink.cuda(), out, scale=DIM**-0.5, form=form)
+    frequencies, magnitude = ref.rope_frequencies(ROTARY, 1.6e5)
+    cos, sin = ref.rope_tables(torch.arange(2500), frequencies, magnitude)
+    rotation = Rotation(torch.zeros(1).int().cuda(), cos.cuda(), sin.cuda(), interleaved=True)
+    options: dict[str, Any] = {"rotation": rotation, "scale": DIM**-0.5, "form": form}
+    out = torch.empty(2, 8, ROWS, HEADS // 8 * DIM, dtype=torch.bfloat16).cuda()
+    run_attention(parts, decoded, run, sink.cuda(), out, **options)
     for t, position in enumerate(range(start, start + ROWS)):
         seen = far[t, : int(closed[t])] if pooled is not None else far[t, :0]
         lie = first + table[seen // page].long() * page + seen % page
@@ -294,11 +314,14 @@ def test_run_attention__rows_of_a_prompt__as_the_twin_also_alone(form: KvFormat,
         values = ref.shared_read(entries[at], form, DIM, ROTARY)
         mask = torch.ones(1, len(at), dtype=torch.bool)
         want = ref.shared_attention(q[t : t + 1], values, mask, sink, scale=DIM**-0.5)
-        assert relative_error(out[t].cpu(), want[0]) < 3e-5
+        turned = ref.rotate(want[..., -ROTARY:], cos[position], -sin[position], interleaved=True)
+        want = torch.cat([want[..., :-ROTARY], turned], -1).view(8, -1)
+        assert relative_error(out[:, :, t].float().sum(0).cpu(), want) < 3e-5
     if sees != "chosen":
-        later = Run(start + 1, ring, ring, window, pooled, run.n_pooled)
-        run_attention(parts[:, 1:2], decoded, later, sink.cuda(), alone, scale=DIM**-0.5, form=form)
-        assert torch.equal(alone[0], out[1])
+        later, alone = Run(start + 1, ring, ring, window, pooled, run.n_pooled), out.clone()
+        alone.zero_()
+        run_attention(parts[:, 1:2], decoded, later, sink.cuda(), alone, first=1, **options)
+        assert torch.equal(alone[:, :, 1], out[:, :, 1])
 
 
 def test_head_parts__released_sizes__near_the_twins() -> None:
@@ -314,10 +337,6 @@ def test_head_parts__released_sizes__near_the_twins() -> None:
     turned = ref.rotate(heads[..., -ROTARY:], *own, interleaved=True)
     want = torch.cat([heads[..., :-ROTARY], turned], -1)
     assert relative_error(parts.float().sum(0).cpu(), want) < 1e-5
-    back = torch.empty(2, 8, ROWS, HEADS // 8 * DIM, dtype=torch.bfloat16).cuda()
-    back_parts(want.cuda(), back, rotation=rotation)
-    by_group = heads.view(ROWS, 8, -1).transpose(0, 1)
-    assert relative_error(back.float().sum(0).cpu(), by_group) < 1e-5
 
 
 @pytest.mark.parametrize("form", [KvFormat.FP8, KvFormat.BF16, KvFormat.F32])

@@ -34,8 +34,9 @@ from moet_desk.kernels.triton.prefill_attention import gqa_prefill, mla_prefill
 from moet_desk.kernels.triton.prepare import Rotation, mla_prepare, rotate_queries
 from moet_desk.kernels.triton.quant import plain_shape, rms_norm_quantize
 
-RoutedExperts = Callable[[int, Tensor, Tensor, Tensor], None]
-"""Adds a layer's routed experts: (MoE layer, ids, weights, out), see `ChunkExperts.run`."""
+RoutedExperts = Callable[[int, Tensor, Tensor, Tensor, Callable[[], None]], None]
+"""Adds a layer's routed experts: (MoE layer, ids, weights, out, meanwhile), see `ChunkExperts.run`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,14 +282,19 @@ def blocks_of(chunk: ChunkRows, b: ChunkBuffers) -> Iterator[slice]:
         yield slice(first, min(first + b.block_rows, chunk.n))
 
 
+def _nothing() -> None:
+    return
+
+
 def add_experts(
-    moe: MoeLaunches, b: ChunkBuffers, chunk: ChunkRows, experts: RoutedExperts
-) -> None:
-    """x += the routed experts of the whole chunk."""
+    moe: MoeLaunches, b: ChunkBuffers, chunk: ChunkRows, experts: RoutedExperts,
+    meanwhile: Callable[[], None] = _nothing,
+) -> None:  # fmt: skip
+    """x += the routed experts of the whole chunk; x is there when `meanwhile` was called."""
     ids = b.ids[: chunk.n]
     if moe.router.n_identity:  # behind all experts, where none looks for them
         ids = ids.masked_fill(ids < 0, moe.router.n_experts)
     # ascending: the sum of a token's experts then does not depend on the batches
     ids, order = ids.sort(dim=1)
     weights = b.weights[: chunk.n].gather(1, order)
-    experts(moe.moe_layer, ids, weights, b.x[: chunk.n])
+    experts(moe.moe_layer, ids, weights, b.x[: chunk.n], meanwhile)

@@ -8,7 +8,7 @@ engine/prefill.PrefillExperts. Called on the engine thread, between steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -186,15 +186,21 @@ class ChunkExperts:
         self._workspace = torch.zeros(
             (self._size, layout.slot_floats), dtype=torch.int8, device=device
         )
+        self._on_host = torch.zeros(
+            (1 + 2 * len(Plane), n_experts), dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
         self._ahead: Ahead | None = None
         self._device = device
         self._reads: list[Future[None]] = []
         self.counters = StreamCounters()
 
     def run(
-        self, moe_layer: int, reading: Reading, ids: Tensor, weights: Tensor, out: Tensor
-    ) -> None:
+        self, moe_layer: int, reading: Reading, ids: Tensor, weights: Tensor, out: Tensor,
+        meanwhile: Callable[[], None],
+    ) -> None:  # fmt: skip
         """Add the weighted experts of each token to `out`; their input is in the buffers' codes.
+        `meanwhile` launches what needs no experts, but must come before them: the device does it
+        while the host learns what was routed where.
 
         Shapes:
             ids int32 [M, K], ascending in each row, one behind all experts for a pair without;
@@ -204,7 +210,7 @@ class ChunkExperts:
             MoetError: a row could not be read (MD-NVME-04, MD-PACK-04); `out` is spoiled then.
         """
         groups = group_pairs(ids, self._n_experts)
-        wanted = self._wanted(groups, moe_layer, reading.planes)
+        wanted = self._wanted(groups, moe_layer, reading.planes, meanwhile)
         held = self._brought_ahead(moe_layer, reading)
         try:
             if any(wanted.counts):  # a few tokens may have chosen identity experts alone
@@ -261,14 +267,23 @@ class ChunkExperts:
         self._staging.give_back(unused)
         return turns
 
-    def _wanted(self, groups: PairGroups, moe_layer: int, planes: Sequence[Plane]) -> Wanted:
+    def _wanted(
+        self, groups: PairGroups, moe_layer: int, planes: Sequence[Plane],
+        meanwhile: Callable[[], None],
+    ) -> Wanted:  # fmt: skip
         """The one wait of a layer: what was routed where, and who has a slot."""
         n = self._n_experts
         tables = [self._pools[plane].tables.slot_of for plane in planes]
         here = [table[moe_layer * n : (moe_layer + 1) * n].long() for table in tables]
         behind = (moe_layer + 1) % self._n_layers * n
         after = [table[behind : behind + n].long() for table in tables]
-        counts, *slots = torch.stack([groups.counts, *here, *after]).tolist()
+        found = self._on_host[: 1 + 2 * len(planes)]
+        found.copy_(torch.stack([groups.counts, *here, *after]), non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if found.is_pinned() else None
+        meanwhile()
+        if copied is not None:
+            copied.synchronize()
+        counts, *slots = found.tolist()
         lowest = [min(of) for of in zip(*slots[len(planes) :], strict=True)]
         return Wanted(
             counts,

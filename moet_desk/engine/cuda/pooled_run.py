@@ -17,6 +17,7 @@ from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.triton.choose import choose
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.pooled_scores import rounds, score_run
+from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.shared_prefill import Run, decode_seen, run_attention
 
 
@@ -88,25 +89,31 @@ def look(
     sinks: Tensor,
     out: Tensor,
     *,
+    rotation: Rotation,
     scale: float,
     question: Question | None,
 ) -> None:
     """Attention of a run's rows to what they see of a layer's memory.
 
     Shapes:
-        parts [2, T, N, D] bfloat16; out [T, N, D] float32; sinks [N]
+        parts [2, T, N, D], out [2, G, T, N / G * D] bfloat16, contiguous; sinks [N]
     """
-    rows, _, d = out.shape
-    entries, form = b.entries(memory.form, d), memory.form
+    rows, form = parts.shape[1], memory.form
+    entries = b.entries(form, parts.shape[3])
     table = b.page if run.pooled is None else run.pooled.kv.table
     decode_seen(KvPages(memory.rows, table, form), run, entries)
     if question is None or run.pooled is None:
-        run_attention(parts, entries, run, sinks, out, scale=scale, form=form)
+        run_attention(
+            parts, entries, run, sinks, out, rotation=rotation, scale=scale, form=form
+        )  # fmt: skip
         return
     for first in range(0, rows, len(b.scores)):
         here = slice(first, min(first + len(b.scores), rows))
         own = replace(run, start=run.start + first, chosen=_choose(b, question, here))
-        run_attention(parts[:, here], entries, own, sinks, out[here], scale=scale, form=form)
+        run_attention(
+            parts[:, here], entries, own, sinks, out, rotation=rotation, scale=scale, form=form,
+            first=first,
+        )  # fmt: skip
 
 
 def _choose(b: RunBuffers, asked: Question, here: slice) -> tuple[Tensor, Tensor]:

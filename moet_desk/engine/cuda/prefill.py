@@ -207,9 +207,15 @@ class ChunkModel:
 
 
 def _read_as(
-    experts: ChunkExperts, reading: Reading, layer: int, ids: Tensor, weights: Tensor, out: Tensor
+    experts: ChunkExperts,
+    reading: Reading,
+    layer: int,
+    ids: Tensor,
+    weights: Tensor,
+    out: Tensor,
+    meanwhile: Callable[[], None],
 ) -> None:
-    experts.run(layer, reading, ids, weights, out)
+    experts.run(layer, reading, ids, weights, out, meanwhile)
 
 
 class CudaPrefiller:

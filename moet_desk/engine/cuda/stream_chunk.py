@@ -6,6 +6,8 @@ rows at a time as a sequence's ring has room for, routed experts the whole chunk
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from moet_desk.engine.cuda.chunk_blocks import ChunkRows, RoutedExperts, add_experts, blocks_of
@@ -53,7 +55,7 @@ class StreamChunk:
         self._layer.around_ffn.begin_many(streams.x[every], streams.scratch)
         for here in blocks_of(chunk, b):
             self._route(here, chunk)
-        add_experts(self._layer.ffn, b, chunk, experts)
+        add_experts(self._layer.ffn, b, chunk, experts, partial(self._share, chunk))
         write_back(streams.x[every], b.x[every], scratch=streams.scratch)
 
     def _attend(self, here: slice, chunk: ChunkRows, memory: PoolMemory) -> None:
@@ -76,28 +78,40 @@ class StreamChunk:
         write_back(x, block, scratch=streams.scratch)
 
     def _route(self, here: slice, chunk: ChunkRows) -> None:
-        """Input, ids and weights of the routed experts for a block; x = shared expert."""
-        b, moe, x, streams = self._b, self._layer.ffn, self._b.x[here], chunk_streams(self._b)
-        normed = b.normed[: x.shape[0]]
-        codes = shaped(b.codes, chunk.n, *plain_shape(x.shape[1], chunk.activations))
+        """Input, ids and weights of the routed experts for a block."""
+        b, moe, streams, n = (
+            self._b,
+            self._layer.ffn,
+            chunk_streams(self._b),
+            here.stop - here.start,
+        )
+        normed = b.normed[:n]
+        codes = shaped(b.codes, chunk.n, *plain_shape(normed.shape[1], chunk.activations))
         self._layer.around_ffn.enter(
             streams.x[here], normed, streams.scratch.of(here), codes=codes[here],
             scales=b.scales[here],
         )  # fmt: skip
-        logits = b.router[: x.shape[0]]
+        logits = b.router[:n]
         self._products(normed, moe.w_router, logits)
         moe.route(
             logits, chunk.tokens[here], ids=b.ids[here], weights=b.weights[here],
             share=b.share[here],
         )  # fmt: skip
-        if moe.shared is None:
-            x.zero_()
+
+    def _share(self, chunk: ChunkRows) -> None:
+        """x = shared expert."""
+        b, shared, streams = self._b, self._layer.ffn.shared, chunk_streams(self._b)
+        if shared is None:
+            b.x[: chunk.n].zero_()
             return
-        gate_up = Room(b.wide).take(x.shape[0], 2 * moe.shared.inter)
-        self._products(normed, moe.shared.w_in, gate_up)
-        mid = Room(b.parts).take(2, x.shape[0], moe.shared.inter)
-        swiglu_split(gate_up, mid, limit=moe.shared.limit)
-        gemm(mid, moe.shared.w_down, x)
+        for here in blocks_of(chunk, b):
+            n = here.stop - here.start
+            normed, gate_up = b.normed[:n], Room(b.wide).take(n, 2 * shared.inter)
+            self._layer.around_ffn.enter(streams.x[here], normed, streams.scratch.of(here))
+            self._products(normed, shared.w_in, gate_up)
+            mid = Room(b.parts).take(2, n, shared.inter)
+            swiglu_split(gate_up, mid, limit=shared.limit)
+            gemm(mid, shared.w_down, b.x[here])
 
 
 def join_head(head: StreamHeadLaunches, b: ChunkBuffers, tokens: Tensor, embedding: Tensor) -> None:

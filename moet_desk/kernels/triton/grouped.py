@@ -239,6 +239,33 @@ def _add_block(w, x, low, e, s, total, WIDE: tl.constexpr):
     return tl.fma(value, e[:, None] * s[None, :], total)
 
 
+@triton.jit
+def _neighbours(at, inside, COUNT: tl.constexpr):
+    """What lies at, at + 1, ... of each row: a tuple of COUNT (1 or 2)."""
+    # Both at once, unless a thread of four warps would get one of them: they would be exchanged
+    # through shared memory, and waited for there.
+    ROWS: tl.constexpr = at.shape[0]
+    if COUNT == 1:
+        return (tl.load(at, mask=inside, other=0),)
+    elif ROWS < 64 or ROWS >= 128:
+        here = at[:, None] + tl.arange(0, 2)[None, :]
+        return tl.split(tl.load(here, mask=inside[:, None], other=0))
+    else:
+        return tl.load(at, mask=inside, other=0), tl.load(at + 1, mask=inside, other=0)
+
+
+@triton.jit
+def _scales(
+    s_at, e_at, g0, inside, real, UP: tl.constexpr, GATED: tl.constexpr, UNROLL: tl.constexpr
+):
+    """Of UNROLL blocks from g0 on: scales of activations, exponents of gates and of ups."""
+    e = _neighbours(e_at + g0, real, UNROLL)
+    e_up = e
+    if GATED:
+        e_up = _neighbours(e_at + UP + g0, real, UNROLL)
+    return _neighbours(s_at + g0, inside, UNROLL), e, e_up
+
+
 @triton.jit(do_not_specialize=["shift"])
 def _grouped_kernel(
     weights, base, tiles, tokens, codes, scales, out, limit, bias, shift,
@@ -266,14 +293,12 @@ def _grouped_kernel(
 
     total = tl.zeros([B, P], tl.float32)
     total_up = tl.zeros([B, P], tl.float32)
+    s, e, e_up = _scales(s_at, e_at, 0, inside, real, N * G, GATED, UNROLL)
     for g0 in range(0, G, UNROLL):
-        # Scales first: a few bytes of each row, too small to be brought ahead with the weights.
-        s, e, e_up = (), (), ()
-        for g in tl.static_range(UNROLL):
-            s += (tl.load(s_at + g0 + g, mask=inside, other=0.0),)
-            e += (tl.load(e_at + g0 + g, mask=real, other=0),)
-            if GATED:
-                e_up += (tl.load(e_at + N * G + g0 + g, mask=real, other=0),)
+        # Those of the next blocks: a few bytes of each row, too small to be brought ahead with the
+        # weights, and asked for here they would hold up what is added.
+        ahead = tl.multiple_of(tl.minimum(g0 + UNROLL, G - UNROLL), UNROLL)
+        next_s, next_e, next_up = _scales(s_at, e_at, ahead, inside, real, N * G, GATED, UNROLL)
         for u in tl.static_range(UNROLL):
             g = g0 + u
             x = tl.trans(tl.load(x_at + 32 * g, mask=inside[:, None], other=0))
@@ -285,6 +310,7 @@ def _grouped_kernel(
             if GATED:
                 w = tl.load(w_at + N * (32 * G) + 32 * g, mask=real[:, None], other=0)
                 total_up = _add_block(w, x, low, power_of_two(e_up[u]), s[u], total_up, WIDE)
+        s, e, e_up = next_s, next_e, next_up
     if FINE:  # weights were doubled
         total *= 0.5
         total_up *= 0.5

@@ -1,8 +1,7 @@
-"""Heads of a prompt's shared attention on their way in and out, as two bfloat16 parts each.
+"""Heads of a prompt's shared attention: normed, turned, and cut into two bfloat16 parts each.
 
-Twins: `reference.unit` and `reference.rotate`. `heads` has the same for a step, in float32; what
-comes next in a prompt multiplies on tensor cores, so a pass over all queries is saved. Launchers
-allocate nothing. Called on the engine thread.
+Twins: `reference.unit` and `reference.rotate`. What comes next in a prompt multiplies on tensor
+cores, so a pass over all queries is saved. Launchers allocate nothing. Called on the engine thread.
 """
 
 from __future__ import annotations
@@ -30,29 +29,24 @@ def _parts_kernel(
     N: tl.constexpr,
     D: tl.constexpr,
     DR: tl.constexpr,
-    EACH: tl.constexpr,
     B: tl.constexpr,
     BH: tl.constexpr,
-    BACK: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BH + tl.arange(0, BH)
     j = tl.arange(0, B)
     inside = (head < N)[:, None] & (j < D)[None, :]
-    mine = tl.load(x + ((t * N + head) * D)[:, None] + j[None, :], mask=inside, other=0.0)
-    if not BACK:
-        mine *= tl.rsqrt(tl.sum(mine * mine, 1) / D + eps)[:, None]
+    at = ((t * N + head) * D)[:, None] + j[None, :]
+    mine = tl.load(x + at, mask=inside, other=0.0)
+    mine *= tl.rsqrt(tl.sum(mine * mine, 1) / D + eps)[:, None]
     even, odd = tl.split(tl.reshape(mine, (BH, B // 2, 2)))
     pair = tl.arange(0, B // 2) - (D - DR) // 2
     turning = (pair >= 0) & (pair < DR // 2)
     angle = tl.load(positions + t) * (DR // 2) + pair
     c = tl.load(cos + angle, mask=turning, other=1.0)[None, :]
     s = tl.load(sin + angle, mask=turning, other=0.0)[None, :]
-    if BACK:
-        s = -s
     turned = tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), (BH, B))
-    line = (head // EACH * tl.num_programs(0) + t) * EACH + head % EACH
-    store_parts(parts, (line * D)[:, None] + j[None, :], size.to(tl.int64), turned, inside)
+    store_parts(parts, at, size.to(tl.int64), turned, inside)
 
 
 def head_parts(x: Tensor, parts: Tensor, *, rotation: Rotation, eps: float) -> None:
@@ -62,24 +56,9 @@ def head_parts(x: Tensor, parts: Tensor, *, rotation: Rotation, eps: float) -> N
         x [T, N, D] float32, parts [2, T, N, D] bfloat16, contiguous, D and the dims that rotate
         even; not the same memory
     """
-    _launch(x, parts, rotation, eps, each=x.shape[1], back=False)
-
-
-def back_parts(x: Tensor, parts: Tensor, *, rotation: Rotation) -> None:
-    """Undo the rotation of each head, and put the heads of a group together.
-
-    Shapes:
-        x [T, N, D] float32, parts [2, G, T, N / G * D] bfloat16, contiguous; not the same memory
-    """
-    _launch(x, parts, rotation, 0.0, each=x.shape[1] // parts.shape[1], back=True)
-
-
-def _launch(
-    x: Tensor, parts: Tensor, rotation: Rotation, eps: float, *, each: int, back: bool
-) -> None:
     rows, n, d = x.shape
     _parts_kernel[(rows, triton.cdiv(n, _HEADS))](
         x, parts, x.numel(), rotation.cos, rotation.sin, rotation.positions, eps, N=n, D=d,
-        DR=2 * rotation.cos.shape[1], EACH=each, B=triton.next_power_of_2(d), BH=_HEADS, BACK=back,
-        num_warps=4, enable_fp_fusion=False,
+        DR=2 * rotation.cos.shape[1], B=triton.next_power_of_2(d), BH=_HEADS, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip

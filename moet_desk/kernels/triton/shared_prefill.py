@@ -5,8 +5,9 @@ decoded once for all of them (`decode_seen`), into bfloat16, which holds it exac
 pooled entries by their numbers. A program takes one row with some heads: of the row's entries it
 makes tiles that are keys and values at once, so these stand as matrices' rows and heads as columns.
 Queries come in two bfloat16 parts (`head_parts`) and weights are cut into two, as
-`prefill_attention` has it. What a row gives depends on its own entries alone, not on how many rows
-are read at a time. Launchers allocate nothing. Called on the engine thread.
+`prefill_attention` has it; what heads mixed goes out in two parts, by groups. What a row gives
+depends on its own entries alone, not on how many rows are read at a time. Launchers allocate
+nothing. Called on the engine thread.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import SHARED_BLOCK, shared_entry_bytes
+from moet_desk.kernels.triton.gemm import store_parts
 from moet_desk.kernels.triton.kv_entries import (
     KvPages,
     check_entries,
@@ -28,6 +30,7 @@ from moet_desk.kernels.triton.kv_entries import (
 )
 from moet_desk.kernels.triton.numbers import bf16_part, e4m3_value, has_e4m3, loop_bound
 from moet_desk.kernels.triton.portable import INTERPRETED
+from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.seen import Pooled
 
 _DECODED = 32
@@ -158,8 +161,26 @@ def _mixed(values, p, acc, FORM: tl.constexpr, MMA: tl.constexpr):
         return tl.dot(tl.trans(values.to(tl.float32)), p, acc, input_precision=precision)
 
 
+@triton.jit
+def _turned_back(
+    x, cos, sin, FIRST: tl.constexpr, D: tl.constexpr, DR: tl.constexpr, C: tl.constexpr
+):
+    """Numbers FIRST .. FIRST + C of heads [C, H], of which the last DR of all D turn back."""
+    if FIRST + C <= D - DR:
+        return x
+    else:
+        H: tl.constexpr = x.shape[1]
+        pairs = tl.permute(tl.reshape(x, (C // 2, 2, H)), (0, 2, 1))
+        even, odd = tl.split(pairs)
+        pair = (FIRST - D + DR) // 2 + tl.arange(0, C // 2)
+        c = tl.load(cos + pair, mask=pair >= 0, other=1.0)[:, None]
+        s = tl.load(sin + pair, mask=pair >= 0, other=0.0)[:, None]
+        back = tl.join(even * c + odd * s, odd * c - even * s)
+        return tl.reshape(tl.permute(back, (0, 2, 1)), (C, H))
+
+
 # Positions change from chunk to chunk: they must not make new variants of a kernel.
-@triton.jit(do_not_specialize=["start", "size"])
+@triton.jit(do_not_specialize=["start", "size", "first_row", "rows"])
 def _run_attention_kernel(
     parts,
     entries,
@@ -167,11 +188,17 @@ def _run_attention_kernel(
     counts,
     sink,
     out,
+    cos,
+    sin,
     scale,
     start,
     size,
+    first_row,
+    rows,
     N: tl.constexpr,
     D: tl.constexpr,
+    DR: tl.constexpr,
+    EACH: tl.constexpr,
     BH: tl.constexpr,
     TILE: tl.constexpr,
     CD: tl.constexpr,
@@ -234,9 +261,15 @@ def _run_attention_kernel(
     top = tl.maximum(largest, logit)
     factor = tl.exp(largest - top)
     factor /= total * factor + tl.exp(logit - top)
+    cos += position * (DR // 2)
+    sin += position * (DR // 2)
+    place = (head // EACH).to(tl.int64) * rows + first_row + t
+    to = (place * EACH + head % EACH) * D
+    inside = (head < N)[None, :]
     for c in tl.static_range(D // CD):
-        to = out + line[None, :] + (c * CD + tl.arange(0, CD))[:, None]
-        tl.store(to, acc[c] * factor[None, :], mask=(head < N)[None, :])
+        y = _turned_back(acc[c] * factor[None, :], cos, sin, c * CD, D, DR, CD)
+        at = to[None, :] + (c * CD + tl.arange(0, CD))[:, None]
+        store_parts(out, at, rows.to(tl.int64) * (N * D), y, inside)
 
 
 def decode_seen(kv: KvPages, run: Run, entries: Tensor) -> None:
@@ -271,25 +304,41 @@ def run_attention(
     sink: Tensor,
     out: Tensor,
     *,
+    rotation: Rotation,
     scale: float,
     form: KvFormat,
+    first: int = 0,
 ) -> None:
-    """Attention of rows of a run to what each sees of `entries`, as `reference.shared_attention`.
+    """Attention of rows of a run to what each sees of `entries`, as `reference.shared_attention`,
+    turned back.
+
+    Args:
+        parts: of the queries (`head_parts`).
+        entries: as `decode_seen` left them.
+        run: the rows.
+        sink: of each head.
+        out: gets what heads mixed as `gemm_by_group` reads it, cut into two parts.
+        rotation: tables of angles.
+        scale: of scores.
+        form: of entries.
+        first: the first row's place in `out`.
 
     Shapes:
-        parts [2, T, N, D] bfloat16, each part contiguous; entries as `decode_seen` left them
-        sink [N] bfloat16 or float32; out [T, N, D] float32
+        parts [2, T, N, D] bfloat16, each part contiguous; sink [N] bfloat16 or float32
+        out [2, G, R, N / G * D] bfloat16, contiguous, of as many numbers as the queries of R rows
     """
-    rows, n, d = out.shape
+    rows, n, d = parts.shape[1:]
     ratio = 0 if run.pooled is None else run.pooled.ratio
     chosen, counts = run.chosen or (parts, parts)  # else not read
     top_k = chosen.shape[1] if run.chosen else 0
     tile = _tile(out.device, form)
     _run_attention_kernel[(triton.cdiv(n, tile.heads), rows)](
-        parts, entries, chosen, counts, sink, out, scale, run.start, parts.stride(0), N=n, D=d,
-        BH=tile.heads, TILE=tile.entries, CD=tile.chunk if d % tile.chunk == 0 else SHARED_BLOCK,
-        WINDOW=run.window, RING=run.ring, RATIO=ratio, TOP_K=top_k, FORM=form.value,
-        MMA=not INTERPRETED, num_warps=tile.warps, num_stages=1,
+        parts, entries, chosen, counts, sink, out, rotation.cos, rotation.sin, scale, run.start,
+        parts.stride(0), first, out.shape[2], N=n, D=d, DR=2 * rotation.cos.shape[1],
+        EACH=n // out.shape[1], BH=tile.heads, TILE=tile.entries,
+        CD=tile.chunk if d % tile.chunk == 0 else SHARED_BLOCK, WINDOW=run.window, RING=run.ring,
+        RATIO=ratio, TOP_K=top_k, FORM=form.value, MMA=not INTERPRETED, num_warps=tile.warps,
+        num_stages=1,
     )  # fmt: skip
 
 

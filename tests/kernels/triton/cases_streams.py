@@ -8,7 +8,6 @@ from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import pooled_key_bytes, shared_entry_bytes
 from moet_desk.kernels.triton import (
     head_parts,
-    heads,
     pooled_keys,
     pooled_scores,
     pooling,
@@ -78,13 +77,6 @@ def _cases() -> Iterator[Case]:
     yield from _keys()
     yield from _lists()
     yield from _prompts()
-    for norm in (True, False):
-        types = {
-            "x": F32, "out": F32, "group_stride": "i32", "row_stride": "i32", "cos": F32,
-            "sin": F32, "positions": "*i32", "eps": "fp32",
-        }  # fmt: skip
-        values = {"D": 512, "DR": 64, "B": 512, "EACH": 8, "NORM": norm, "BACK": not norm}
-        yield Case(f"turn_heads norm={norm}", heads._turn_kernel, types, values, 1, EXACT)
     types = {
         "logits": F32, "table": "*i32", "tokens": "*i32", "ids": "*i32", "weights": F32,
         "scale": "fp32",
@@ -174,10 +166,10 @@ def _keys() -> Iterator[Case]:
         size = {"PAGE": 16, "ENTRY": pooled_key_bytes(form, 128), "FORM": form.value}
         types = {**TURNS, **pages, "vectors": F32, "weight": "*bf16", "eps": "fp32"}
         values = {**size, "D": 128, "DR": 64, "RATIO": 4, "FACTOR": 128**-0.5}
-        yield Case(f"pooled_key {form.value}", pooled_keys._key_kernel, types, values, 8, EXACT)
+        yield Case(f"pooled_key {form.value}", pooled_keys._key_kernel, types, values, 1, EXACT)
         types = {**TURNS, "q": F32, "q_out": F32}
         values = {"D": 128, "DR": 64, "FACTOR": 128**-0.5, "ROUNDS": form is KvFormat.FP8}
-        yield Case(f"pooled_query {form.value}", pooled_keys._query_kernel, types, values, 8, EXACT)
+        yield Case(f"pooled_query {form.value}", pooled_keys._query_kernel, types, values, 1, EXACT)
         types = {
             **pages, "q": F32, "weights": F32, "weights_stride": "i32", "scale": "fp32",
             "lengths": "*i32", "scores": F32, "scores_stride": "i32",
@@ -193,11 +185,8 @@ def _prompts() -> Iterator[Case]:
         "x": F32, "parts": "*bf16", "size": "i32", "cos": F32, "sin": F32, "positions": "*i32",
         "eps": "fp32",
     }  # fmt: skip
-    for back in (False, True):
-        values = {
-            "N": 64, "D": 512, "DR": 64, "EACH": 8 if back else 64, "B": 512, "BH": 4, "BACK": back,
-        }  # fmt: skip
-        yield Case(f"run_parts back={back}", head_parts._parts_kernel, types, values, 4, EXACT)
+    values = {"N": 64, "D": 512, "DR": 64, "B": 512, "BH": 4}
+    yield Case("run_parts", head_parts._parts_kernel, types, values, 4, EXACT)
     for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
         types = {
             "pages": "*u8", "base": "i32", "table": "*i32", "first": "i32", "entries": "*bf16",
@@ -210,12 +199,14 @@ def _prompts() -> Iterator[Case]:
         yield Case(f"run_decode {form.value}", shared_prefill._decode_kernel, types, values)
     types = {
         "parts": "*bf16", "entries": "*bf16", "chosen": "*i32", "counts": "*i32", "sink": "*bf16",
-        "out": F32, "scale": "fp32", "start": "i32", "size": "i32",
+        "out": "*bf16", "cos": F32, "sin": F32, "scale": "fp32", "start": "i32", "size": "i32",
+        "first_row": "i32", "rows": "i32",
     }  # fmt: skip
     for capability, tile in ((90, shared_prefill.HOPPER_TILE), (120, shared_prefill.CARD_TILE)):
         for ratio, top_k in ((0, 0), (4, 512), (128, 0)):
             values = {
-                "N": 64, "D": 512, "BH": tile.heads, "TILE": tile.entries, "CD": tile.chunk,
+                "N": 64, "D": 512, "DR": 64, "EACH": 8, "BH": tile.heads, "TILE": tile.entries,
+                "CD": tile.chunk,
                 "WINDOW": 128, "RING": 640, "RATIO": ratio, "TOP_K": top_k, "FORM": "fp8",
                 "MMA": True,
             }  # fmt: skip

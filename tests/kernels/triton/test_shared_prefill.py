@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,14 @@ from torch import Tensor
 
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.triton.head_parts import back_parts, head_parts
+from moet_desk.kernels.triton.head_parts import head_parts
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.seen import Pooled
 from moet_desk.kernels.triton.shared_prefill import Run, decode_seen, run_attention
 
-HEADS, DIM, ROTARY, WINDOW, RING, FIRST, RATIO = 5, 128, 64, 6, 48, 96, 4
-START, ROWS, PAGE, SPREAD = 65, 3, 2, 2
+HEADS, DIM, ROTARY, WINDOW, RING, FIRST, RATIO = 6, 128, 64, 6, 48, 96, 4
+START, ROWS, PAGE, SPREAD, GROUPS = 65, 3, 2, 2, 2
 TABLE = [3, 9, 0, 9, 5, 9, 1, 9, 2, 9, 4, 9, 6, 9, 8, 9, 7, 9]
 """Pages of a sequence, of which every second one is used."""
 
@@ -48,6 +49,18 @@ def _run(pooled: Pooled | None, start: int = START) -> Run:
 def _parts(q: Tensor) -> Tensor:
     high = q.bfloat16()
     return torch.stack([high, (q - high.float()).bfloat16()])
+
+
+def _rotation() -> Rotation:
+    frequencies, magnitude = ref.rope_frequencies(ROTARY, 1e4)
+    cos, sin = ref.rope_tables(torch.arange(80), frequencies, magnitude)
+    return Rotation(torch.zeros(1).int(), cos, sin, interleaved=True)
+
+
+def _turned(heads: Tensor, positions: list[int], *, back: bool = False) -> Tensor:
+    cos, sin = (table[positions][:, None] for table in (_rotation().cos, _rotation().sin))
+    turned = ref.rotate(heads[..., -ROTARY:], cos, -sin if back else sin, interleaved=True)
+    return torch.cat([heads[..., :-ROTARY], turned], -1)
 
 
 def _room(run: Run, form: KvFormat) -> Tensor:
@@ -87,38 +100,32 @@ def test_run_attention__rows_of_a_prompt__as_the_twin_and_each_row_alone(
         counts = torch.tensor([len(own) for own in far], dtype=torch.int32)
         run = replace(run, chosen=(chosen, counts))
     q, sink = _random(ROWS, HEADS, DIM, seed=2), _random(HEADS, seed=3)
-    entries, parts, out = _room(run, form), _parts(q), torch.empty(ROWS, HEADS, DIM)
+    entries, parts = _room(run, form), _parts(q)
     decode_seen(kv, run, entries)
-    run_attention(parts, entries, run, sink, out, scale=0.1, form=form)
+    out = torch.full((2, GROUPS, ROWS, HEADS // GROUPS * DIM), torch.nan, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"rotation": _rotation(), "scale": 0.1, "form": form}
+    run_attention(parts, entries, run, sink, out, **options)
     for t in range(ROWS):
         places = _places(start + t, [] if sees == "window" else far[t])
         seen = ref.shared_read(kv.pages[places, 0], form, DIM, ROTARY)
         mask = torch.ones(1, len(places), dtype=torch.bool)
         want = ref.shared_attention(parts[:, t].float().sum(0)[None], seen, mask, sink, scale=0.1)
-        torch.testing.assert_close(out[t], want[0], rtol=1e-5, atol=2e-6)
+        want = _turned(want, [start + t], back=True).view(GROUPS, -1)
+        torch.testing.assert_close(out[:, :, t].float().sum(0), want, rtol=1e-4, atol=2e-6)
     if sees == "all":
-        alone = torch.empty(1, HEADS, DIM)
+        alone = torch.full_like(out, torch.nan)
         own = Run(start + 1, RING, RING, WINDOW, pooled, run.n_pooled)
-        run_attention(parts[:, 1:2], entries, own, sink, alone, scale=0.1, form=form)
-        assert torch.equal(alone[0], out[1])
+        run_attention(parts[:, 1:2], entries, own, sink, alone, first=2, **options)
+        assert torch.equal(alone[:, :, 2], out[:, :, 1])
+        assert alone[:, :, :2].isnan().all()
 
 
-def test_head_parts__there_and_back__near_the_twins_and_by_groups() -> None:
-    x, n_heads = 3 * _random(ROWS, 6, DIM, seed=4), 6
-    frequencies, magnitude = ref.rope_frequencies(ROTARY, 1e4)
-    cos, sin = ref.rope_tables(torch.arange(80), frequencies, magnitude)
-    positions = torch.arange(START, START + ROWS)
-    rotation = Rotation(positions.int(), cos, sin, interleaved=True)
-    parts = torch.empty(2, ROWS, n_heads, DIM, dtype=torch.bfloat16)
+def test_head_parts__rows_and_heads__near_the_twins() -> None:
+    x = 3 * _random(ROWS, HEADS, DIM, seed=4)
+    positions = list(range(START, START + ROWS))
+    rotation = replace(_rotation(), positions=torch.tensor(positions).int())
+    parts = torch.empty(2, ROWS, HEADS, DIM, dtype=torch.bfloat16)
     head_parts(x, parts, rotation=rotation, eps=1e-6)
-    heads = ref.unit(x, 1e-6)
-    own = cos[positions][:, None], sin[positions][:, None]
-    turned = ref.rotate(heads[..., -ROTARY:], *own, interleaved=True)
-    want = torch.cat([heads[..., :-ROTARY], turned], -1)
-    near = {"rtol": 2**-14, "atol": 1e-6}
-    torch.testing.assert_close(parts.float().sum(0), want, **near)
+    want = _turned(ref.unit(x, 1e-6), positions)
+    torch.testing.assert_close(parts.float().sum(0), want, rtol=2**-14, atol=1e-6)
     assert parts[1].abs().max() < 2**-6 * parts[0].abs().max()
-    back = torch.empty(2, 2, ROWS, 3 * DIM, dtype=torch.bfloat16)
-    back_parts(want, back, rotation=rotation)
-    by_group = heads.view(ROWS, 2, 3 * DIM).transpose(0, 1)
-    torch.testing.assert_close(back.float().sum(0), by_group, rtol=2**-13, atol=1e-5)
