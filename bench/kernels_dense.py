@@ -1,11 +1,11 @@
 """Times of dense products, norms and sampling on a GPU, one JSON line each.
 
     python -m bench.kernels_dense [products|ffn|latents|prompts|small ...] [--sweep]
-    python -m bench.kernels_dense variants [--seconds 58]
+    python -m bench.kernels_dense tiles [--seconds 58]
 
-Without names all parts run but variants; --sweep tries other tiles of gemv and gemm beside the
-engine's; variants compares ways of one row's products at DeepSeek-V4-Flash's shapes, then of two
-rows and eight.
+Without names all parts run but tiles; --sweep tries other tiles of gemv and gemm beside the engine's.
+`tiles` compares those of a step's products at DeepSeek-V4-Flash's shapes, for one row, two and eight;
+processes of their own compile them meanwhile.
 
 Every figure is the median of CUDA-graph replays; weights rotate through several copies, so that
 they come from memory and not from L2. Needs a CUDA device; writes nothing.
@@ -14,9 +14,8 @@ they come from memory and not from L2. Needs a CUDA device; writes nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,10 +24,18 @@ import torch
 from torch import Tensor
 
 from bench.compiling import compiled, compilers, newest, only_compile
-from bench.timing import DEVICE, per_call_us, report
+from bench.timing import DEVICE, report
 from moet_desk.kernels.triton import dense
 from moet_desk.kernels.triton import gemm as gemms
-from moet_desk.kernels.triton.dense import DenseWeight, GemvTile, gemv, swiglu_gemv, tile_for
+from moet_desk.kernels.triton.dense import (
+    DenseWeight,
+    GemvTile,
+    WeightKind,
+    gemv,
+    swiglu_gemv,
+    tile_for,
+    way_of,
+)
 from moet_desk.kernels.triton.gemm import GemmTile, gemm, split
 from moet_desk.kernels.triton.latent import LatentWeight, mla_absorb, mla_out
 from moet_desk.kernels.triton.norms import add_rms_norm
@@ -49,20 +56,9 @@ SHAPES = [  # what, outputs, inputs
 ]
 SWEPT = ("square", "wide", "deepseek joined", "router")
 SWEEP = [
-    GemvTile(rows, warps, unroll)
-    for rows, warps in (
-        (1, 1),
-        (2, 1),
-        (2, 2),
-        (4, 1),
-        (4, 2),
-        (4, 4),
-        (8, 2),
-        (8, 4),
-        (16, 4),
-        (16, 8),
-    )
-    for unroll in (1, 2, 4)
+    GemvTile(rows, warps, ahead)
+    for rows, warps in ((1, 4), (2, 4), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (16, 4), (16, 8))
+    for ahead in (1, 2, 4)
 ]
 GEMM_SWEEP = [
     GemmTile(m=128, n=128, k=64, warps=8, stages=3),
@@ -100,7 +96,7 @@ def products(sweep: bool) -> None:
             copies = weights(n, k, dtype)
             for rows in (1, 3, 8):
                 x, out = torch.randn(rows, k, device=DEVICE), torch.empty(rows, n, device=DEVICE)
-                used = tile_for(n, rows)
+                used = tile_for(n, k, copies[0].kind, rows)
                 others = SWEEP if sweep and rows in (1, 3) and what in SWEPT else []
                 for tile in [used, *others]:
                     report(
@@ -110,7 +106,7 @@ def products(sweep: bool) -> None:
                         shape=f"{what} {n}x{k}",
                         weights=str(dtype).removeprefix("torch."),
                         rows=rows,
-                        tile=f"{tile.rows} rows, {tile.warps} warps, unrolled {tile.unroll}",
+                        tile=f"{tile.rows} rows, {tile.warps} warps, {tile.ahead} ahead",
                         used=tile == used,
                     )
 
@@ -262,37 +258,21 @@ PRODUCTS = (
     Product("index q_b", 8192, 1024),
     Product("head", 129280, 4096, "bfloat16"),
 )
-LATER = ("q_a and kv", "q_b", "o_b", "pool")  # with two rows and with eight
-ALONE = (
-    (1, 4, 4), (2, 4, 2), (2, 4, 4), (4, 2, 4), (4, 4, 2), (4, 4, 4), (4, 4, 8), (8, 2, 2), (8, 2, 4),
-    (8, 4, 1), (8, 4, 2), (8, 4, 4), (8, 8, 2), (16, 4, 1), (16, 4, 2), (16, 8, 1), (16, 8, 2),
-)  # fmt: skip
-PIPED = ((4, 4, 1), (4, 4, 2), (8, 4, 1), (8, 4, 2), (16, 4, 1))
-SOME = ((4, 4, 1), (4, 4, 2), (8, 4, 1), (8, 8, 1), (8, 8, 2), (16, 8, 1), (16, 8, 2))
 LEAST_LOADS, MOST_LOADS = 4, 16  # of 16 bytes of weights that a lane has under way
 
 
-def tiles_of(product: Product, rows: int) -> dict[str, list[GemvTile]]:
-    """Tiles to try by family; all of a family give the same bits."""
-    run = 16 if product.weights == "float8_e4m3fn" else 8
-
-    def made(lanes: int, shapes: Sequence[tuple[int, int, int]], *, pipe: bool) -> list[GemvTile]:
-        steps, found = product.k // (lanes * run), []
-        for r, warps, ahead in sorted({(r, w, min(ahead, steps)) for r, w, ahead in shapes}):
-            loads = r * lanes * ahead / (32 * warps)
-            whole = 32 * warps >= lanes and steps % ahead == 0 and not (product.gated and r < 2)
-            if whole and LEAST_LOADS <= loads <= MOST_LOADS and not (pipe and ahead == steps):
-                found.append(GemvTile(r, warps, lanes=lanes, ahead=ahead, pipe=pipe, eager=True))
-        return found
-
-    families = {"before": [tile_for(product.groups * product.n, rows)]}
-    for lanes in (32, 64, 128):
-        if product.k % (lanes * run) == 0:
-            families[f"{lanes} lanes"] = [
-                *made(lanes, ALONE if rows == 1 else SOME, pipe=False),
-                *made(lanes, PIPED if rows == 1 else (), pipe=True),
-            ]
-    return families
+def tiles_of(product: Product, rows: int) -> list[GemvTile]:
+    """Tiles to try, the engine's first."""
+    kind = WeightKind.FP8 if product.weights == "float8_e4m3fn" else WeightKind.BF16
+    n = product.groups * product.n
+    used = tile_for(n, product.k, kind, rows, gated=product.gated)
+    found = {way_of(product.k, kind, rows, used): used}
+    for tile in SWEEP:
+        way = way_of(product.k, kind, rows, tile)
+        loads = way.rows * way.lanes * way.ahead / (32 * way.warps)
+        if LEAST_LOADS <= loads <= MOST_LOADS and not (product.gated and tile.rows < 2):
+            found.setdefault(way, tile)
+    return list(found.values())
 
 
 def without_card(capability: int, modules: Sequence[str]) -> None:
@@ -301,55 +281,48 @@ def without_card(capability: int, modules: Sequence[str]) -> None:
 
 
 def fits(product: Product, rows: int, tile: GemvTile) -> bool:
-    """Compile one variant; whether it spills nothing."""
+    """Compile one tile; whether it spills nothing."""
     x, out = product.buffers(rows)
     product.run(x, product.weight(), out, tile)
     return newest(product.kernel).stack_bytes == 0
 
 
-def variants(until: float) -> None:
-    jobs = [(product, 1) for product in PRODUCTS]
-    jobs += [(product, rows) for rows in (2, 8) for product in PRODUCTS if product.name in LATER]
+def tiles(until: float) -> None:
+    jobs = [(product, rows) for rows in (1, 2, 8) for product in PRODUCTS]
     torch.manual_seed(0)
     major, minor = torch.cuda.get_device_capability()
     with compilers(10 * major + minor, (__name__,), begin=without_card) as pool:
         waiting = {
-            job: [
-                (family, tile, pool.apply_async(fits, (*job, tile)))
-                for family, tiles in tiles_of(*job).items()
-                for tile in tiles
-            ]
+            job: [("gemv", tile, pool.apply_async(fits, (*job, tile))) for tile in tiles_of(*job)]
             for job in jobs
         }
         for (product, rows), passed in compiled(waiting, until=until):
-            compare(product, rows, passed)
+            compare(product, rows, passed["gemv"])
 
 
-def compare(product: Product, rows: int, passed: Mapping[str, Sequence[GemvTile]]) -> None:
-    """Print the time of every variant, and whether its bits are those of the family's first."""
+def compare(product: Product, rows: int, passed: Sequence[GemvTile]) -> None:
+    """Print the time of every tile; all must give the same bits, and one row those of many.
+
+    Raises:
+        ValueError: one gives others.
+    """
     first = product.weight()
     size = weight_bytes(first)
     copies = [first, *(product.weight() for _ in range(max(1, min(63, COLD_BYTES // size))))]
     x, out = product.buffers(rows)
-    before = None
-    for family, tiles in passed.items():
-        wanted = None
-        for tile in tiles:
-            out.fill_(torch.nan)
-            product.run(x, first, out, tile)
-            wanted = out.clone() if wanted is None else wanted
-            before = out.clone() if before is None else before
-            us = per_call_us([partial(product.run, x, w, out, tile) for w in copies], repeats=7)
-            line = {
-                "product": product.name, "n": product.groups * product.n, "k": product.k,
-                "weights": product.weights, "rows": rows, "family": family,
-                "tile": [tile.rows, tile.warps, tile.ahead or tile.unroll], "pipe": tile.pipe,
-                "us": round(us, 2), "gb_per_s": round(size / us / 1e3),
-            }  # fmt: skip
-            product.run(x, first, out, tile)
-            line["same_bits"] = torch.equal(out, wanted)
-            line["off"] = f"{((out - before).abs().max() / before.abs().max()).item():.1e}"
-            print(json.dumps(line), flush=True)
+    _, wanted = product.buffers(rows)
+    for row in range(rows):
+        product.run(x[row : row + 1], first, wanted[row : row + 1], passed[-1])
+    for tile in passed:
+        product.run(x, first, out.fill_(torch.nan), tile)
+        if not torch.equal(out, wanted):
+            raise ValueError(f"{tile} gives other bits for {rows} rows of {product}")
+        report(
+            "swiglu_gemv" if product.gated else "gemv",
+            [partial(product.run, x, w, out, tile) for w in copies],
+            moved=size, repeats=7, product=product.name, n=product.groups * product.n, k=product.k,
+            weights=product.weights, rows=rows, tile=[tile.rows, tile.warps, tile.ahead],
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -363,10 +336,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times of dense kernels, one JSON line each.")
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default all")
     parser.add_argument("--sweep", action="store_true", help="try other tiles too")
-    parser.add_argument("--seconds", type=float, default=58.0, help="of variants")
+    parser.add_argument("--seconds", type=float, default=58.0, help="of tiles")
     args = parser.parse_args()
-    if args.parts == ["variants"]:
-        variants(time.monotonic() + args.seconds)
+    if args.parts == ["tiles"]:
+        tiles(time.monotonic() + args.seconds)
         return
     for name in args.parts or parts:
         parts[name](args.sweep)

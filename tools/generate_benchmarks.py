@@ -318,7 +318,7 @@ def _reader(name: str) -> str | None:
     if name.endswith(("embed_tokens", "tid2eid", ".ape")):  # of which a line is read
         return None
     if name.endswith("_fn"):
-        return "_project_kernel"
+        return "_advance_kernel"
     if name.endswith(("shared_experts.w1", "shared_experts.w3")):
         return "_swiglu_gemv_kernel"
     return "_gemv_kernel"

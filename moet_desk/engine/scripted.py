@@ -9,12 +9,10 @@ The same script and the same calls give the same events and snapshots.
 from __future__ import annotations
 
 import itertools
-import math
-import random
 import re
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,10 +28,10 @@ from moet_desk.engine.handle import (
 )
 from moet_desk.engine.messages import prepare_messages, prepare_tools
 from moet_desk.engine.parsers.answers import AnswerFormat
+from moet_desk.engine.scripted_cache import ScriptedCache
 from moet_desk.errors import MoetError, fail
 from moet_desk.marked_text import MarkedText, join
 from moet_desk.telemetry import (
-    CacheView,
     DraftChoice,
     EngineSnapshot,
     EngineState,
@@ -43,15 +41,11 @@ from moet_desk.telemetry import (
     LoadStep,
     PrefillProgress,
     TextDelta,
-    Tier,
-    TierCounters,
     TierSizes,
     Usage,
     VramView,
 )
 
-_WINDOW = 64  # steps behind the shown shares, as in the real engine
-_ROW_BYTES = 110_592
 _MAX_WAITING = 32
 _VOCAB = 8192
 
@@ -119,149 +113,6 @@ class Script:
     format: AnswerFormat = field(default_factory=AnswerFormat)  # with tags: `answers` may reason
 
 
-class _Cache:
-    """Experts moving between tiers under skewed use. Owned by the thread that calls `advance`."""
-
-    def __init__(self, script: Script) -> None:
-        n_layers, n_experts = script.n_layers, script.n_experts
-        n_rows = n_layers * n_experts
-        self._random = random.Random(script.seed)
-        self._top_k = script.top_k
-        self._order = [self._random.sample(range(n_experts), n_experts) for _ in range(n_layers)]
-        self._weights = list(
-            itertools.accumulate(1.0 / (rank + 1) ** 1.1 for rank in range(n_experts))
-        )
-        self._n_slots = max(n_layers * script.top_k, int(n_rows * script.pool_share))
-        self._n_fine = int(n_rows * script.fine_share)
-        self._n_arena = int(n_rows * script.arena_share)
-        rows = [(layer, expert) for layer in range(n_layers) for expert in range(n_experts)]
-        self._random.shuffle(rows)
-        self._arena = OrderedDict.fromkeys(rows[: self._n_arena])
-        self._slots: OrderedDict[tuple[int, int], None] = OrderedDict()
-        self._fine: OrderedDict[tuple[int, int], None] = OrderedDict()
-        self._uses = [[0.0] * n_experts for _ in range(n_layers)]
-        self._hits: list[float | None] = [None] * n_layers
-        self._recent: deque[tuple[int, int, int, int]] = deque(maxlen=_WINDOW)
-        empty = bytes(n_experts)
-        self._view = CacheView(
-            layers=tuple(range(1, n_layers + 1)),
-            n_experts=n_experts,
-            tiers=tuple(self._tier_bytes(layer) for layer in range(n_layers)),
-            heat=(empty,) * n_layers,
-            generations=(1,) * n_layers,
-            hit_share=(None,) * n_layers,
-        )
-        self.counters = TierCounters()
-        self._seen_lookups = 0
-
-    def _tier_of(self, row: tuple[int, int]) -> Tier:
-        if row in self._fine:
-            return Tier.FINE
-        if row in self._slots:
-            return Tier.BASE
-        return Tier.RAM if row in self._arena else Tier.NVME
-
-    def _tier_bytes(self, layer: int) -> bytes:
-        return bytes(self._tier_of((layer, e)) for e in range(len(self._order[0])))
-
-    def step(self, seconds: float) -> None:
-        """Look up the experts of one token in every layer."""
-        by_tier = [0, 0, 0, 0]
-        for layer, order in enumerate(self._order):
-            chosen: set[int] = set()
-            while len(chosen) < self._top_k:
-                chosen.add(self._random.choices(order, cum_weights=self._weights)[0])
-            hits = 0
-            for expert in sorted(chosen):
-                tier = self._use(layer, expert)
-                by_tier[tier] += 1
-                hits += tier >= Tier.BASE
-            share, before = hits / self._top_k, self._hits[layer]
-            self._hits[layer] = share if before is None else before * 0.95 + share * 0.05
-        self._count(by_tier, seconds)
-
-    def _use(self, layer: int, expert: int) -> Tier:
-        row = (layer, expert)
-        tier = self._tier_of(row)
-        self._uses[layer][expert] += 1.0
-        if tier is Tier.NVME:
-            self._arena[row] = None
-            if len(self._arena) > self._n_arena:
-                self._arena.popitem(last=False)
-        if row in self._slots and self._n_fine and self._random.random() < 0.02:
-            self._fine[row] = None
-            if len(self._fine) > self._n_fine:
-                self._fine.popitem(last=False)
-        self._slots[row] = None
-        self._slots.move_to_end(row)
-        if len(self._slots) > self._n_slots:
-            victim, _ = self._slots.popitem(last=False)
-            self._fine.pop(victim, None)
-        return tier
-
-    def _count(self, by_tier: list[int], seconds: float) -> None:
-        nvme, ram, base, fine = by_tier
-        old = self.counters
-        moved = (nvme + ram) * _ROW_BYTES
-        self._recent.append((nvme, ram, base, fine))
-        self.counters = replace(
-            old,
-            lookups=old.lookups + sum(by_tier),
-            hits_base=old.hits_base + base,
-            hits_fine=old.hits_fine + fine,
-            from_ram=old.from_ram + ram,
-            from_nvme=old.from_nvme + nvme,
-            evictions=old.evictions + nvme + ram,
-            bytes_ram_to_slot=old.bytes_ram_to_slot + moved,
-            bytes_nvme_to_ram=old.bytes_nvme_to_ram + nvme * _ROW_BYTES,
-            wait_s=old.wait_s + seconds * min(0.6, 0.01 * ram + 0.03 * nvme),
-            step_s=old.step_s + seconds,
-        )
-
-    def view(self) -> CacheView:
-        """The newest picture; rows that did not change keep their generation."""
-        before = self._view
-        if self.counters.lookups == self._seen_lookups:
-            return before
-        self._seen_lookups = self.counters.lookups
-        tiers = tuple(self._tier_bytes(layer) for layer in range(len(self._order)))
-        heat = tuple(
-            bytes(0 if uses == 0 else 1 + min(6, int(math.log2(uses))) for uses in row)
-            for row in self._uses
-        )
-        generations = tuple(
-            generation + (tiers[i] != before.tiers[i] or heat[i] != before.heat[i])
-            for i, generation in enumerate(before.generations)
-        )
-        hit_share = tuple(self._hits)
-        self._view = replace(
-            before, tiers=tiers, heat=heat, generations=generations, hit_share=hit_share
-        )
-        return self._view
-
-    def shares(self) -> tuple[float, float, float, float] | None:
-        """Recent look-ups by tier (N, R, G, Q)."""
-        if not self._recent:
-            return None
-        sums = [sum(column) for column in zip(*self._recent, strict=True)]
-        total = sum(sums)
-        return (sums[0] / total, sums[1] / total, sums[2] / total, sums[3] / total)
-
-    def sizes(self) -> TierSizes:
-        """How full each tier is."""
-        return TierSizes(
-            base_slots=self._n_slots,
-            base_slots_used=len(self._slots),
-            fine_slots=self._n_fine,
-            fine_slots_used=len(self._fine),
-            arena_rows=self._n_arena,
-            arena_rows_used=len(self._arena),
-            rows=len(self._order) * len(self._order[0]),
-            slot_bytes=_ROW_BYTES,
-            row_bytes=_ROW_BYTES,
-        )
-
-
 @dataclass(slots=True, eq=False)
 class _Job:
     """One request being played. Owned by the thread that calls `advance`."""
@@ -294,7 +145,7 @@ class ScriptedEngine:
         self.script = script or Script()
         self._now_s = 0.0
         self._credit_s = 0.0
-        self._cache, self._vram = _Cache(self.script), self.script.vram
+        self._cache, self._vram = _cache_of(self.script), self.script.vram
         self._jobs: deque[_Job] = deque()
         self._numbers = itertools.count()
         self._load_s = 0.0
@@ -606,3 +457,12 @@ class ScriptedEngine:
             error=self._error.to_dict() if self._error is not None else None,
             generation=self._snapshot.generation + 1,
         )
+
+
+def _cache_of(script: Script) -> ScriptedCache:
+    n_rows = script.n_layers * script.n_experts
+    return ScriptedCache(
+        script.n_layers, script.n_experts, script.top_k, seed=script.seed,
+        n_slots=max(script.n_layers * script.top_k, int(n_rows * script.pool_share)),
+        n_fine=int(n_rows * script.fine_share), n_arena=int(n_rows * script.arena_share),
+    )  # fmt: skip

@@ -21,9 +21,9 @@ from moet_desk.store.reads import fill, open_again
 from moet_desk.store.sources import TensorIndex, raw_tensors
 from moet_desk.store.stored_tensors import DTYPES, RawTensor, WeightFile
 
-_PIECE_BYTES = 1 << 20
-"""Read before they are converted: a processor still has them in its cache then, so that reading
-costs no more than a mapping's page faults.
+_PIECE_BYTES = 16 << 20
+"""Read before they are converted, so that a large matrix needs little room beside its numbers.
+Small pieces are slow: two threads wait for each other at every one of them.
 """
 
 

@@ -94,7 +94,8 @@ def row_values(view: CacheView, row: int, grid: Grid, measure: Measure) -> list[
     both = bytes([heat << 2 | tier for heat, tier in zip(view.heat[row], view.tiers[row])])  # noqa: B905
     if grid.group > 1:
         step = grid.group
-        both = bytes([max(both[at : at + step]) for at in range(0, grid.n_experts, step)])
+        both = both.ljust(grid.n_cells * step, b"\0")
+        both = bytes(map(max, *(both[at::step] for at in range(step))))
     if measure is Measure.HEAT:
         return [value >> 2 or None for value in both]
     return [value & 3 if value >= Tier.BASE else None for value in both]

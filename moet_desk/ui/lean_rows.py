@@ -7,7 +7,7 @@ drawn is the same. UI thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self, cast
 
 from rich.color import Color as Ink
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     _Scroll = VerticalScroll
 else:
     _Widget = _Scroll = object  # so that the Textual class stays the first, for its style sheet
+
+
+_MOST_STYLES = 1000
 
 
 class Growing(_Widget):
@@ -86,13 +89,17 @@ class Rows(Framed):
     _left = _right = Strip([])
     _filters: Sequence[LineFilter] = ()
     _ground: Color = Color(0, 0, 0)
+    _unchanged: dict[int, Style] = {}  # noqa: RUF012  # replaced for each look
 
     def refresh(
         self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
     ) -> Self:
-        """Repaint the regions, or all of it."""
+        """Repaint the regions, or all of it; with a layout as Textual does, so that both come
+        together.
+        """
         screen = self.screen if self._is_mounted and self.is_attached else None
-        if layout or recompose or not repaint or not isinstance(screen, LeanScreen):
+        others = layout or recompose or self._layout_required or not repaint
+        if others or not isinstance(screen, LeanScreen):
             return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
         self._layout_cache.clear()
         self.clear_cached_dimensions()
@@ -119,21 +126,40 @@ class Rows(Framed):
         return rows if span == (0, self.outer_size.width) else [row.crop(*span) for row in rows]
 
     def _draw_frame(self) -> None:
-        width, gutter = self.outer_size.width, self.gutter
-        self._filters = self.get_line_filters()
+        width = self.outer_size.width - self.scrollbar_size_vertical  # the bar is in front
+        gutter = self.styles.gutter
+        self._filters, self._unchanged = self.get_line_filters(), {}
         _, self._ground = self.background_colors
         if gutter.width:
             row = self._any_row(0)
-            self._left, self._right = row.crop(0, gutter.left), row.crop(width - gutter.right)
+            self._left = row.crop(0, gutter.left)
+            self._right = row.crop(width - gutter.right, width)
         else:
             self._left = self._right = Strip([])
 
     def _framed(self, row: Strip) -> Strip:
-        for each in self._filters:
-            row = row.apply_filter(each, self._ground)
+        if not self._is_filtered(row):
+            for each in self._filters:
+                row = row.apply_filter(each, self._ground)
         if not (self._left or self._right):
             return row
         return Strip.join([self._left, row, self._right])
+
+    def _is_filtered(self, row: Strip) -> bool:
+        """Whether the filters leave the row as it is, as they do with true colours."""
+        known = self._unchanged
+        for segment in row:
+            style = segment.style
+            if style is not None and id(style) not in known:
+                one = Strip([segment], 1)
+                for each in self._filters:
+                    one = one.apply_filter(each, self._ground)
+                if next(iter(one)) != segment:
+                    return False
+                if len(known) >= _MOST_STYLES:
+                    known.clear()
+                known[id(style)] = style
+        return True
 
 
 def draw_line(widget: Widget, line: Content, width: int) -> Strip:
@@ -142,9 +168,14 @@ def draw_line(widget: Widget, line: Content, width: int) -> Strip:
     if line.cell_length > width:
         (row, *_) = line.render_strips(width, 1, style, RenderOptions(widget._get_style, {}))
         return row.adjust_cell_length(width, style.rich_style)
-    parts = line.render(style, end="", parse_style=widget._get_style)
-    row = Strip([Segment(text, (style + look).rich_style) for text, look in parts])
+    row = one_row(line, style, widget._get_style)
     return row.adjust_cell_length(width, style.rich_style)
+
+
+def one_row(line: Content, style: Look, get_style: Callable[[str | Look], Look]) -> Strip:
+    """A text that fits into a row, without all that Textual does to wrap it."""
+    parts = line.render(style, end="", parse_style=get_style)
+    return Strip([Segment(text, (style + look).rich_style) for text, look in parts])
 
 
 class Words(Rows, Static):
@@ -196,15 +227,17 @@ class LeanBar(Rows, ScrollBar):
         self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
     ) -> Self:
         """Repaint what has changed."""
+        textual = super(Rows, self).refresh  # whose scrolling comes through the queues as well
         if regions or layout or recompose or not (repaint and self._cells and self.is_attached):
-            return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
+            self._cells = ()
+            return textual(*regions, repaint=repaint, layout=layout, recompose=recompose)
         before, now = self._cells, self._draw()
         if len(before) != len(now):
-            return super().refresh()
+            return textual()
         changed = [y for y, (a, b) in enumerate(zip(before, now, strict=True)) if a != b]
         if changed:
             n_rows = changed[-1] + 1 - changed[0]
-            super().refresh(Region(0, changed[0], self.size.width, n_rows))
+            textual(Region(0, changed[0], self.size.width, n_rows))
         return self
 
     def _draw(self) -> Sequence[Segment]:
@@ -215,7 +248,14 @@ class LeanBar(Rows, ScrollBar):
             position=bar.position, thickness=self.size.width,
             back_color=style.bgcolor or Ink.default(), bar_color=style.color or Ink.default(),
         )  # fmt: skip
-        self._cells = list(drawn.segments)
+        base = self.visual_style.rich_style
+        segments = list(drawn.segments)
+        kinds = {id(each): each for each in segments}  # of all rows there are at most five
+        looks = {
+            at: Segment(each.text, base if each.style is None else base + each.style)
+            for at, each in kinds.items()
+        }
+        self._cells = [looks[id(each)] for each in segments]
         return self._cells
 
     def _draw_frame(self) -> None:

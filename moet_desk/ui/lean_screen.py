@@ -20,6 +20,8 @@ from textual.screen import Screen
 from textual.strip import Strip
 from textual.widget import Widget
 
+_MANY_SEGMENTS = 8
+
 Piece = tuple[int, int, Strip]
 """Row, column and cells of what is sent."""
 
@@ -140,8 +142,25 @@ def _parts(y: int, left: int, strip: Strip, shown: int, wanted: int) -> Iterator
         width = (~rest & (rest + 1)).bit_length() - 1
         columns = ((1 << width) - 1) << x
         if columns & wanted:
-            yield y, x, strip.crop(x - left, x - left + width)
+            yield y, x, _cut(strip, x - left, x - left + width)
         shown &= ~columns
+
+
+def _cut(strip: Strip, start: int, stop: int) -> Strip:
+    """Some cells of a row. Of one with many pieces the end is cut off without measuring them all;
+    the others keep what was cut, for the next time.
+    """
+    segments = list(strip)
+    if start or len(segments) < _MANY_SEGMENTS:
+        return strip.crop(start, stop)
+    width = strip.cell_length
+    while width > stop:
+        last = segments.pop()
+        width -= last.cell_length
+        if width < stop:
+            segments.append(last.split_cells(stop - width)[0])
+            width = stop
+    return Strip(segments, width)
 
 
 def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:

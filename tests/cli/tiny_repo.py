@@ -10,7 +10,7 @@ import torch
 
 from moet_desk.engine.families import plan_for
 from moet_desk.store.library import embedded_source
-from tests.store.tiny import write_weights
+from tests.store.tiny import expert_shapes, write_weights
 
 _COPIED = (
     "tokenizer.json",
@@ -29,12 +29,7 @@ def write_repo(folder: Path, *, shards: int = 4, seed: int = 0) -> None:
     config |= {"num_nextn_predict_layers": 0}
     config.pop("quantization_config", None)
     plan = plan_for(config, path="config.json", names=[])
-    shapes = dict(plan.dense)
-    wide, narrow = (plan.inter, plan.hidden), (plan.hidden, plan.inter)
-    for layer in plan.moe_layers:
-        for expert in range(plan.n_experts):
-            for part, shape in ((plan.gate, wide), (plan.up, wide), (plan.down, narrow)):
-                shapes[part.format(layer=layer, expert=expert)] = shape
+    shapes = {**plan.dense, **expert_shapes(plan)}
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in shapes.items():

@@ -261,7 +261,8 @@ def test_loading__card_lost_or_full__error_from_the_catalogue(
     [
         (serving, "_load", opens(errno.EMFILE), "MD-PACK-07"),
         (serving, "_load", Refusal(READS, errno.EIO), "MD-PACK-07"),
-        (serving, "_load", Refusal(ROW_READS, errno.ENODEV), "MD-NVME-04"),
+        (serving, "_load", Refusal(ROW_READS, errno.ENODEV), "MD-PACK-07"),  # dense weights
+        (loader, "_warm", Refusal(ROW_READS, errno.ENODEV), "MD-NVME-04"),  # rows
         (hardware, "probe", opens(errno.EMFILE), "MD-DISK-04"),
         (loader, "Arena", Refusal(MAPS, errno.ENOMEM), "MD-RAM-04"),
     ],

@@ -36,6 +36,7 @@ from moet_desk.kernels.triton.grouped import (
 )
 from moet_desk.kernels.triton.quant import planar_shape, rms_norm_quantize
 from moet_desk.kernels.triton.route import route
+from moet_desk.kernels.triton.routed_lookup import Routing, does_both, route_and_look_up
 from tests.kernels.makers import Expert, quads_expert, random_expert
 from tests.kernels.triton import twin_cache
 from tests.kernels.triton.moe_makers import (
@@ -250,6 +251,35 @@ def test_lookup__many_steps__every_table_as_the_twin(
         got, expected = getattr(tables, field.name), getattr(twin, field.name)
         if isinstance(got, Tensor) and field.name != "free":
             assert torch.equal(got.cpu(), expected), field.name
+
+
+@pytest.mark.parametrize(("n_experts", "top_k", "score", "n_groups", "kept"), ROUTERS)
+@pytest.mark.parametrize("n_tokens", [1, 2])
+def test_route_and_look_up__rows__bits_of_two_launches(
+    n_experts: int, top_k: int, score: Score, n_groups: int, kept: int, n_tokens: int
+) -> None:
+    if not does_both(n_tokens, n_experts, top_k):
+        return
+    bias = torch.randn(n_experts, device=GPU) * 0.1
+    both, each = (GpuTables.empty(1, n_experts, 3 * top_k, device=GPU) for _ in range(2))
+    for _ in range(20):
+        logits = torch.randn(3, n_experts, device=GPU) * 3
+        ids, weights = torch.zeros(3, top_k, device=GPU).int(), torch.zeros(3, top_k, device=GPU)
+        route(
+            logits, bias, ids=ids, weights=weights, score=score, n_groups=n_groups,
+            kept_groups=kept, renormalize=True, scale=2.5,
+        )  # fmt: skip
+        found = [LookupOutput.empty(n_tokens, top_k, device=GPU) for _ in range(2)]
+        lookup(ids[:n_tokens], each, layer=0, out=found[1], ends_step=True)
+        own, counts = torch.zeros_like(ids[:n_tokens]), torch.zeros_like(weights[:n_tokens])
+        routing = Routing(logits[:n_tokens], bias, counts, score, n_groups, kept, True, 2.5)
+        route_and_look_up(routing, own, both, layer=0, out=found[0], ends_step=True)
+        assert torch.equal(own, ids[:n_tokens])
+        assert torch.equal(counts, weights[:n_tokens])
+        assert torch.equal(found[0].uniq_slot, found[1].uniq_slot)
+        assert torch.equal(found[0].uniq_pair, found[1].uniq_pair)
+    assert torch.equal(both.warmth, each.warmth)
+    assert torch.equal(both.counters, each.counters)
 
 
 class Disk:

@@ -11,8 +11,8 @@ from torch import Tensor
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.choose import list_chosen
 from moet_desk.kernels.triton.head_parts import head_parts
-from moet_desk.kernels.triton.heads import turn_back, turn_heads
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.pooled_keys import score_windows
 from moet_desk.kernels.triton.pooled_scores import prepare_run, rounds, score_run
@@ -164,19 +164,35 @@ def test_lists__released_sizes__as_the_twin() -> None:
         assert listed[t, : int(lengths[t])].tolist() == want.tolist()
 
 
-def test_heads__released_sizes__as_the_twins() -> None:
-    x, at = 3 * _random(ROWS, HEADS, DIM, seed=18), torch.tensor([0, 7, 900, 901])
-    frequencies, magnitude = ref.rope_frequencies(ROTARY, 1.6e5)
-    cos, sin = ref.rope_tables(torch.arange(1000), frequencies, magnitude)
-    rotation = Rotation(at.int().cuda(), cos.cuda(), sin.cuda(), interleaved=True)
-    out, back = torch.empty_like(x).cuda(), torch.empty(8, ROWS, HEADS // 8 * DIM).cuda()
-    turn_heads(x.cuda(), out, rotation=rotation, eps=EPS)
-    heads = ref.unit(x, EPS)
-    own = cos[at][:, None], sin[at][:, None]
-    turned = ref.rotate(heads[..., -ROTARY:], *own, interleaved=True)
-    assert relative_error(out.cpu(), torch.cat([heads[..., :-ROTARY], turned], -1)) < 1e-6
-    turn_back(out, back, rotation=rotation)
-    assert relative_error(back.cpu(), heads.view(ROWS, 8, -1).transpose(0, 1)) < 1e-6
+@pytest.mark.parametrize("kind", ["distinct", "many ties"])
+def test_list_chosen__rows_of_all_lengths__exactly_the_twin(kind: str) -> None:
+    positions, window, ring, first, top_k = [1, 2100, 9001, 30_000, 90_000], 128, 640, 640, 512
+    rows = len(positions)
+    at = torch.tensor(positions, dtype=torch.int32).cuda()
+    places = Places.make(rows, torch.device("cuda"))
+    runs = torch.zeros(rows, 4, dtype=torch.int32).cuda()
+    find_places(runs, at, places, ring=ring, ratio=4)
+    table = torch.stack([torch.randperm(1600) for _ in positions]).int()
+    pages = torch.zeros(1600, 16, 584, dtype=torch.uint8).cuda()
+    pooled = Pooled(KvPages(pages, table.cuda(), KvFormat.FP8), 4, 1, first)
+    scores = _random(rows, 25_600, seed=27)
+    if kind == "many ties":
+        scores = scores.mul(2).round().clamp(min=0)
+        scores[:, ::7] = -torch.inf
+        scores[:, 11::13] = torch.nan
+    listed = torch.zeros(rows, window + top_k, dtype=torch.int32).cuda()
+    lengths = torch.zeros(rows, dtype=torch.int32).cuda()
+    list_chosen(
+        scores.cuda(), places, pooled, listed, lengths, top_k=top_k, window=window, ring=ring
+    )
+    for t, position in enumerate(positions):
+        closed = (position + 1) // 4
+        best = torch.arange(closed)
+        if closed > top_k:
+            best = ref.choose(scores[t : t + 1, :closed], top_k)[0].nonzero()[:, 0]
+        far = first + table[t, best // 16] * 16 + best % 16
+        want = ref.seen_entries(position, far.tolist(), first=0, window=window, ring=ring)
+        assert listed[t, : int(lengths[t])].tolist() == want.tolist()
 
 
 def test_route_named__released_sizes__as_the_twin() -> None:

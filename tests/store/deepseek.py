@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from moet_desk.engine.families import plan_for
-from tests.store.tiny import write_weights
+from tests.store.tiny import expert_shapes, write_weights
 
 CONFIG = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -48,12 +48,7 @@ CONFIG = {
 def write_deepseek(folder: Path, *, shards: int = 5, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     plan = plan_for(CONFIG, path="config.json", names=[])
-    shapes = dict(plan.dense)
-    wide, narrow = (plan.inter, plan.hidden), (plan.hidden, plan.inter)
-    for layer in plan.moe_layers:
-        for expert in range(plan.n_experts):
-            for part, shape in ((plan.gate, wide), (plan.up, wide), (plan.down, narrow)):
-                shapes[part.format(layer=layer, expert=expert)] = shape
+    shapes = {**plan.dense, **expert_shapes(plan)}
     tensors = {}
     for name, shape in shapes.items():
         is_bias = name.endswith("bias")

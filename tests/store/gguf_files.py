@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType as Kind
 from tokenizers.pre_tokenizers import ByteLevel
 
 from moet_desk.engine.families import plan_for
+from tests.store.tiny import expert_shapes
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+_proj)\.weight")
 
@@ -27,12 +28,7 @@ def random_tensors(config: Mapping[str, Any], *, mtp: bool = False) -> dict[str,
     layer = config["num_hidden_layers"]
     names = [f"model.layers.{layer}.enorm"] if mtp else []
     plan = plan_for(config, path="config.json", names=names)
-    shapes = dict(plan.dense)
-    wide, narrow = (plan.inter, plan.hidden), (plan.hidden, plan.inter)
-    for number in plan.moe_layers:
-        for expert in range(plan.n_experts):
-            for part, shape in ((plan.gate, wide), (plan.up, wide), (plan.down, narrow)):
-                shapes[part.format(layer=number, expert=expert)] = shape
+    shapes = {**plan.dense, **expert_shapes(plan)}
     generator = torch.Generator().manual_seed(0)
     return {
         name if name.endswith("bias") else f"{name}.weight": (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moet_desk.engine.families import plan_for
-from tests.store.tiny import quantization_config, store, write_weights
+from tests.store.tiny import expert_shapes, quantization_config, store, write_weights
 
 _BYTES, _SPECIAL = 256, ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>")
 VOCAB = _BYTES + 16
@@ -59,12 +59,8 @@ def write_kimi(folder: Path, *, shards: int = 3) -> None:
     for name, size in plan.dense.items():
         values = (torch.randn(size, generator=generator) * 0.1).bfloat16()
         tensors[name if name.endswith("bias") else f"{name}.weight"] = values
-    wide, narrow = (plan.inter, plan.hidden), (plan.hidden, plan.inter)
-    for layer in plan.moe_layers:
-        for expert in range(plan.n_experts):
-            for part, shape in ((plan.gate, wide), (plan.up, wide), (plan.down, narrow)):
-                name = part.format(layer=layer, expert=expert)
-                tensors |= store(name, shape, "int4-32", generator)
+    for name, shape in expert_shapes(plan).items():
+        tensors |= store(name, shape, "int4-32", generator)
     tensors = {f"language_model.{name}": value for name, value in tensors.items()}
     tensors |= {name: torch.ones(size) for name, size in _VISION.items()}
     folder.mkdir(parents=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moet_desk.engine.families import plan_for
-from tests.store.tiny import write_weights
+from tests.store.tiny import expert_shapes, write_weights
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LongcatFlashForCausalLM"],
@@ -72,12 +72,7 @@ def write_longcat(
     """Products, norms and tables in bfloat16, the router and its bias in float32."""
     generator = torch.Generator().manual_seed(0)
     plan = plan_for(config, path="config.json", names=[])
-    shapes: dict[str, tuple[int, ...]] = {**plan.dense, **_head_shapes()}
-    wide, narrow = (plan.inter, plan.hidden), (plan.hidden, plan.inter)
-    for layer in plan.moe_layers:
-        for expert in range(plan.n_experts):
-            for part, shape in ((plan.gate, wide), (plan.up, wide), (plan.down, narrow)):
-                shapes[part.format(layer=layer, expert=expert)] = shape
+    shapes = {**plan.dense, **_head_shapes(), **expert_shapes(plan)}
     tensors = {}
     for name, size in shapes.items():
         values = torch.randn(size, generator=generator) * 0.1

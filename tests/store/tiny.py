@@ -68,6 +68,17 @@ def write_source(
     return tensors
 
 
+def expert_shapes(plan: PackPlan) -> dict[str, tuple[int, int]]:
+    """Of all matrices of experts, by logical name, in the order of layers and experts."""
+    wide, narrow = (plan.inter, plan.hidden), (plan.hidden, plan.inter)
+    return {
+        part.format(layer=layer, expert=expert): shape
+        for layer in plan.moe_layers
+        for expert in range(plan.n_experts)
+        for part, shape in ((plan.gate, wide), (plan.up, wide), (plan.down, narrow))
+    }
+
+
 def write_weights(
     folder: Path, tensors: dict[str, torch.Tensor], *, shards: int = 1, by_layer: bool = False
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_answer_pace__what_drawing_costs__decides_when_and_how_much_room() -> No
     assert pace.room(40, 4.0, 20) == 0
     for _ in range(12):
         draw(0.0016, grew=False)  # 0.8 % of a core five times a second
-        draw(0.006, grew=True)  # 0.6 % once a second
+        draw(0.004, grew=True)  # 0.4 % once a second
     assert wait_s(in_front=True) == pytest.approx(0.18, abs=0.02)
     assert pace.room(40, 4.0, 20) == 10
     assert pace.room(400, 4.0, 20) == 20
@@ -155,6 +156,28 @@ def test_live_answer__pulls__clean_text_counts_and_rate() -> None:
     assert live.first_token_s is not None
     assert live.tok_per_s is not None
     assert abs(live.tok_per_s - 10) < 0.5
+
+
+@pytest.mark.parametrize("rerun_every", [2, 5])
+def test_live_answer__many_pieces_in_one_pull__as_one_by_one(rerun_every: int) -> None:
+    script = Script(
+        answers=("one two \x1b[1mthree " * 9,), tokens_per_s=10, rerun_every=rerun_every
+    )
+    found = []
+    for step_s in (0.1, 0.7, 30.0):
+        time, engine = HeldClock(), ScriptedEngine(script)
+        bridge = Bridge(partial(lambda engine: engine, engine), clock=time.clock())
+        poll_until(bridge, Phase.READY)
+        live = bridge.submit(GenerateRequest(prompt="x", quality=Quality.BALANCED))
+        text = MarkedText()
+        while not live.ended:
+            time.seconds += step_s
+            engine.advance(step_s)
+            text += live.pull()[1]
+        assert text == live.text
+        found.append((text, live.n_tokens, live.n_reran, pytest.approx(live.rerun_s)))
+    assert found[0] == found[1] == found[2]
+    assert found[0][1] > 20
 
 
 def test_live_answer__balanced__marks_of_the_clean_text_tokens_and_seconds() -> None:

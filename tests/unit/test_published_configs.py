@@ -16,6 +16,7 @@ from moet_desk.engine.spec import Spec
 from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import KvFormat
 from tests.engine.test_deepseek_v4_config import FLASH
+from tests.engine.test_families import GPT_OSS_20B
 from tests.engine.test_longcat import RELEASED as LONGCAT
 from tests.engine.test_ngrams import RELEASED as LITE
 
@@ -56,19 +57,6 @@ _V3: dict[str, Any] = {
         "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
     },
 }  # fmt: skip
-_GPT_OSS: dict[str, Any] = {
-    "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0,
-    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
-    "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
-    "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
-    "num_key_value_heads": 8, "output_router_logits": False, "rms_norm_eps": 1e-5,
-    "rope_scaling": {
-        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
-        "original_max_position_embeddings": 4096, "truncate": False,
-    },
-    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
-    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
-}  # fmt: skip
 _SHARED = ["shared"] * 3
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek-v4-flash": FLASH,
@@ -95,12 +83,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "index_share_for_mtp_iteration": True,
         "indexer_types": ["full"] * 3 + [*_SHARED, "full"] * 18 + _SHARED,
     },
-    "gpt-oss-20b": {
-        **_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32,
-        "layer_types": ["sliding_attention", "full_attention"] * 12,
-    },
+    "gpt-oss-20b": GPT_OSS_20B,
     "gpt-oss-120b": {
-        **_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128,
+        **GPT_OSS_20B, "num_hidden_layers": 36, "num_local_experts": 128,
         "layer_types": ["sliding_attention", "full_attention"] * 18,
     },
     "longcat-flash": LONGCAT,

@@ -37,8 +37,8 @@ DELTA_BLOCK = 64
 SCALE_BLOCK = 128
 """Rows of an e4m3 weight that share a scale, as `kernels.triton.dense` has it."""
 
-STREAM_PARTS = 8
-"""Parts in which the products of residual streams are made: 256 programs of 16 rows for the 512
+STREAM_PARTS = 16
+"""Parts in which the products of residual streams are made: 128 programs of 64 rows for the 512
 that attention takes at a time.
 """
 

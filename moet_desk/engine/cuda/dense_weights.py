@@ -76,14 +76,13 @@ class DenseLoader:
         if self._form is DenseFormat.INT8 and all(map(_is_rounded, infos)):
             return self._rounded(infos)
         if formats == {Format.BF16}:
-            parts = [info.weight.tensor() for info in infos]
-            return DenseWeight(self._put(torch.cat(parts)))
+            return DenseWeight(self._put(_below([info.weight.tensor() for info in infos])))
         is_block_wise = formats == {Format.FP8} and _blocks_meet(infos)
         if is_block_wise or formats == {Format.FP8_ROWS}:
-            values = torch.cat([info.weight.tensor().view(torch.uint8) for info in infos])
-            scales = torch.cat([_scale(info) for info in infos])
+            values = _below([info.weight.tensor().view(torch.uint8) for info in infos])
+            scales = _below([_scale(info) for info in infos])
             return DenseWeight(self._put(values).view(torch.float8_e4m3fn), self._put(scales))
-        decoded = torch.cat([self._reader.dense_tensor(name) for name in names])
+        decoded = _below([self._reader.dense_tensor(name) for name in names])
         return DenseWeight(self._put(decoded))
 
     def _rounded(self, infos: list[TensorInfo]) -> DenseWeight:
@@ -150,6 +149,11 @@ def as_float(weight: DenseWeight) -> DenseWeight:
 
 def _is_rounded(info: TensorInfo) -> bool:
     return info.format.name in PLAIN and may_round(info.name, info.shape)
+
+
+def _below(parts: list[Tensor]) -> Tensor:
+    """Matrices below each other; a single one is not copied again."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _blocks_meet(infos: list[TensorInfo]) -> bool:

@@ -46,7 +46,6 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_gated_norm_kernel": Group.ATTENTION,
     "_places_kernel": Group.ATTENTION,  # of pooled attention, as those up to the next comment
     "_list_kernel": Group.ATTENTION,
-    "_turn_kernel": Group.ATTENTION,
     "_pool_kernel": Group.ATTENTION,
     "_pool_run_kernel": Group.ATTENTION,
     "_entry_kernel": Group.ATTENTION,

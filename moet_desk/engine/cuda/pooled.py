@@ -7,7 +7,7 @@ The twin is engine/blocks/pooled; rows read what rows before them left in the la
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -16,7 +16,13 @@ from torch import Tensor
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.pool_states import PoolMemory
 from moet_desk.engine.cuda.pooled_run import Question, RunBuffers, kept_queries, look
-from moet_desk.engine.cuda.pooled_sizes import CHUNK_SPLITS, LOOKING_ROWS, PooledSizes, seen_most
+from moet_desk.engine.cuda.pooled_sizes import (
+    CHUNK_SPLITS,
+    LOOKING_ROWS,
+    Kind,
+    PooledSizes,
+    seen_most,
+)
 from moet_desk.engine.cuda.products import GroupedWeight, Products
 from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.spec import PooledAttention, PoolIndexer
@@ -49,7 +55,8 @@ class PooledBuffers:
         held: [numbers of a state].
         places: of rows.
         splits: parts of a row's entries.
-        scores: [B, S]; listed, seen: int32 [B, L], [B].
+        scores: [B, S].
+        kinds: of layers; listed, seen: int32 [kinds, B, L], [kinds, B], what rows see and how much.
         run: of a prompt's rows, in the place of these.
     """
 
@@ -67,6 +74,7 @@ class PooledBuffers:
     places: Places
     splits: int
     scores: Tensor
+    kinds: tuple[Kind, ...]
     listed: Tensor
     seen: Tensor
     run: RunBuffers | None
@@ -90,7 +98,8 @@ class PooledBuffers:
             other=f32(rows * size.queries), low=f32(rows, size.low), index_one=f32(*index),
             index_other=f32(*index), held=f32(size.held),
             places=Places.make(rows, device), splits=splits, scores=f32(looking, size.scored),
-            listed=i32(looking, size.listed), seen=i32(looking),
+            kinds=size.kinds, listed=i32(len(size.kinds), looking, size.listed),
+            seen=i32(len(size.kinds), looking),
             run=RunBuffers.make(size, rows, device) if splits == CHUNK_SPLITS else None,
         )  # fmt: skip
 
@@ -105,6 +114,7 @@ class PooledRows:
         memory: of the layer.
         sees_all: whether an indexer need not score for them: all that is closed is taken.
         run: slot and first position, of rows that are of one sequence and follow each other.
+        listed: kinds of layers whose lists are made, which all layers of a step share.
     """
 
     places: Places
@@ -112,15 +122,20 @@ class PooledRows:
     memory: PoolMemory
     sees_all: bool = False
     run: tuple[int, int] | None = None
+    listed: set[Kind] = field(default_factory=set)
 
     @property
     def n(self) -> int:
         """How many."""
         return self.table.shape[0]
 
-    def pages(self, rows: PageRows, here: slice) -> KvPages:
-        """Pooled entries or keys as some of the rows see them."""
-        return KvPages(rows.memory, self.table[here], self.memory.form)
+    def at(self, memory: PoolMemory) -> PooledRows:
+        """The same rows in another layer of the step."""
+        return replace(self, memory=memory)
+
+    def pages(self, rows: PageRows, n: int | None = None) -> KvPages:
+        """Pooled entries or keys as the rows see them, or the first ones."""
+        return KvPages(rows.memory, self.table[:n], self.memory.form)
 
 
 class Aside(Protocol):
@@ -197,6 +212,7 @@ class PooledLaunches:
         context: int,
     ) -> None:
         self.mixer, self._turns, self._width = mixer, turns, seen_most(mixer, context)
+        self._kind = Kind.of(mixer)
         self._w_in = load.matrix(name + "wq_a", name + "wkv")
         self._q_norm, self._kv_norm = load.vector(name + "q_norm"), load.vector(name + "kv_norm")
         self._w_query = load.matrix(name + "wq_b")
@@ -249,11 +265,11 @@ class PooledLaunches:
                 self._ask(b, products, rows, rotation)
                 aside.join(_POOLS)  # keys of these rows, and how heads count
                 if rows.run is None:
-                    self._list(b, rows, t)
+                    self._choose(b, rows)
         with aside.beside(_POOLS):
             self._keep(b, rows)
             if rows.run is None and not looks:
-                self._list(b, rows, t)
+                self._list(b, rows)
         shape = (rows.n, mixer.n_heads, mixer.head_dim)
         size = rows.n * mixer.n_heads * mixer.head_dim
         one = b.one[:size].view(shape)
@@ -266,9 +282,12 @@ class PooledLaunches:
             back = self._look(b, rows, one, room, rotation, *rows.run)
         else:
             back = room.view(rows.n, mixer.out_groups, -1).transpose(0, 1)
-            for first in range(0, rows.n, LOOKING_ROWS[b.splits]):
-                here = slice(first, min(first + LOOKING_ROWS[b.splits], rows.n))
-                self._attend(b, rows, here, one[here], back[:, here], scratch)
+            listed, seen = self._lists(b, rows)
+            shared_decode(
+                one, KvPages(rows.memory.rows, listed, rows.memory.form), seen, self._sinks, back,
+                rotation=rotation, eps=mixer.norm_eps, scale=mixer.softmax_scale, scratch=scratch,
+                splits=b.splits,
+            )  # fmt: skip
         products.grouped(back, self._w_low, b.low[t])
         products(b.low[t], self._w_out, out)
 
@@ -292,7 +311,7 @@ class PooledLaunches:
         keys.read(b, values[:, width:], memory.key_sums, rows, b.key_means[t])
         store_keys(
             b.key_means[t], keys.norm, keys.eps, ratio=pooled.ratio, rotation=rotation,
-            kv=rows.pages(memory.keys, t),
+            kv=rows.pages(memory.keys),
         )  # fmt: skip
 
     def _keep(self, b: PooledBuffers, rows: PooledRows) -> None:
@@ -327,25 +346,6 @@ class PooledLaunches:
             form = rows.memory.form
             prepare_run(one, kept_queries(other, form), form, rotation=rotation)
 
-    def _attend(
-        self,
-        b: PooledBuffers,
-        rows: PooledRows,
-        here: slice,
-        heads: Tensor,
-        out: Tensor,
-        scratch: DecodeScratch,
-    ) -> None:
-        """What a few rows see: heads [T, N, D], out [G, T, N / G * D]."""
-        mixer, memory, n = self.mixer, rows.memory, slice(0, heads.shape[0])
-        listed = b.listed[n, : self._width]
-        rotation = Rotation(rows.places.positions[here], *self._turns, interleaved=True)
-        shared_decode(
-            heads, KvPages(memory.rows, listed, memory.form), b.seen[n], self._sinks, out,
-            rotation=rotation, eps=mixer.norm_eps, scale=mixer.softmax_scale, scratch=scratch,
-            splits=b.splits,
-        )  # fmt: skip
-
     def _look(
         self,
         b: PooledBuffers,
@@ -363,17 +363,14 @@ class PooledLaunches:
         assert b.run is not None, "a prompt has buffers for its rows"  # noqa: S101
         parts = room.view(torch.bfloat16).view(2, *heads.shape)
         head_parts(heads, parts, rotation=rotation, eps=mixer.norm_eps)
-        pooled, n_pooled, question = None, 0, None
-        if mixer.pool is not None and memory.entries is not None:
-            kv = rows.pages(memory.entries, slice(0, 1))
-            pooled = Pooled(kv, mixer.pool.ratio, memory.entries.spread, memory.first)
-            n_pooled = (start + rows.n) // mixer.pool.ratio
+        pooled, question = self._pooled(rows, 1), None
+        n_pooled = 0 if pooled is None else (start + rows.n) // pooled.ratio
         if self._index is not None and memory.keys is not None and not rows.sees_all:
             indexer, width = self._index.indexer, self._w_pool.n
             question = Question(
                 kept_queries(b.index_other[: rows.n], memory.form),
                 b.pooling[: rows.n, width - indexer.n_heads : width],
-                rows.pages(memory.keys, slice(0, 1)), rows.places.closed[: rows.n],
+                rows.pages(memory.keys, 1), rows.places.closed[: rows.n],
                 (indexer.n_heads * indexer.head_dim) ** -0.5,
             )  # fmt: skip
         run = Run(start, memory.ring, slot * memory.ring, mixer.window, pooled, n_pooled)
@@ -384,29 +381,41 @@ class PooledLaunches:
         )  # fmt: skip
         return back
 
-    def _list(self, b: PooledBuffers, rows: PooledRows, here: slice) -> None:
-        """Name what a few rows see: of pooled entries all, or what the indexer chooses."""
-        mixer, memory, n = self.mixer, rows.memory, slice(0, here.stop - here.start)
-        places, listed, seen = rows.places.of(here), b.listed[n, : self._width], b.seen[n]
-        pooled = self._pooled(rows, here)
-        if self._index is None or memory.keys is None or pooled is None:
-            list_seen(places, pooled, listed, seen, window=mixer.window, ring=memory.ring)
+    def _lists(self, b: PooledBuffers, rows: PooledRows) -> tuple[Tensor, Tensor]:
+        """Of what the rows see: int32 [T, S], and how much that is, [T]."""
+        kind = b.kinds.index(self._kind)
+        return b.listed[kind, : rows.n, : self._width], b.seen[kind, : rows.n]
+
+    def _list(self, b: PooledBuffers, rows: PooledRows) -> None:
+        """Name all entries of the rows' windows and of closed ones, once for layers of a kind."""
+        if self._kind in rows.listed:
             return
-        indexer, width = self._index.indexer, self._w_pool.n
-        if not rows.sees_all:
-            score_windows(
-                b.index_other[here], b.pooling[here, width - indexer.n_heads : width],
-                rows.pages(memory.keys, here), places.closed, b.scores[n],
-                scale=(indexer.n_heads * indexer.head_dim) ** -0.5,
-            )  # fmt: skip
-        list_chosen(
-            b.scores[n], places, pooled, listed, seen, top_k=indexer.top_k, window=mixer.window,
-            ring=memory.ring,
+        rows.listed.add(self._kind)
+        list_seen(
+            rows.places, self._pooled(rows), *self._lists(b, rows), window=self.mixer.window,
+            ring=rows.memory.ring,
         )  # fmt: skip
 
-    def _pooled(self, rows: PooledRows, here: slice) -> Pooled | None:
-        """Which pooled entries a few rows see, or choose from."""
+    def _choose(self, b: PooledBuffers, rows: PooledRows) -> None:
+        """Name those that the indexer chooses, and those of the rows' windows."""
+        memory, places, pooled, t = rows.memory, rows.places, self._pooled(rows), slice(0, rows.n)
+        assert self._index is not None, "the caller looked"  # noqa: S101
+        assert pooled is not None, "an indexer is over windows"  # noqa: S101
+        assert memory.keys is not None, "of which it has keys"  # noqa: S101
+        indexer, width = self._index.indexer, self._w_pool.n
+        score_windows(
+            b.index_other[t], b.pooling[t, width - indexer.n_heads : width],
+            rows.pages(memory.keys), places.closed, b.scores[t],
+            scale=(indexer.n_heads * indexer.head_dim) ** -0.5,
+        )  # fmt: skip
+        list_chosen(
+            b.scores[t], places, pooled, *self._lists(b, rows), top_k=indexer.top_k,
+            window=self.mixer.window, ring=memory.ring,
+        )  # fmt: skip
+
+    def _pooled(self, rows: PooledRows, n: int | None = None) -> Pooled | None:
+        """Which pooled entries the rows, or the first ones, see or choose from."""
         entries, pooled = rows.memory.entries, self.mixer.pool
         if pooled is None or entries is None:
             return None
-        return Pooled(rows.pages(entries, here), pooled.ratio, entries.spread, rows.memory.first)
+        return Pooled(rows.pages(entries, n), pooled.ratio, entries.spread, rows.memory.first)

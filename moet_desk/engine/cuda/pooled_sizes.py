@@ -19,6 +19,29 @@ CHOOSING_ROWS, CHOOSING_SCORES = 64, 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """What decides which entries a token sees: layers of one kind without an indexer see the same.
+
+    Attributes:
+        window: tokens whose own entries it sees.
+        ratio: tokens of a pooled entry; 0 where there are none.
+        chooses: whether an indexer chooses among these.
+    """
+
+    window: int
+    ratio: int
+    chooses: bool
+
+    @classmethod
+    def of(cls, mixer: PooledAttention) -> Kind:
+        """That of a layer."""
+        pool = mixer.pool
+        if pool is None:
+            return cls(mixer.window, 0, chooses=False)
+        return cls(mixer.window, pool.ratio, pool.indexer is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class PooledSizes:
     """Widths of a model's pooled attention, over all of its layers; 1 for what there is not.
 
@@ -28,7 +51,7 @@ class PooledSizes:
         queries: of all heads; low: between the products of the output.
         index_heads, index_dim, top_k: of the indexer.
         scored: entries that it scores.
-        listed: entries that a row sees.
+        listed: entries that a row sees; kinds: of layers, by what their rows see.
         ring: entries of a sequence's ring.
     """
 
@@ -43,6 +66,7 @@ class PooledSizes:
     top_k: int
     scored: int
     listed: int
+    kinds: tuple[Kind, ...]
     ring: int
 
     @classmethod
@@ -58,14 +82,16 @@ class PooledSizes:
             index_dim=max([1, *(i.head_dim for i in indexers)]),
             top_k=max([1, *(i.top_k for i in indexers)]),
             scored=max([1, *(-(-context // m.pool.ratio) for m in mixers if m.pool)]),
-            listed=max(seen_most(m, context) for m in mixers), ring=window_ring(first.window),
+            listed=max(seen_most(m, context) for m in mixers),
+            kinds=tuple(dict.fromkeys(Kind.of(m) for m in mixers)),
+            ring=window_ring(first.window),
         )  # fmt: skip
 
     def numbers(self, rows: int, splits: int) -> int:
         """Numbers of four bytes in `PooledBuffers` of so many rows."""
         index = self.index_heads * 2 * self.index_dim + self.index_dim
         row = self.joined + self.latent + self.head_dim + self.pooling + 2 * self.queries
-        step = LOOKING_ROWS[splits] * (self.scored + self.listed + 1)
+        step = LOOKING_ROWS[splits] * (self.scored + len(self.kinds) * (self.listed + 1))
         chunk = self._run_numbers(rows) if splits == CHUNK_SPLITS else 0
         return rows * (row + self.low + index + 5) + step + chunk + self.held
 

@@ -322,10 +322,10 @@ class StepModel:
             if isinstance(layer, StreamLaunches):
                 if not i:
                     spread(b.x[t], streams_of(b).x[t])
-                    self._find_places(rows, positions)
+                    pooled = self._find_places(rows, positions, table)
                     layer.begin(b, rows)
                 experts = brought.get(layer.ffn.moe_layer, self._experts[plane])
-                layer.launch(b, self._pooled_rows(i, rows, table), ids, experts)
+                layer.launch(b, pooled.at(self.pool_memory(i)), ids, experts)
                 continue
             if isinstance(layer, ShortcutLaunches):
                 layer.launch(
@@ -355,8 +355,8 @@ class StepModel:
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
         if isinstance(head, StreamHeadLaunches):
-            self._find_places(rows, positions)
-            own = self._pooled_rows(len(self.layers), rows, table)
+            own = self._find_places(rows, positions, table)
+            own = own.at(self.pool_memory(len(self.layers)))
             head.launch(b, own, ids, self._experts[plane])
         else:
             head.launch(
@@ -380,13 +380,11 @@ class StepModel:
             raise TypeError("a model without states of pooled attention")
         return self._states
 
-    def _find_places(self, rows: int, positions: Tensor) -> None:
+    def _find_places(self, rows: int, positions: Tensor, table: Tensor) -> PooledRows:
+        """The rows of a step at its first layer; other layers have them `at` their memory."""
         places = streams_of(self.buffers).pooled.places.of(slice(0, rows))
         self.pooled_states.find(self._inputs.runs(rows), positions, places)
-
-    def _pooled_rows(self, i: int, rows: int, table: Tensor) -> PooledRows:
-        places = streams_of(self.buffers).pooled.places.of(slice(0, rows))
-        return PooledRows(places, table, self.pool_memory(i))
+        return PooledRows(places, table, self.pool_memory(0))
 
     def memory(self, i: int, table: Tensor, ring_table: Tensor) -> KvPages | DeltaMemory:
         """Pages of a layer with its table, of the two that there are, or its states."""

@@ -85,11 +85,10 @@ class DecodeScratch:
 
 @triton.jit
 def part_length(span, SPLITS: tl.constexpr, SHORTEST: tl.constexpr):
-    """Entries of each part of `span` entries: SHORTEST * 2**k."""
-    length = span * 0 + SHORTEST
-    for _ in tl.static_range(24):
-        length = tl.where(length * SPLITS < span, length * 2, length)
-    return length
+    """Entries of each part of `span` entries: SHORTEST * 2**k, with the least k that is enough."""
+    times = tl.maximum(span - 1, 0) // (SHORTEST * SPLITS)  # k is how many bits this has
+    exponent = times.to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    return (span * 0 + SHORTEST) << tl.maximum(exponent - 126, 0)
 
 
 @triton.jit

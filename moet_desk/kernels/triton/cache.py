@@ -187,16 +187,16 @@ def look_up(
     expert = tl.load(ids + i, mask=i < T * K, other=-1)
     other = tl.load(ids + i, mask=i < T * K, other=-1)[None, :]
     valid = expert >= 0
+    row = layer * E + expert
+    heat = tl.load(warmth + row, mask=valid, other=0.0)  # on their way while pairs are compared
+    slot = tl.load(slot_of + row, mask=valid, other=0)
     same = (expert[:, None] == other) & valid[:, None]
     earlier = same & (i[None, :] < i[:, None])
     first = valid & (tl.sum(earlier.to(tl.int32), 1) == 0)
     rank = tl.cumsum(first.to(tl.int32), 0) - 1
     uniq = tl.sum(tl.where(same & first[None, :], rank[None, :], 0), 1)
-    row = layer * E + expert
 
     uses = tl.sum(same.to(tl.int32), 1)
-    heat = tl.load(warmth + row, mask=first, other=0.0)
-    slot = tl.load(slot_of + row, mask=first, other=0)
     at = product(now.to(tl.float32), PER_USE, PTX)
     for n in range(T):
         heat = tl.where(uses > n, added_use(heat, at, PTX), heat)

@@ -5,10 +5,10 @@ or e4m3 with a float32 scale per 128 x 128 or per row) or are int8 with a bfloat
 inputs (`reference.quantize_dense`). The prompt's products are in `gemm`.
 Launchers allocate nothing. Called on the engine thread.
 
-Summing order, the same for every number of rows, tile and card: K is walked in steps of 32 runs of
-16 bytes. Lane c fuses the products of its run, in an order that depends on c alone (`loads`), onto
-its sum (of e4m3 and int8: onto zero, and that times the block's scale onto its sum); at the end the
-32 lanes are added by halves.
+Summing order, the same for every number of rows, tile and card: K is walked in steps of 128, 64 or
+32 runs of 16 bytes, as K alone says (`lanes_of`). Lane c fuses the products of its run, in an order
+that depends on c alone (`loads`), onto its sum (of e4m3 and int8: onto zero, and that times the
+block's scale onto its sum); at the end each 32 lanes are added by halves, then those sums likewise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moet_desk.kernels.triton.loads import (
     run_values,
     turn_of,
 )
-from moet_desk.kernels.triton.numbers import e4m3_value, halving_sum, has_e4m3, lane_sum, loop_bound
+from moet_desk.kernels.triton.numbers import e4m3_value, has_e4m3, lane_sum, loop_bound
 from moet_desk.kernels.triton.portable import PTX
 
 SCALE_BLOCK = 128
@@ -133,15 +133,17 @@ class DenseWeight:
 
 @dataclass(frozen=True, slots=True)
 class GemvTile:
-    """Shape of one program; changes speed, never bits."""
+    """Shape of one program; changes speed, never bits.
+
+    Attributes:
+        rows: of the weight.
+        warps: at least a row's lanes / 32, or more are taken.
+        ahead: steps of K whose weights are asked for before the first is multiplied, at most.
+    """
 
     rows: int
     warps: int
-    unroll: int = 1
-    lanes: int = 32
-    ahead: int = 0
-    pipe: bool = False
-    eager: bool = False
+    ahead: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,93 +170,26 @@ def weight_tile(pointers, mask, KIND: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _sums_before(
-    x,
-    x_stride,
-    weight,
-    scales,
-    rows,
-    width,
-    K: tl.constexpr,
-    T: tl.constexpr,
-    ROWS: tl.constexpr,
-    KIND: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    PTX: tl.constexpr,
-):
+def _gemv_sums(
+    x, x_stride, weight, scales, rows, scale_rows, width,
+    K: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
+    BY_ROW: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr, EAGER: tl.constexpr,
+    HARDWARE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     """Products of T rows of x with weight rows `rows` [ROWS]: a tuple of T tensors [ROWS].
 
-    `width` is K as a run-time number: a loop whose length the compiler knows is unrolled whole, or
-    disappears, and then the sum at its end gives every tensor another layout.
+    `scale_rows` are the rows' rows of scales, [ROWS] or [1] for all. `width` is K as a run-time
+    number: a loop whose length the compiler knows is unrolled whole, or disappears, and then the
+    sum at its end gives every tensor another layout.
+
+    All weights of AHEAD steps are asked for, then their scales, with EAGER what they meet of x, and
+    only then the first is multiplied: the bytes under way decide the speed.
     """
     SCALED: tl.constexpr = KIND == "fp8" or KIND == "int8"
     RUN: tl.constexpr = 16 if SCALED else 8 if KIND == "bf16" else 4
     PIECES: tl.constexpr = RUN // 4
     SCALE_WIDTH: tl.constexpr = 32 if KIND == "int8" else 128
-    ONE_A_ROW: tl.constexpr = KIND == "fp8" and SCALE_ROWS == 1
-    SCALE_K: tl.constexpr = 1 if ONE_A_ROW else (K + SCALE_WIDTH - 1) // SCALE_WIDTH
-    EVEN: tl.constexpr = K % (32 * RUN) == 0
-    lane = tl.arange(0, 32)[None, :]
-    turn = turn_of(lane, PIECES)
-    line = weight.to(tl.pointer_type(tl.int32)) + (rows.to(tl.int64) * (K // PIECES))[:, None]
-    grid = scales
-    if SCALED:
-        grid = scales + (rows // SCALE_ROWS * SCALE_K)[:, None]
-    sums = ()
-    for _ in tl.static_range(T):
-        sums = sums + (tl.zeros([ROWS, 32], tl.float32),)
-    STEP: tl.constexpr = 32 * RUN
-    for k0 in tl.range(0, loop_bound(width, PTX), STEP, num_stages=1, loop_unroll_factor=UNROLL):
-        k = k0 + lane * RUN
-        words = four_words(line + k // PIECES, turn, k < K, PIECES, EVEN, PTX)
-        w = run_values(words, KIND, HARDWARE)
-        if SCALED:
-            scale = one_scale(grid + tl.minimum(k // SCALE_WIDTH, SCALE_K - 1), KIND, PTX)
-        moved = ()
-        for t in tl.static_range(T):
-            run = tl.zeros([ROWS, 32], tl.float32) if SCALED else sums[t]
-            for j in tl.static_range(PIECES):
-                at = k + 4 * ((turn + j) % PIECES)
-                xs = four_floats(x + t * x_stride + at, k < K, EVEN, PTX)
-                for i in tl.static_range(4):
-                    run = tl.fma(w[4 * j + i], tl.broadcast_to(xs[i], (ROWS, 32)), run)
-            if SCALED:
-                run = tl.fma(run, scale, sums[t])
-            moved = moved + (run,)
-        sums = moved
-    out = ()
-    for t in tl.static_range(T):
-        out = out + (halving_sum(sums[t], ROWS, 32),)
-    return out
-
-
-@triton.jit
-def _words_ahead(
-    line, k0, lane, turn, K: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr,
-    AHEAD: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Four words of each of AHEAD steps, asked for at once."""
-    words = ()
-    for step in tl.static_range(AHEAD):
-        k = k0 + (step * LANES + lane) * RUN
-        words = words + four_words(line + k // (RUN // 4), turn, k < K, RUN // 4, EVEN, PTX)
-    return words
-
-
-@triton.jit
-def _sums_ahead(
-    x, x_stride, weight, scales, rows, scale_row, width,
-    K: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr, PIPE: tl.constexpr,
-    EAGER: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    SCALED: tl.constexpr = KIND == "fp8" or KIND == "int8"
-    RUN: tl.constexpr = 16 if SCALED else 8 if KIND == "bf16" else 4
-    PIECES: tl.constexpr = RUN // 4
-    SCALE_WIDTH: tl.constexpr = 32 if KIND == "int8" else 128
-    ONE_A_ROW: tl.constexpr = KIND == "fp8" and SCALE_ROWS == 1
+    ONE_A_ROW: tl.constexpr = KIND == "fp8" and BY_ROW
     SCALE_K: tl.constexpr = 1 if ONE_A_ROW else (K + SCALE_WIDTH - 1) // SCALE_WIDTH
     STEP: tl.constexpr = LANES * RUN
     EVEN: tl.constexpr = K % (STEP * AHEAD) == 0
@@ -263,53 +198,49 @@ def _sums_ahead(
     line = weight.to(tl.pointer_type(tl.int32)) + (rows.to(tl.int64) * (K // PIECES))[:, None]
     grid = scales
     if SCALED:
-        grid = scales + (scale_row * SCALE_K)[:, None]
+        grid = scales + (scale_rows * SCALE_K)[:, None]
     sums = ()
     for _ in tl.static_range(T):
         sums = sums + (tl.zeros([ROWS, LANES], tl.float32),)
-    coming = ()
-    if PIPE:
-        coming = _words_ahead(line, 0, lane, turn, K, RUN, LANES, AHEAD, EVEN, PTX)
     for k0 in tl.range(0, loop_bound(width, PTX), STEP * AHEAD, num_stages=1):
-        if PIPE:
-            words = coming
-            after = k0 + STEP * AHEAD
-            coming = _words_ahead(line, after, lane, turn, K, RUN, LANES, AHEAD, False, PTX)
-        else:
-            words = _words_ahead(line, k0, lane, turn, K, RUN, LANES, AHEAD, EVEN, PTX)
+        words = ()
+        for step in tl.static_range(AHEAD):
+            k = k0 + (step * LANES + lane) * RUN
+            words = words + (four_words(line + k // PIECES, turn, k < K, PIECES, EVEN, PTX),)
         factors = ()
         for step in tl.static_range(AHEAD if SCALED else 0):
-            k = k0 + (step * LANES + lane) * RUN
-            block = tl.minimum(k // SCALE_WIDTH, SCALE_K - 1)
-            factors = factors + (one_scale(grid + block, KIND, PTX),)
+            block = (k0 + (step * LANES + lane) * RUN) // SCALE_WIDTH
+            factors = factors + (one_scale(grid + tl.minimum(block, SCALE_K - 1), KIND, PTX),)
         met = ()
         for at in tl.static_range(1, T * AHEAD * PIECES if EAGER else 1):
             k = k0 + (at // PIECES % AHEAD * LANES + lane) * RUN
-            piece = at // (PIECES * AHEAD) * x_stride + k + 4 * ((turn + at % PIECES) % PIECES)
-            met = met + (four_floats(x + piece, k < K, EVEN, PTX),)
+            piece = k + 4 * ((turn + at % PIECES) % PIECES)
+            row = x + at // (PIECES * AHEAD) * x_stride
+            met = met + (four_floats(row + piece, k < K, EVEN, PTX),)
+        # The first piece comes behind what all must come before.
         first = in_order(k0, PTX)
         for step in tl.static_range(AHEAD):
             k = first + (step * LANES + lane) * RUN
-            four = (words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3])
-            w = run_values(four, KIND, HARDWARE)
+            w = run_values(words[step], KIND, HARDWARE)
             moved = ()
             for t in tl.static_range(T):
                 run = tl.zeros([ROWS, LANES], tl.float32) if SCALED else sums[t]
                 for j in tl.static_range(PIECES):
-                    if EAGER and step + j + t > 0:
-                        xs = met[(t * AHEAD + step) * PIECES + j - 1]
+                    if not EAGER or step + j + t == 0:
+                        piece = k + 4 * ((turn + j) % PIECES)
+                        xs = four_floats(x + t * x_stride + piece, k < K, EVEN, PTX)
                     else:
-                        at = k + 4 * ((turn + j) % PIECES)
-                        xs = four_floats(x + t * x_stride + at, k < K, EVEN, PTX)
+                        xs = met[(t * AHEAD + step) * PIECES + j - 1]
                     for i in tl.static_range(4):
                         run = tl.fma(w[4 * j + i], tl.broadcast_to(xs[i], (ROWS, LANES)), run)
                 if SCALED:
                     run = tl.fma(run, tl.broadcast_to(factors[step], (ROWS, LANES)), sums[t])
                 moved = moved + (run,)
             sums = moved
+    # Where many sums are short, shuffles of each would take longer than the products.
     out = ()
     for t in tl.static_range(T):
-        out = out + (lane_sum(sums[t], ROWS, LANES, PTX),)
+        out = out + (lane_sum(sums[t], ROWS, LANES, PTX and (LANES > 32 or T < 3)),)
     return out
 
 
@@ -334,10 +265,8 @@ def _gemv_kernel(
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
     LANES: tl.constexpr,
     AHEAD: tl.constexpr,
-    PIPE: tl.constexpr,
     EAGER: tl.constexpr,
     HARDWARE: tl.constexpr,
     PTX: tl.constexpr,
@@ -346,19 +275,14 @@ def _gemv_kernel(
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = n < COUNT
     rows = FIRST + head * PITCH + tl.where(live, n, 0)
-    own = rows // SCALE_ROWS
+    scale_rows = rows // SCALE_ROWS
     if SCALE_ROWS % ROWS == 0 and FIRST % ROWS == 0 and PITCH % ROWS == 0:
-        own = (FIRST + head * PITCH + tl.program_id(0) * ROWS + tl.arange(0, 1)) // SCALE_ROWS
-    if AHEAD == 0:
-        sums = _sums_before(
-            x + head * HEAD_X, x_stride, weight, scales, rows, width,
-            K, T, ROWS, KIND, SCALE_ROWS, UNROLL, HARDWARE, PTX,
-        )  # fmt: skip
-    else:
-        sums = _sums_ahead(
-            x + head * HEAD_X, x_stride, weight, scales, rows, own, width,
-            K, T, ROWS, KIND, SCALE_ROWS, LANES, AHEAD, PIPE, EAGER, HARDWARE, PTX,
-        )  # fmt: skip
+        begin = FIRST + head * PITCH + tl.program_id(0) * ROWS
+        scale_rows = (begin + tl.arange(0, 1)) // SCALE_ROWS
+    sums = _gemv_sums(
+        x + head * HEAD_X, x_stride, weight, scales, rows, scale_rows, width,
+        K, T, ROWS, KIND, SCALE_ROWS == 1, LANES, AHEAD, EAGER, HARDWARE, PTX,
+    )  # fmt: skip
     at = head * COUNT + n
     for t in tl.static_range(T):
         y = sums[t]
@@ -385,10 +309,8 @@ def _swiglu_gemv_kernel(
     ROWS: tl.constexpr,
     KIND: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
     LANES: tl.constexpr,
     AHEAD: tl.constexpr,
-    PIPE: tl.constexpr,
     EAGER: tl.constexpr,
     HARDWARE: tl.constexpr,
     PTX: tl.constexpr,
@@ -398,16 +320,10 @@ def _swiglu_gemv_kernel(
     n = tl.program_id(0) * ROWS + lane // 2
     live = n < INTER
     rows = tl.where(live, n, 0) + (lane % 2) * INTER
-    if AHEAD == 0:
-        sums = _sums_before(
-            x, x_stride, weight, scales, rows, width,
-            K, T, 2 * ROWS, KIND, SCALE_ROWS, UNROLL, HARDWARE, PTX,
-        )  # fmt: skip
-    else:
-        sums = _sums_ahead(
-            x, x_stride, weight, scales, rows, rows // SCALE_ROWS, width,
-            K, T, 2 * ROWS, KIND, SCALE_ROWS, LANES, AHEAD, PIPE, EAGER, HARDWARE, PTX,
-        )  # fmt: skip
+    sums = _gemv_sums(
+        x, x_stride, weight, scales, rows, rows // SCALE_ROWS, width,
+        K, T, 2 * ROWS, KIND, SCALE_ROWS == 1, LANES, AHEAD, EAGER, HARDWARE, PTX,
+    )  # fmt: skip
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     for t in tl.static_range(T):
         g, u = tl.split(tl.reshape(sums[t], (ROWS, 2)))
@@ -485,16 +401,14 @@ def swiglu_gemv(
     inter = gate_up.n // 2
     if gate_up.kind is WeightKind.FP8 and inter % gate_up.scale_rows:
         raise ValueError(f"gate and up of {inter} rows share a block of scales")
-    tile = tile or tile_for(gate_up.n, x.shape[0])
-    rows = max(1, tile.rows // 2)
+    way = _way(gate_up, x, tile or _gated_tile(gate_up, x))
+    rows = max(1, way.rows // 2)
     _swiglu_gemv_kernel[(triton.cdiv(inter, rows),)](
         x, x.stride(0), gate_up.raw, gate_up.scales, out, out.stride(0), gate_up.k, limit,
         INTER=inter, K=gate_up.k, T=x.shape[0], ROWS=rows,
         KIND=gate_up.kind.value, SCALE_ROWS=gate_up.scale_rows,
-        UNROLL=tile.unroll, LANES=tile.lanes, AHEAD=tile.ahead, PIPE=tile.pipe,
-        EAGER=tile.eager and tile.ahead * RUN[gate_up.kind] * x.shape[0] <= 64,
-        HARDWARE=has_e4m3(x.device), PTX=PTX,
-        num_warps=tile.warps, enable_fp_fusion=False,
+        LANES=way.lanes, AHEAD=way.ahead, EAGER=way.eager, HARDWARE=has_e4m3(x.device), PTX=PTX,
+        num_warps=way.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -521,32 +435,89 @@ def _launch(
     residual: Tensor | None = None,
     tile: GemvTile | None = None,
 ) -> None:
-    tile = tile or tile_for(rows.heads * rows.count, x.shape[0])
-    grid = (triton.cdiv(rows.count, tile.rows), rows.heads)
+    n = rows.heads * rows.count
+    way = _way(weight, x, tile or tile_for(n, weight.k, weight.kind, x.shape[0]))
+    grid = (triton.cdiv(rows.count, way.rows), rows.heads)
     _gemv_kernel[grid](
         x, x.stride(0), weight.raw, weight.scales, bias, residual,
         0 if residual is None else residual.stride(0), out, out.stride(0), weight.k,
         COUNT=rows.count, K=weight.k, FIRST=rows.first, PITCH=rows.pitch, HEAD_X=x_pitch,
-        T=x.shape[0], ROWS=tile.rows, KIND=weight.kind.value, SCALE_ROWS=weight.scale_rows,
-        UNROLL=tile.unroll, LANES=tile.lanes, AHEAD=tile.ahead, PIPE=tile.pipe,
-        EAGER=tile.eager and tile.ahead * RUN[weight.kind] * x.shape[0] <= 64,
-        HARDWARE=has_e4m3(x.device), PTX=PTX,
-        num_warps=tile.warps, enable_fp_fusion=False,
+        T=x.shape[0], ROWS=way.rows, KIND=weight.kind.value, SCALE_ROWS=weight.scale_rows,
+        LANES=way.lanes, AHEAD=way.ahead, EAGER=way.eager, HARDWARE=has_e4m3(x.device), PTX=PTX,
+        num_warps=way.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def tile_for(n: int, rows: int) -> GemvTile:
-    """Tile by the number of weight rows and of x rows; `bench/kernels_dense.py` compares them.
-
-    H200, 2026-11-29, FP8 unless said, microseconds for 1, 3 and 8 rows: 4096 x 16384 24, 29, 53;
-    24576 x 1152 12, 17, 36; 1728 x 4096 6, 8, 11; bfloat16 129280 x 4096 240, 246, 359.
+def lanes_of(k: int, kind: WeightKind) -> int:
+    """Lanes that share a row's sum: the most that have two steps or more, a sixteenth of them idle
+    at most. By K and the kind alone, so that tiles and rows of x change no bit.
     """
-    if rows == 1:
-        if n < 1024:
-            return GemvTile(rows=4, warps=4, unroll=4)
-        return GemvTile(rows=16, warps=4, unroll=4) if n >= 8192 else GemvTile(4, 4, 2)
-    wide = n >= 8192 if rows <= 4 else n >= 4096
-    return GemvTile(rows=16, warps=4, unroll=1) if wide else GemvTile(16, 8, 2)
+    runs = -(-k // RUN[kind])
+    for lanes in (128, 64):
+        if runs >= 2 * lanes and -(-runs // lanes) * lanes * 15 <= runs * 16:
+            return lanes
+    return 32
+
+
+_MOST_EAGER = 64
+"""Numbers of x that a lane asks for with the weights that they meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A tile as a launch takes it.
+
+    Attributes:
+        rows, warps: of the tile, warps enough for a row's lanes.
+        lanes: that share a row's sum.
+        ahead: steps asked for at once, so that the passes over K are as equal as can be.
+        eager: what they meet of x is asked for with them.
+    """
+
+    rows: int
+    warps: int
+    lanes: int
+    ahead: int
+    eager: bool
+
+
+def way_of(k: int, kind: WeightKind, x_rows: int, tile: GemvTile) -> Way:
+    """How a tile multiplies rows of `k` weights of a kind with `x_rows` rows of x."""
+    lanes = lanes_of(k, kind)
+    steps = -(-k // (lanes * RUN[kind]))
+    passes = -(-steps // tile.ahead)
+    ahead = -(-steps // passes)
+    eager = ahead * RUN[kind] * x_rows <= _MOST_EAGER
+    return Way(tile.rows, max(tile.warps, lanes // 32), lanes, ahead, eager)
+
+
+def _gated_tile(gate_up: DenseWeight, x: Tensor) -> GemvTile:
+    return tile_for(gate_up.n, gate_up.k, gate_up.kind, x.shape[0], gated=True)
+
+
+def _way(weight: DenseWeight, x: Tensor, tile: GemvTile) -> Way:
+    return way_of(weight.k, weight.kind, x.shape[0], tile)
+
+
+def tile_for(n: int, k: int, kind: WeightKind, rows: int, *, gated: bool = False) -> GemvTile:
+    """Tile by the weight and the rows of x; `bench/kernels_dense.py products` compares them.
+
+    H200, 2026-11-30, one row, microseconds, and before weights were asked for ahead: FP8 1536 x
+    4096 3.8, 6.1; 32768 x 1024 9.8, 11.4; 4096 x 8192 10.6, 12.9; bfloat16 2624 x 4096 6.8, 10.0;
+    256 x 4096 2.2, 7.7; 129280 x 4096 235, 239.
+    """
+    lanes = lanes_of(k, kind)
+    whole = k <= 2 * lanes * RUN[kind]
+    if rows > 1:
+        # Rows of a thread share what it reads of x, so many rows of x want many of the weight.
+        each = 8 if rows > 4 and n >= 4096 and lanes > 32 else 4
+        return GemvTile(each * 128 // lanes, 4)
+    if RUN[kind] < 16:
+        return GemvTile(2 if lanes > 32 else 4, 4, 4)
+    if lanes == 32:
+        return GemvTile(4, 2, 2)
+    # A row in one pass, if that is no more than a thread can hold.
+    return GemvTile(8, 4) if gated or (n >= 4096 and not whole) else GemvTile(4, 4, 4)
 
 
 def _check_rows(x: Tensor, k: int) -> None:

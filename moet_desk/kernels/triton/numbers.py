@@ -105,12 +105,13 @@ def halving_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def lane_sum(x, ROWS: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr):
+def lane_sum(x, ROWS: tl.constexpr, LANES: tl.constexpr, SHUFFLED: tl.constexpr):
     """Sum [ROWS, LANES] over its last dim: each 32 lanes by halves, then those sums by halves.
 
-    Compiled, that is what a reduction does whose lanes are a warp's (32 * warps >= LANES).
+    SHUFFLED: by a reduction, which does just that on a card where lanes are those of warps (32 *
+    warps >= LANES); the interpreter's has another order.
     """
-    if PTX:
+    if SHUFFLED:
         return tl.sum(x, 1)
     else:
         warps = halving_sum(tl.reshape(x, (ROWS * LANES // 32, 32)), ROWS * LANES // 32, 32)

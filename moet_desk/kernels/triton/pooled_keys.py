@@ -24,6 +24,9 @@ from moet_desk.kernels.triton.prepare import Rotation
 _TILE, _HEADS = 32, 16
 """Keys that a program scores, and heads at a time."""
 
+_ROUNDING_WARPS = 1
+"""Of a program that rounds one vector: it waits for no other warp."""
+
 
 @triton.jit
 def _rotated(line, scale, weight, cos, sin, position, D: tl.constexpr, DR: tl.constexpr):
@@ -65,9 +68,14 @@ def block_codes(blocks):
 
 @triton.jit
 def _rounded(x, FACTOR: tl.constexpr, D: tl.constexpr):
-    """Nibbles [D / 32, 32] and exponents [D / 32] of a vector [D] that is turned first."""
-    turned = tl.sum(hadamard(D) * x[:, None], 0) * FACTOR
-    return block_codes(tl.reshape(turned, (D // 32, 32)))
+    """Nibbles [D / 32, 32] and exponents [D / 32] of a vector [D] that is turned first.
+
+    The matrix is a product of two small ones, of the low bits of places and of the others.
+    """
+    parts = tl.reshape(x, (D // 16, 16))
+    parts = tl.sum(parts[:, :, None] * hadamard(16)[None, :, :], 1)
+    parts = tl.sum(parts[:, None, :] * hadamard(D // 16)[:, :, None], 0)
+    return block_codes(tl.reshape(parts * FACTOR, (D // 32, 32)))
 
 
 @triton.jit
@@ -93,11 +101,11 @@ def _key_kernel(
     position = tl.load(positions + t)
     if position % RATIO == RATIO - 1:
         number = position // RATIO
+        to = pages + entry_of(table + t * table_stride, number, PAGE) * ENTRY
         j = tl.arange(0, D)
         x = tl.load(vectors + t * D + j)
         factor = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
         x = _rotated(vectors + t * D, factor, weight, cos, sin, number * RATIO, D, DR)
-        to = pages + entry_of(table + t * table_stride, number, PAGE) * ENTRY
         if FORM == "f32":
             tl.store(to.to(tl.pointer_type(tl.float32)) + j, x)
         elif FORM == "bf16":
@@ -231,8 +239,8 @@ def store_keys(
     _key_kernel[(rows,)](
         vectors, weight, eps, rotation.cos, rotation.sin, rotation.positions, kv.pages, kv.table,
         kv.table.stride(0), D=d, DR=2 * rotation.cos.shape[1], RATIO=ratio, PAGE=kv.page_tokens,
-        ENTRY=kv.entry_bytes, FACTOR=d**-0.5, FORM=kv.form.value, num_warps=8,
-        enable_fp_fusion=False,
+        ENTRY=kv.entry_bytes, FACTOR=d**-0.5, FORM=kv.form.value,
+        num_warps=_ROUNDING_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -245,8 +253,8 @@ def prepare_queries(q: Tensor, out: Tensor, form: KvFormat, *, rotation: Rotatio
     rows, n, d = q.shape
     _query_kernel[(rows, n)](
         q, out, rotation.cos, rotation.sin, rotation.positions, D=d, DR=2 * rotation.cos.shape[1],
-        FACTOR=d**-0.5, ROUNDS=form in (KvFormat.FP8, KvFormat.NVFP4), num_warps=8,
-        enable_fp_fusion=False,
+        FACTOR=d**-0.5, ROUNDS=form in (KvFormat.FP8, KvFormat.NVFP4),
+        num_warps=_ROUNDING_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 

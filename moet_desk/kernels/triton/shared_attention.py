@@ -28,8 +28,9 @@ from moet_desk.kernels.triton.attention import (
 from moet_desk.kernels.triton.kv_entries import (
     KvPages,
     check_entries,
+    decoded,
     entry_of,
-    load_vectors,
+    load_raw,
 )
 from moet_desk.kernels.triton.numbers import bf16_part, e4m3_value, has_e4m3, loop_bound
 from moet_desk.kernels.triton.portable import INTERPRETED
@@ -48,40 +49,50 @@ _JOIN_FLOATS, _JOIN_AHEAD = 128, 16
 
 
 @triton.jit
-def _values(
-    pages, entry, live, ENTRY: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-    FORM: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Numbers of entries [S]: [S, D] float32, of which all but "f32" are exact in bfloat16.
-
-    All of their bytes are asked for before any is used, and every thread reads the scales of its
-    own numbers: what is decoded chunk by chunk goes through shared memory as often.
-    """
+def _raw(
+    pages, entry, live, ENTRY: tl.constexpr, D: tl.constexpr, W: tl.constexpr, FORM: tl.constexpr
+):
+    """The bytes of entries [S], for `_values`: they are asked for long before they are used."""
     R: tl.constexpr = D - W
-    S: tl.constexpr = entry.shape[0]
     column = tl.arange(0, D)
     line = pages + entry * ENTRY
     here = live[:, None]
     if FORM == "f32" or FORM == "bf16":
-        return load_vectors(pages, entry, live, ENTRY, 0, D, 0, D, FORM, HARDWARE)
+        return load_raw(pages, entry, live, ENTRY, 0, D, 0, D, FORM)
     elif FORM == "fp8":
-        still = (column < R)[None, :]
-        codes = tl.load(line[:, None] + column[None, :], mask=here & still, other=0)
+        codes = line[:, None] + column[None, :]
         turned = (line + R).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - R)[None, :]
-        turned = tl.load(turned, mask=here & (column >= R)[None, :], other=0.0)
-        turned = turned.to(tl.float32)
         block = tl.arange(0, D // W)
         power = (line + R + 2 * W)[:, None] + block[None, :]
-        power = tl.load(power, mask=here & (block < R // W)[None, :], other=127).to(tl.int32)
-        scale = (power << 23).to(tl.float32, bitcast=True)[:, :, None]
-        values = tl.reshape(e4m3_value(codes, HARDWARE), (S, D // W, W)) * scale
-        return tl.where(still, tl.reshape(values, (S, D)), turned)
+        return (
+            tl.load(codes, mask=here & (column < R)[None, :], other=0),
+            tl.load(turned, mask=here & (column >= R)[None, :], other=0.0),
+            tl.load(power, mask=here & (block < R // W)[None, :], other=127),
+        )
     else:
-        still = (column < R)[None, :]
         turned = (line + R // 2 + R // 16)[:, None] + (column - R)[None, :]
-        turned = tl.load(turned, mask=here & (column >= R)[None, :], other=0)
-        values = load_vectors(pages, entry, live, ENTRY, 0, R, 0, D, FORM, HARDWARE)
-        return tl.where(still, values, e4m3_value(turned, HARDWARE))
+        codes = load_raw(pages, entry, live, ENTRY, 0, R, 0, D, FORM)
+        return codes[0], codes[1], tl.load(turned, mask=here & (column >= R)[None, :], other=0)
+
+
+@triton.jit
+def _values(raw, D: tl.constexpr, W: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr):
+    """Numbers of `_raw`'s entries: [S, D] float32, of which all but "f32" are exact in bfloat16.
+
+    Every thread has the scales of its own numbers: what is decoded chunk by chunk goes through
+    shared memory as often.
+    """
+    S: tl.constexpr = raw[0].shape[0]
+    still = (tl.arange(0, D) < D - W)[None, :]
+    if FORM == "f32" or FORM == "bf16":
+        return decoded(raw, D, FORM, HARDWARE)
+    elif FORM == "fp8":
+        scale = (raw[2].to(tl.int32) << 23).to(tl.float32, bitcast=True)[:, :, None]
+        values = tl.reshape(e4m3_value(raw[0], HARDWARE), (S, D // W, W)) * scale
+        return tl.where(still, tl.reshape(values, (S, D)), raw[1].to(tl.float32))
+    else:
+        values = decoded((raw[0], raw[1]), D, FORM, HARDWARE)
+        return tl.where(still, values, e4m3_value(raw[2], HARDWARE))
 
 
 @triton.jit
@@ -144,13 +155,17 @@ def _shared_decode_kernel(
         live_head = (head < N)[:, None]
         line = q + ((t * N + head) * D)[:, None]
         j = tl.arange(0, D)
+        own = table + t * table_stride
+        at = first + tl.arange(0, TILE)
+        entry = entry_of(own, tl.where(at < last, at, first), PAGE)
         heads = tl.load(line + j[None, :], mask=live_head, other=0.0)
-        # A head of RMS 1: its factor counts the same before and after the products.
-        unit = tl.rsqrt(tl.sum(heads * heads, 1) / D + eps) * scale
         pair = tl.arange(0, D // 2)
         angle = tl.load(positions + t) * (W // 2) + pair - R // 2
+        raw = _raw(pages, entry, at < last, ENTRY, D, W, FORM)
         c = tl.load(cos + angle, mask=pair >= R // 2, other=1.0)[None, :]
         s = tl.load(sin + angle, mask=pair >= R // 2, other=0.0)[None, :]
+        # A head of RMS 1: its factor counts the same before and after the products.
+        unit = tl.rsqrt(tl.sum(heads * heads, 1) / D + eps) * scale
         even, odd = tl.split(tl.reshape(heads, (BH, D // 2, 2)))
         heads = tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), (BH, D))
         largest = tl.full([BH], float("-inf"), tl.float32)
@@ -160,13 +175,17 @@ def _shared_decode_kernel(
         low, high = loop_bound(first, MMA), loop_bound(last, MMA)
         for start in tl.range(low, high, TILE, disable_licm=True):
             at = start + tl.arange(0, TILE)
-            live = at < last
-            entry = entry_of(table + t * table_stride, tl.where(live, at, first), PAGE)
-            values = _values(pages, entry, live, ENTRY, D, W, FORM, HARDWARE)
+            if FORM == "f32":  # a card has no room to ask for these ahead
+                entry = entry_of(own, tl.where(at < last, at, first), PAGE)
+                raw = _raw(pages, entry, at < last, ENTRY, D, W, FORM)
+            values = _values(raw, D, W, FORM, HARDWARE)
             if MMA and FORM != "f32":
                 values = values.to(tl.bfloat16)
             scores = _scores(heads, values, unit, FORM, MMA)
-            scores = tl.where(live[None, :], scores, float("-inf"))
+            scores = tl.where((at < last)[None, :], scores, float("-inf"))
+            at += TILE
+            entry = entry_of(own, tl.where(at < last, at, first), PAGE)
+            raw = _raw(pages, entry, at < last, ENTRY, D, W, FORM)
             p, factor, largest, total = running_weights(scores, largest, total)
             acc = mix_values(p, values, acc * factor[:, None], FORM, MMA)
         row = (t * SPLITS + split) * N + head

@@ -28,8 +28,15 @@ _COLUMNS = 32
 _READ, _WIDE = 128, 256
 """The same of a program that makes a block's input, and of one that mixes and does nothing else."""
 
-_TOKENS = 16
-"""Of a prompt that a program makes products of, so that it reads the weights once for them."""
+_REGISTERS = 128
+"""Left to itself the assembler aims at 64 to 96 here, and asks for memory in two or three turns
+that wait for each other.
+"""
+
+_TOKENS, _AT_ONCE = 64, 16
+"""Of a prompt that a program makes products of, so that it reads the weights once for them, and
+columns of each stream at a time: more would not fit the registers of an RTX 5090's processor.
+"""
 
 
 @triton.jit
@@ -106,38 +113,21 @@ def _many_kernel(
     t, own = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B), tl.program_id(1)
     row, known = tl.arange(0, R), t < n_tokens
     at_x, at_w = streams + t[:, None] * (N * H), project + row[None, :] * (N * H)
-    total = tl.zeros([B, R], tl.float32)
-    pairs = ()
-    for _ in tl.static_range(N * (N + 1) // 2):
-        pairs = pairs + (tl.zeros([B, C], tl.float32),)
+    total, squares = tl.zeros([B, R], tl.float32), tl.zeros([B, C], tl.float32)
     for first in range(0, EACH, C):
         c = own * EACH + first + tl.arange(0, C)
         inside = c < H
-        x = ()
         for n in tl.static_range(N):
             here = known[:, None] & inside[None, :]
-            x = x + (tl.load(at_x + (n * H + c)[None, :], mask=here, other=0.0),)
+            x = tl.load(at_x + (n * H + c)[None, :], mask=here, other=0.0)
             here = (row < ROWS)[None, :] & inside[:, None]
             w = tl.load(at_w + (n * H + c)[:, None], mask=here, other=0.0)
-            total = tl.dot(x[n], w, total, input_precision="tf32x3")
-        new = ()
-        for i in tl.static_range(N):
-            for j in tl.static_range(i, N):
-                new = new + (pairs[i * N - i * (i - 1) // 2 + j - i] + x[i] * x[j],)
-        pairs = new
+            total = tl.dot(x, w, total, input_precision="tf32x3")
+            squares += x * x
     parts += (t * tl.num_programs(1) + own) * LINE
     here = known[:, None] & (row < ROWS)[None, :]
     tl.store(parts[:, None] + row[None, :], total, mask=here)
-    squares = tl.zeros([B], tl.float32)
-    for i in tl.static_range(N):
-        for j in tl.static_range(i, N):
-            pair = tl.sum(pairs[i * N - i * (i - 1) // 2 + j - i], 1)
-            tl.store(parts + ROWS + i * N + j, pair, mask=known)
-            if i == j:
-                squares += pair
-            else:
-                tl.store(parts + ROWS + j * N + i, pair, mask=known)
-    tl.store(parts + ROWS + N * N, squares, mask=known)
+    tl.store(parts + ROWS + N * N, tl.sum(squares, 1), mask=known)
 
 
 @triton.jit
@@ -156,11 +146,11 @@ def _of_parts(parts, column, here, P2: tl.constexpr, LINE: tl.constexpr):
 def _read(
     streams, parts, base, scale, weight, out, codes, scales, eps, norm_eps, t, own,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, P2: tl.constexpr, ROWS: tl.constexpr,
-    LINE: tl.constexpr, WIDE: tl.constexpr, PLAIN: tl.constexpr, FINE: tl.constexpr,
-    PTX: tl.constexpr,
+    LINE: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
+    PLAIN: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Columns of what a block reads. The norm comes from the streams' products with each other, so
-    that no program needs all columns.
+    """Columns of what a block reads. Unless one program has the whole of it, the norm comes from
+    the streams' products with each other, so that no program needs all columns.
     """
     column = own * WIDE + tl.arange(0, WIDE)
     inside = column < H
@@ -173,18 +163,22 @@ def _read(
     here = p < P
     squares = tl.load(parts + p * LINE + (ROWS + N * N), mask=here, other=0.0)
     read = _of_parts(parts, n, here, P2, LINE)
-    pairs = _of_parts(parts, ROWS + k, here, P2, LINE)
+    one, other = tl.zeros([N * N], tl.float32), 1.0
+    if not WHOLE:
+        one = _of_parts(parts, ROWS + k, here, P2, LINE)
     gain, added = tl.load(scale), tl.load(base + n)
     factor = tl.rsqrt(tl.sum(squares, 0) / (N * H) + norm_eps)
     read = _sigmoid(tl.sum(read, 0) * factor * gain + added) + eps
-    row, one, other = tl.zeros([WIDE], tl.float32), tl.sum(pairs, 0), 1.0
+    row = tl.zeros([WIDE], tl.float32)
+    if not WHOLE:
+        one = tl.sum(one, 0)
     for i in tl.static_range(N):
         gate = tl.sum(tl.where(n == i, read, 0.0), 0)
         row += gate * x[i]
         one = tl.where(k // N == i, gate * one, one)
         other = tl.where(k % N == i, gate, other)
     if weight is not None:
-        mean = tl.sum(one * other, 0) / H
+        mean = tl.sum(row * row if WHOLE else one * other, 0) / H
         mean = tl.where(mean < 0.0, 0.0, mean)  # of streams that cancel out
         row = row * tl.rsqrt(mean + norm_eps) * w
     tl.store(out + t * H + column, row, mask=inside)
@@ -280,17 +274,17 @@ def _write_and_mix(
 def _enter_kernel(
     streams, parts, base, scale, made, weight, out, codes, scales, eps, norm_eps,
     H: tl.constexpr, N: tl.constexpr, P: tl.constexpr, P2: tl.constexpr, ROWS: tl.constexpr,
-    LINE: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr,
-    PLAIN: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr,
+    LINE: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
+    FIRST: tl.constexpr, PLAIN: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    t, own = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    t, own = tl.program_id(1).to(tl.int64), tl.program_id(0) + FIRST
     parts += t * (P * LINE)
     if ROWS > N:
         own -= 1  # the first program's work takes longest
     if own >= 0:
         _read(
             streams + t * (N * H), parts, base, scale, weight, out, codes, scales, eps, norm_eps,
-            t, own, H, N, P, P2, ROWS, LINE, WIDE, PLAIN, FINE, PTX,
+            t, own, H, N, P, P2, ROWS, LINE, WIDE, WHOLE, PLAIN, FINE, PTX,
         )  # fmt: skip
     else:
         _write_and_mix(
@@ -332,25 +326,28 @@ class StreamScratch:
             and of all squares.
         made: [T, rows] float32: of each token, behind room for N, what writes, and the mix (from,
             to).
+        many: of a prompt, whose streams are not multiplied with each other.
     """
 
     parts: Tensor
     made: Tensor
+    many: bool
 
     @classmethod
     def make(
         cls, rows: int, n: int, hidden: int, device: torch.device, *, parts: int | None = None
     ) -> StreamScratch:
         """For up to `rows` tokens of a step, or with `parts` of a prompt."""
-        most, parts = 2 * n + n * n, parts or -(-hidden // _COLUMNS)
+        most, n_parts = 2 * n + n * n, parts or -(-hidden // _COLUMNS)
         return cls(
-            torch.empty((rows, parts, _line(most, n)), device=device),
+            torch.empty((rows, n_parts, _line(most, n)), device=device),
             torch.empty((rows, most), device=device),
+            many=parts is not None,
         )
 
     def of(self, rows: slice) -> StreamScratch:
         """That of some tokens."""
-        return StreamScratch(self.parts[rows], self.made[rows])
+        return StreamScratch(self.parts[rows], self.made[rows], self.many)
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,24 +384,25 @@ def advance(
         streams, None if given is None else scratch.made, y, part, weights, project, scratch.parts,
         H=hidden, N=n, K=0 if weights is None else weights.shape[1], ROWS=rows,
         R=triton.next_power_of_2(rows), LINE=_line(rows, n), C=_COLUMNS, num_warps=4,
+        maxnreg=_REGISTERS,
     )  # fmt: skip
 
 
 def multiply_many(streams: Tensor, project: Tensor, *, scratch: StreamScratch) -> None:
     """The products of a block's connections for tokens of a prompt, in as many parts as `scratch`
-    was made for; the numbers of `advance`, whose last bits differ.
+    was made for; those of `advance`, whose last bits differ.
 
     Shapes:
-        streams [T, N, H], N a power of two; project [2N + N*N or N, N*H], float32; leaves
+        streams [T, N, H], N a power of two; project [2N + N*N, N*H], float32; leaves
         `scratch.parts`
     """
     n_tokens, n, hidden = streams.shape
     rows, n_parts = project.shape[0], scratch.parts.shape[1]
-    each = triton.cdiv(triton.cdiv(hidden, n_parts), _COLUMNS) * _COLUMNS
+    each = triton.cdiv(triton.cdiv(hidden, n_parts), _AT_ONCE) * _AT_ONCE
     _many_kernel[(triton.cdiv(n_tokens, _TOKENS), n_parts)](
         streams, project, scratch.parts, n_tokens, H=hidden, N=n, ROWS=rows,
         R=max(16, triton.next_power_of_2(rows)), LINE=_line(rows, n), EACH=each, B=_TOKENS,
-        C=_COLUMNS, num_warps=4,
+        C=_AT_ONCE, num_warps=4,
     )  # fmt: skip
 
 
@@ -444,16 +442,21 @@ def enter(
     """
     n_tokens, n, hidden = streams.shape
     rows, n_parts = gates.base.shape[0], scratch.parts.shape[1]
-    n_programs = triton.cdiv(hidden, _READ) + int(rows > n)
-    _enter_kernel[(n_programs, n_tokens)](
-        streams, scratch.parts, gates.base, gates.scale, scratch.made, norm, out, codes, scales,
-        gates.eps, gates.norm_eps, H=hidden, N=n, P=n_parts, P2=triton.next_power_of_2(n_parts),
-        ROWS=rows, LINE=_line(rows, n), STEPS=gates.steps, WIDE=_READ,
-        PLAIN=codes is not None and codes.dtype == torch.int8,
-        FINE=codes is not None and is_wide(codes), PTX=PTX,
-        num_warps=1,  # its many small sums then need no barrier
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    n_mixed, padded = int(rows > n), triton.next_power_of_2(hidden)
+    launches = [(0, triton.cdiv(hidden, _READ) + n_mixed, _READ, 1)]
+    if scratch.many:  # many tokens fill the card with one program for the columns of each
+        launches = [(0, n_mixed, _READ, 1), (n_mixed, 1, padded, max(1, min(8, padded // 512)))]
+    for first, n_programs, wide, warps in launches:
+        _enter_kernel[(n_programs, n_tokens)](
+            streams, scratch.parts, gates.base, gates.scale, scratch.made, norm, out, codes,
+            scales, gates.eps, gates.norm_eps, H=hidden, N=n, P=n_parts,
+            P2=triton.next_power_of_2(n_parts), ROWS=rows, LINE=_line(rows, n), STEPS=gates.steps,
+            WIDE=wide, WHOLE=scratch.many, FIRST=first,
+            PLAIN=codes is not None and codes.dtype == torch.int8,
+            FINE=codes is not None and is_wide(codes), PTX=PTX,
+            num_warps=warps,  # of one, many small sums need no barrier
+            maxnreg=_REGISTERS, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def write_back(streams: Tensor, y: Tensor, *, scratch: StreamScratch) -> None:

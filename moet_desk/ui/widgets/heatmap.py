@@ -8,7 +8,7 @@ Drawn on the UI thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -16,7 +16,7 @@ from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.color import Color
-from textual.geometry import Size
+from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
@@ -91,11 +91,7 @@ class Heatmap(Rows, ScrollView, can_focus=True):
             if old != new or _shown_hit(self._hits[row]) != _shown_hit(view.hit_share[row])
         ]
         self._generations, self._hits = view.generations, view.hit_share
-        top = self.scroll_offset.y
-        for row in changed:
-            lines = self._lines_of(row)
-            if lines.stop > top and lines.start < top + self.size.height:
-                self._refresh_row(row)
+        self._refresh_rows(changed)
 
     def grow_older(self) -> None:
         """Repaint what changes with time alone; called once a second."""
@@ -112,8 +108,19 @@ class Heatmap(Rows, ScrollView, can_focus=True):
         return line * 2 if self._dense else line // self._row_height
 
     def _refresh_row(self, row: int) -> None:
-        for line in self._lines_of(row):
-            self.refresh_line(line)
+        self._refresh_rows([row])
+
+    def _refresh_rows(self, rows: Iterable[int]) -> None:
+        """Repaint the lines of some layers that are in view."""
+        top, (width, height) = self.scroll_offset.y, self.size
+        spans = [self._lines_of(row) for row in rows]
+        seen = [
+            Region(0, lines.start - top, width, len(lines))
+            for lines in spans
+            if lines.stop > top and lines.start < top + height
+        ]
+        if seen:
+            self.refresh(*seen)
 
     def fit(self, rows: int) -> None:
         """Take at most `rows` lines; cells become taller where there is room for all layers."""
@@ -223,7 +230,8 @@ class Heatmap(Rows, ScrollView, can_focus=True):
         assert self._view is not None  # noqa: S101
         part = line - self._lines_of(row).start
         values = row_values(self._view, row, self._grid, self.measure)
-        return [self._cell_look(value, part, styles) for value in values]
+        looks = {value: self._cell_look(value, part, styles) for value in set(values)}
+        return [looks[value] for value in values]
 
     def _dense_looks(self, row: int, styles: _Styles) -> list[tuple[str, Style]]:
         """The same for two layers, the upper one in the upper half."""

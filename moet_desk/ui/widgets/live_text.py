@@ -195,7 +195,7 @@ class LiveText(Growing, Rows, Widget):
 
     def _keep(self, tokens: Sequence[Token], n_chars: int) -> None:
         """Draw blocks that have ended, once and for all."""
-        self._grows, self._code = False, ""
+        self._grows, self._code, self._code_rows = False, "", []
         rows = self._drawer.draw(tokens, self._width)
         self._kept += rows
         self._kept_chars += n_chars
@@ -226,10 +226,9 @@ class LiveText(Growing, Rows, Widget):
     def _code_lines(self, token: Token, style: Style) -> list[Strip]:
         """The lines of a block of code in colour; while it grows, the last ones wait for theirs."""
         code = token.content.rstrip()
-        n_done = len(self._code)
-        waits = self._code_waits(len(code))
-        if self._grows and n_done and waits and code.startswith(self._code):
-            return self._code_rows + plain_lines(code[n_done:], style)
+        waits = self._grows and self._code_waits(len(code))
+        if waits and code.startswith(self._code):
+            return self._code_rows + plain_lines(code[len(self._code) :], style)
         if token.meta.get(MARKS) is None:
             rows = self._colours.lines(code, token.info, style)
         else:

@@ -33,25 +33,24 @@ def _weight(kind: WeightKind, *, by_row: bool = False) -> tuple[dict[str, str], 
 def _gemv(
     n: int, k: int, rows: int, kind: WeightKind, *, swiglu: bool = False, by_row: bool = False
 ) -> Case:
-    tile = dense.tile_for(n, rows)
+    way = dense.way_of(k, kind, rows, dense.tile_for(n, k, kind, rows, gated=swiglu))
     types, values = _weight(kind, by_row=by_row)
     types |= {"x": "*fp32", "x_stride": "i32", "out": "*fp32", "out_stride": "i32"}
     types |= {"width": "i32"}
-    values |= {"K": k, "T": rows, "UNROLL": tile.unroll, "LANES": tile.lanes}
-    values |= {"AHEAD": tile.ahead, "PIPE": tile.pipe, "EAGER": tile.eager}
+    values |= {"K": k, "T": rows, "LANES": way.lanes, "AHEAD": way.ahead, "EAGER": way.eager}
     values |= {"PTX": True}
     if swiglu:
-        values |= {"limit": None, "INTER": n // 2, "ROWS": tile.rows // 2}
+        values |= {"limit": None, "INTER": n // 2, "ROWS": way.rows // 2}
     else:
         types |= {"residual": "*fp32", "residual_stride": "i32"}
         values |= {"bias": None, "COUNT": n, "FIRST": 0, "PITCH": 0, "HEAD_X": 0}
-        values |= {"ROWS": tile.rows}
+        values |= {"ROWS": way.rows}
     own = "swiglu_gemv" if swiglu else "gemv"
     name = f"{own} {kind.value} {n}x{k} T={rows}{' by row' if by_row else ''}"
     kernel = dense._swiglu_gemv_kernel if swiglu else dense._gemv_kernel
     # Weights come in by 16 bytes a thread, or the memory's speed is out of reach.
     wants = ("LDG.E.128", "FFMA")
-    return Case(name, kernel, types, values, tile.warps, EXACT, wants=wants)
+    return Case(name, kernel, types, values, way.warps, EXACT, wants=wants)
 
 
 def _absorb(
@@ -150,6 +149,9 @@ def _cases() -> Iterator[Case]:
         for rows in (1, 8):
             yield _absorb(64, 128, 128, 512, rows, kind)
             yield _absorb(128, 192, 256, 512, rows, kind)
+    for n, k, rows in ((32768, 1024, 1), (32768, 1024, 8), (4096, 8192, 1), (4096, 8192, 8)):
+        yield _gemv(n, k, rows, WeightKind.FP8)
+    yield _gemv(4096, 2048, 1, WeightKind.FP8)
     yield _gemv(256, 4096, 1, WeightKind.F32)
     yield _gemv(512, 512, 8, WeightKind.F32)
     for form in KvFormat:

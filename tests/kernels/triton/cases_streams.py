@@ -8,7 +8,6 @@ from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import pooled_key_bytes, shared_entry_bytes
 from moet_desk.kernels.triton import (
     head_parts,
-    heads,
     pooled_keys,
     pooled_scores,
     pooling,
@@ -78,13 +77,6 @@ def _cases() -> Iterator[Case]:
     yield from _keys()
     yield from _lists()
     yield from _prompts()
-    for norm in (True, False):
-        types = {
-            "x": F32, "out": F32, "group_stride": "i32", "row_stride": "i32", "cos": F32,
-            "sin": F32, "positions": "*i32", "eps": "fp32",
-        }  # fmt: skip
-        values = {"D": 512, "DR": 64, "B": 512, "EACH": 8, "NORM": norm, "BACK": not norm}
-        yield Case(f"turn_heads norm={norm}", heads._turn_kernel, types, values, 1, EXACT)
     types = {
         "logits": F32, "table": "*i32", "tokens": "*i32", "ids": "*i32", "weights": F32,
         "scale": "fp32",
@@ -97,7 +89,7 @@ def _streams() -> Iterator[Case]:
     """What stands around blocks."""
     made, first = 2 * N + N * N, {"made": None, "y": None, "part": None, "weights": None}
     types = {"streams": F32, "project": F32, "parts": F32}
-    after = {"made": F32, "y": F32}
+    after, wide = {"made": F32, "y": F32}, {"maxnreg": 128}
     for rows, r, given, top_k in (
         (made, 32, {}, 0),
         (made, 32, after, 0),
@@ -109,35 +101,38 @@ def _streams() -> Iterator[Case]:
         values = {"H": HIDDEN, "N": N, "K": top_k, "ROWS": rows, "R": r, "LINE": line, "C": 32}
         name = f"streams_advance rows={rows} K={top_k} {'behind' if given else 'first'}"
         kernel = streams._advance_kernel
-        yield Case(name, kernel, {**types, **given}, {**values, **missing})
+        yield Case(name, kernel, {**types, **given}, {**values, **missing}, 4, wide)
     types["n_tokens"] = "i32"
-    for rows, r in ((made, 32), (N, 16)):
-        values = {
-            "H": HIDDEN, "N": N, "ROWS": rows, "R": r, "LINE": rows + N * N + 4, "EACH": 512,
-            "B": 16, "C": 32,
-        }  # fmt: skip
-        name = f"streams_many rows={rows}"
-        yield Case(name, streams._many_kernel, types, values, decode=False, wants=("HMMA",))
+    values = {
+        "H": HIDDEN, "N": N, "ROWS": made, "R": 32, "LINE": made + N * N + 4, "EACH": 256, "B": 64,
+        "C": 16,
+    }  # fmt: skip
+    yield Case("streams_many", streams._many_kernel, types, values, wants=("HMMA",), only=120)
+    yield Case("streams_many", streams._many_kernel, types, values, wants=("HGMMA",), only=90)
     types = {
         "streams": F32, "parts": F32, "base": F32, "scale": F32, "made": F32, "out": F32,
         "eps": "fp32", "norm_eps": "fp32",
     }  # fmt: skip
-    for rows, norm, codes, fine, parts in (
-        (made, True, "*i32", False, 128),
-        (made, True, "*i32", True, 128),
-        (made, True, None, False, 128),
-        (made, True, "*i8", False, 8),
-        (N, False, None, False, 128),
+    for rows, norm, codes, fine, first in (
+        (made, True, "*i32", False, None),
+        (made, True, "*i32", True, None),
+        (made, True, None, False, None),
+        (made, True, "*i8", True, 0),
+        (made, True, "*i8", True, 1),
+        (N, False, None, False, None),
     ):
+        parts = 128 if first is None else 16
         values = {
             "H": HIDDEN, "N": N, "P": parts, "P2": parts, "ROWS": rows, "LINE": rows + N * N + 4,
-            "STEPS": 20, "WIDE": 128, "PLAIN": codes == "*i8", "FINE": fine, "PTX": True,
+            "STEPS": 20, "WIDE": HIDDEN if first else 128, "WHOLE": first is not None,
+            "FIRST": first or 0, "PLAIN": codes == "*i8", "FINE": fine, "PTX": True,
         }  # fmt: skip
         more = {"weight": F32 if norm else None, "codes": codes, "scales": codes and F32}
         own = {**types, **{name: kind for name, kind in more.items() if kind}}
         values |= {name: None for name, kind in more.items() if not kind}
-        name = f"streams_enter rows={rows} parts={parts} {codes} fine={fine}"
-        yield Case(name, streams._enter_kernel, own, values, 1, EXACT)
+        name = f"streams_enter rows={rows} parts={parts} {codes} fine={fine} first={first}"
+        warps = 8 if first else 1
+        yield Case(name, streams._enter_kernel, own, values, warps, {**EXACT, **wide})
     types = {"streams": F32, "made": F32, "y": F32}
     values = {"H": HIDDEN, "N": N, "ROWS": made, "WIDE": 256}
     yield Case("streams_after", streams._after_kernel, types, values)
@@ -171,10 +166,10 @@ def _keys() -> Iterator[Case]:
         size = {"PAGE": 16, "ENTRY": pooled_key_bytes(form, 128), "FORM": form.value}
         types = {**TURNS, **pages, "vectors": F32, "weight": "*bf16", "eps": "fp32"}
         values = {**size, "D": 128, "DR": 64, "RATIO": 4, "FACTOR": 128**-0.5}
-        yield Case(f"pooled_key {form.value}", pooled_keys._key_kernel, types, values, 8, EXACT)
+        yield Case(f"pooled_key {form.value}", pooled_keys._key_kernel, types, values, 1, EXACT)
         types = {**TURNS, "q": F32, "q_out": F32}
         values = {"D": 128, "DR": 64, "FACTOR": 128**-0.5, "ROUNDS": form is KvFormat.FP8}
-        yield Case(f"pooled_query {form.value}", pooled_keys._query_kernel, types, values, 8, EXACT)
+        yield Case(f"pooled_query {form.value}", pooled_keys._query_kernel, types, values, 1, EXACT)
         types = {
             **pages, "q": F32, "weights": F32, "weights_stride": "i32", "scale": "fp32",
             "lengths": "*i32", "scores": F32, "scores_stride": "i32",

@@ -9,11 +9,14 @@ from moet_desk.kernels.reference import swiglu
 from moet_desk.kernels.triton.dense import (
     DenseWeight,
     GemvTile,
+    Way,
     WeightKind,
     embed,
     gemv,
     head_gemv,
+    lanes_of,
     swiglu_gemv,
+    way_of,
 )
 from moet_desk.kernels.triton.gemm import gemm, gemm_by_group, split, swiglu_split
 from tests.kernels.triton.makers import dense_weight, real_values, relative_error
@@ -34,6 +37,48 @@ def test_gemv__odd_sizes__near_float64_and_each_row_alone(kind: WeightKind, n: i
         some = torch.empty(count, n)
         gemv(x[rows], weight, some, bias=bias, residual=residual[rows])
         assert torch.equal(some, whole[rows])
+
+
+@pytest.mark.parametrize(
+    ("k", "kind", "lanes"),
+    [
+        (4096, WeightKind.FP8, 128), (2048, WeightKind.FP8, 64), (1024, WeightKind.FP8, 32),
+        (7168, WeightKind.FP8, 64), (6144, WeightKind.INT8, 128), (4096, WeightKind.BF16, 128),
+        (2880, WeightKind.BF16, 128), (1024, WeightKind.F32, 128), (224, WeightKind.BF16, 32),
+        (3840, WeightKind.FP8, 64), (3840, WeightKind.BF16, 128), (3824, WeightKind.INT8, 32),
+    ],
+)  # fmt: skip
+def test_lanes_of__width__the_most_that_are_nearly_all_at_work(
+    k: int, kind: WeightKind, lanes: int
+) -> None:
+    assert lanes_of(k, kind) == lanes
+
+
+def test_way_of__steps_ahead__equal_passes_and_room_for_x() -> None:
+    tile = GemvTile(rows=4, warps=1, ahead=4)
+    assert way_of(4096, WeightKind.FP8, 1, tile) == Way(4, 4, 128, 2, eager=True)
+    assert way_of(8192, WeightKind.FP8, 1, tile) == Way(4, 4, 128, 4, eager=True)
+    assert way_of(8192, WeightKind.FP8, 2, tile) == Way(4, 4, 128, 4, eager=False)
+    assert way_of(5 * 1024, WeightKind.FP8, 1, tile) == Way(4, 2, 64, 3, eager=True)
+    assert way_of(64, WeightKind.BF16, 8, tile) == Way(4, 1, 32, 1, eager=True)
+    assert way_of(64, WeightKind.FP8, 8, tile) == Way(4, 1, 32, 1, eager=False)
+
+
+@pytest.mark.parametrize(
+    ("k", "kind"), [(4096, WeightKind.FP8), (2048, WeightKind.INT8), (2944, WeightKind.BF16)]
+)
+def test_gemv__several_lanes_and_steps__same_bits_by_any_tile_and_near_float64(
+    k: int, kind: WeightKind
+) -> None:
+    weight, x = dense_weight(5, k, kind), torch.randn(2, k)
+    wanted = torch.empty(2, 5)
+    gemv(x, weight, wanted, tile=GemvTile(rows=4, warps=4))
+    assert relative_error(wanted, x.double() @ real_values(weight).T) < 5e-7
+    for tile in (GemvTile(8, 4, 2), GemvTile(1, 8, 4)):
+        for rows in (1, 2):
+            out = torch.empty(rows, 5)
+            gemv(x[:rows], weight, out, tile=tile)
+            assert torch.equal(out, wanted[:rows])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Lists of what rows see, and heads on their way in and out, interpreted, against the twins."""
+"""Lists of what rows see, interpreted, against the twins."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from torch import Tensor
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.triton.choose import list_chosen
-from moet_desk.kernels.triton.heads import turn_back, turn_heads
 from moet_desk.kernels.triton.kv_entries import KvPages
-from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.seen import Places, Pooled, find_places, list_seen
 
 WINDOW, RING = 8, 32
@@ -80,21 +78,3 @@ def test_list_chosen__some_and_all_of_closed_windows__behind_the_window() -> Non
         want = [*near(t).tolist(), *far.tolist()]
         assert listed[t].tolist() == want + [-1] * (WINDOW + 7 - len(want))
         assert lengths[t] == len(want)
-
-
-def test_turn_heads__there_and_back__as_the_twins_and_by_groups() -> None:
-    n, dim, rotary = 6, 96, 64
-    x = 3 * torch.randn(4, n, dim, generator=torch.Generator().manual_seed(2))
-    frequencies, magnitude = ref.rope_frequencies(rotary, 1e4)
-    cos, sin = ref.rope_tables(torch.arange(701), frequencies, magnitude)
-    at = torch.tensor(POSITIONS)
-    rotation = Rotation(at.int(), cos, sin, interleaved=True)
-    out, back = torch.empty_like(x), torch.empty(2, 4, n // 2 * dim)
-    turn_heads(x, out, rotation=rotation, eps=1e-6)
-    heads = ref.unit(x, 1e-6)
-    own = cos[at][:, None], sin[at][:, None]
-    turned = ref.rotate(heads[..., -rotary:], *own, interleaved=True)
-    torch.testing.assert_close(out, torch.cat([heads[..., :-rotary], turned], -1))
-    turn_back(out, back, rotation=rotation)
-    by_group = heads.view(4, 2, -1).transpose(0, 1)
-    torch.testing.assert_close(back, by_group, rtol=1e-4, atol=1e-5)

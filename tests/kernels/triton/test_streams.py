@@ -19,7 +19,7 @@ from moet_desk.kernels.triton.streams import (
     write_back,
 )
 
-TOKENS, N, HIDDEN, EPS, NORM_EPS = 3, 4, 288, 1e-3, 1e-6
+TOKENS, N, HIDDEN, EPS, NORM_EPS = 2, 4, 160, 1e-3, 1e-6
 ROWS = 2 * N + N * N
 
 
@@ -48,6 +48,17 @@ def _entered(streams: Tensor, steps: int, norm: Tensor | None) -> tuple[Tensor, 
     out = torch.full((len(streams), HIDDEN), torch.nan)
     enter(streams, _gates(steps), norm, scratch=scratch, out=out)
     return out, scratch
+
+
+def _products_near(scratch: StreamScratch, streams: Tensor) -> None:
+    """The products that were left are those of these streams."""
+    found, last = scratch.parts.sum(1), ROWS + N * N
+    products, squares = streams.flatten(1) @ PROJECT.T, streams.square().sum((1, 2))
+    torch.testing.assert_close(found[:, :ROWS], products, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[:, last], squares, rtol=1e-5, atol=1e-5)
+    if not scratch.many:
+        pairs = (streams @ streams.transpose(1, 2)).flatten(1)
+        torch.testing.assert_close(found[:, ROWS:last], pairs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("steps", [1, 20])
@@ -93,29 +104,28 @@ def test_advance__what_a_block_gave__streams_and_products_near_the_twin(top_k: i
     after = streams.clone()
     advance(after, given, PROJECT, scratch=scratch)
     torch.testing.assert_close(after, want.after(streams, whole), rtol=1e-5, atol=1e-5)
-    products = scratch.parts.sum(1)
-    found = after.flatten(1) @ PROJECT.T
-    torch.testing.assert_close(products[:, :ROWS], found, rtol=1e-4, atol=1e-4)
-    pairs = (after @ after.transpose(1, 2)).flatten(1)
-    torch.testing.assert_close(products[:, ROWS : ROWS + N * N], pairs, rtol=1e-4, atol=1e-4)
-    squares = after.square().sum((1, 2))
-    torch.testing.assert_close(products[:, ROWS + N * N], squares, rtol=1e-5, atol=1e-5)
+    _products_near(scratch, after)
 
 
-def test_multiply_many__tokens_of_a_prompt__products_of_a_step() -> None:
-    many = 19  # of two programs, the second with 13 unknown ones
-    streams, parts = _random(many, N, HIDDEN, seed=1), 2
-    scratch = StreamScratch.make(many, N, HIDDEN, torch.device("cpu"), parts=parts)
+def test_multiply_many__tokens_of_a_prompt__products_and_what_is_read() -> None:
+    many, last = 66, slice(64, 66)  # of two programs, the second with two known ones
+    streams = _random(many, N, HIDDEN, seed=1)
+    scratch = StreamScratch.make(many, N, HIDDEN, torch.device("cpu"), parts=2)
+    scratch.parts.fill_(torch.nan)
     multiply_many(streams, PROJECT, scratch=scratch)
-    step = StreamScratch.make(many, N, HIDDEN, torch.device("cpu"))
-    advance(streams, None, PROJECT, scratch=step)
-    shown = slice(0, ROWS + N * N + 1)
-    found, want = (one.parts.sum(1)[:, shown] for one in (scratch, step))
-    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
-    out = torch.empty(many - 16, HIDDEN)
-    enter(streams[16:], _gates(3), None, scratch=scratch.of(slice(16, many)), out=out)
-    read = _want(streams[16:], 3).block_input(streams[16:])
+    _products_near(scratch, streams)
+    out, codes = torch.empty(2, HIDDEN), torch.zeros(2, HIDDEN, dtype=torch.int8)
+    scales, own = torch.zeros(2, HIDDEN // 32), scratch.of(last)
+    enter(streams[last], _gates(1), NORM, scratch=own, out=out, codes=codes, scales=scales)
+    want = _want(streams[last], 1)
+    read = ref.rms_norm(want.block_input(streams[last]), NORM, NORM_EPS)
     torch.testing.assert_close(out, read, rtol=1e-5, atol=1e-5)
+    mix = scratch.made[last, 2 * N :].view(-1, N, N)
+    torch.testing.assert_close(mix, want.mix, rtol=1e-5, atol=1e-6)
+    expected, factors = torch.zeros_like(codes), torch.zeros_like(scales)
+    quantize_rows(out, expected, factors)
+    assert torch.equal(codes, expected)
+    assert torch.equal(scales, factors)
 
 
 def test_write_back__a_block_gave_y__near_the_twin() -> None:
@@ -147,7 +157,7 @@ def test_enter__streams_cancel_out__norm_of_what_is_left() -> None:
     torch.testing.assert_close(out, read, rtol=1e-4, atol=1e-4)
 
 
-def test_block__one_token_of_three__same_bits() -> None:
+def test_block__one_token_of_two__same_bits() -> None:
     y = _random(TOKENS, HIDDEN, seed=5)
     results = []
     for rows in (slice(0, TOKENS), slice(1, 2)):
