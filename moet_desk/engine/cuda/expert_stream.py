@@ -162,6 +162,7 @@ class ChunkExperts:
         bounce: of each plane pinned host memory [places, stride] for rows on disk, as many places
             as `most_places` says; empty if all rows are in RAM.
         form: of the experts; biases are on the device.
+        ahead_bytes: more staging memory, for rows that come before their layer.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class ChunkExperts:
         readers: ThreadPoolExecutor,
         bounce: Mapping[Plane, Tensor],
         form: ExpertForm = PLAIN,
+        ahead_bytes: int = 0,
     ) -> None:
         device = buffers.x.device
         self._pools, self._host, self._layout, self._b = dict(pools), host, layout, buffers
@@ -182,7 +184,7 @@ class ChunkExperts:
         self._form = form
         self._n_layers = pools[Plane.BASE].tables.n_layers
         self._size = batch_size(layout, n_experts)
-        self._staging = Staging(staging_bytes(layout, n_experts), device)
+        self._staging = Staging(staging_bytes(layout, n_experts) + ahead_bytes, device)
         self._workspace = torch.zeros(
             (self._size, layout.slot_floats), dtype=torch.int8, device=device
         )
