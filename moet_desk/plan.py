@@ -81,10 +81,13 @@ def vram_kept(free: int, budget: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSize:
-    """A number of tokens that a device can read at once, and the memory this takes there."""
+    """A number of tokens that a device can read at once, and the memory this takes there; with
+    `ahead_bytes` more for experts on their way it reads them faster.
+    """
 
     tokens: int
     n_bytes: int
+    ahead_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class Wishes:
 @dataclass(frozen=True, slots=True)
 class TierPlan:
     """The sizes of every tier. `bytes_total` adds up what they take, the dense stack included;
-    `ring_pages` are a request's in layers with a window.
+    `ring_pages` are a request's in layers with a window, `ahead_bytes` as in `ChunkSize`.
     """
 
     context: int
@@ -152,6 +155,7 @@ class TierPlan:
     prefill_chunk: int
     bytes_total: int
     ring_pages: int = 0
+    ahead_bytes: int = 0
 
 
 def kv_tokens(wishes: Wishes, model_context: int) -> int:
@@ -331,8 +335,12 @@ def plan_device_tiers(shape: ModelShape, budget: DeviceBudget, wishes: Wishes) -
     used += chunk.n_bytes
     if used > budget.vram:
         raise fail("MD-GPU-05", need=show_memory(used), have=show_memory(budget.vram))
-    base_slots, fine_slots = _slots(shape, wishes, least, budget.vram - used)
     base_rows, fine_rows = _arena(shape, wishes, least, budget.ram)
+    ahead = 0
+    if wishes.base_slots is None and min(base_rows, fine_rows) == shape.n_rows:
+        ahead = _ahead(chunk, budget.vram, budget.vram - used, shape.n_rows * shape.base_stride)
+        used += ahead
+    base_slots, fine_slots = _slots(shape, wishes, least, budget.vram - used)
     slots = base_slots * shape.base_stride + fine_slots * shape.fine_stride
     fixed = used - least * (shape.base_stride + shape.fine_stride)
     if fixed + slots > budget.vram:
@@ -341,7 +349,7 @@ def plan_device_tiers(shape: ModelShape, budget: DeviceBudget, wishes: Wishes) -
     arena_bytes = base_rows * shape.base_stride + fine_rows * shape.fine_stride
     return TierPlan(
         context, pages, base_slots, fine_slots, base_rows, fine_rows, chunk.tokens,
-        bytes_total=fixed + slots + arena_bytes, ring_pages=ring,
+        bytes_total=fixed + slots + arena_bytes, ring_pages=ring, ahead_bytes=ahead,
     )  # fmt: skip
 
 
@@ -390,6 +398,16 @@ def _chunk(chunks: tuple[ChunkSize, ...], wish: int | None, vram: int) -> ChunkS
         return next(known, ChunkSize(wish, 0))
     fits = (chunk for chunk in chunks if chunk.n_bytes <= CHUNK_SHARE * vram)
     return next(fits, chunks[-1] if chunks else ChunkSize(PREFILL_CHUNK, 0))
+
+
+def _ahead(chunk: ChunkSize, vram: int, spare: int, all_base: int) -> int:
+    """More memory for experts on their way where all rows are in RAM (others do not come ahead), if
+    a chunk's share has room for it and not all of them have slots, which would take `all_base`;
+    `spare` is left for those.
+    """
+    n_bytes = chunk.ahead_bytes
+    fits = chunk.n_bytes + n_bytes <= CHUNK_SHARE * vram and n_bytes <= spare
+    return n_bytes if fits and spare < all_base else 0
 
 
 # -- what each tier takes --------------------------------------------------------------------
@@ -442,7 +460,7 @@ def tier_bytes(shape: ModelShape, plan: TierPlan, wishes: Wishes, *, on_device: 
     if on_device:
         base_slot, fine_slot = shape.base_stride, shape.fine_stride
         known = (size.n_bytes for size in shape.chunks if size.tokens == plan.prefill_chunk)
-        chunk = next(known, 0)
+        chunk = next(known, 0) + plan.ahead_bytes
     base_left = max(0, shape.n_rows - plan.arena_base_rows)
     fine_left = max(0, shape.n_rows - plan.arena_fine_rows)
     return TierBytes(

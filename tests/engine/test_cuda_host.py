@@ -20,12 +20,20 @@ from moet_desk.engine.cuda.prefill import CudaPrefiller
 from moet_desk.engine.handle import EngineOptions, PromptReading
 from moet_desk.errors import MoetError
 from moet_desk.kernels.mailbox import MAILBOX, Answer
-from moet_desk.plan import DeviceBudget, ModelShape, TierPlan, Wishes, plan_device_tiers
+from moet_desk.plan import (
+    ChunkSize,
+    DeviceBudget,
+    ModelShape,
+    TierPlan,
+    Wishes,
+    plan_device_tiers,
+    tier_bytes,
+)
 from moet_desk.store import pack_reader
 from moet_desk.store.arena import ABSENT, Arena
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader
-from moet_desk.units import GIB
+from moet_desk.units import GIB, MIB
 
 
 class Driver:
@@ -237,6 +245,30 @@ def test_load__rows_in_ram_or_not__plane_of_prompts_and_direct_reads(
     finally:
         core.close()
     assert said in caplog.text
+
+
+def test_device_plan__room_for_experts_on_their_way__only_where_it_is_of_use() -> None:
+    shape = ModelShape(
+        n_rows=4096, top_k=6, base_stride=6 * MIB, fine_stride=7 * MIB, slot_bytes=0,
+        dense_bytes=4 * GIB, kv_token_bytes=100, model_context=8192,
+        chunks=(ChunkSize(8192, GIB, 256 * MIB), ChunkSize(4096, GIB // 2)),
+    )  # fmt: skip
+
+    def plan(vram: int, ram: int, wishes: Wishes | None = None) -> tuple[int, int]:
+        found = plan_device_tiers(
+            shape, DeviceBudget(vram * GIB, ram * GIB), wishes or Wishes(max_running=1)
+        )
+        parts = tier_bytes(shape, found, Wishes(max_running=1), on_device=True)
+        assert parts.total == found.bytes_total
+        assert parts.chunk == found.ahead_bytes + {8192: GIB, 4096: GIB // 2}[found.prefill_chunk]
+        return found.prefill_chunk, found.ahead_bytes
+
+    assert plan(16, 60) == (8192, 256 * MIB)
+    assert plan(14, 60) == (8192, 0)  # more than a chunk's share
+    assert plan(11, 60) == (4096, 0)
+    assert plan(16, 50) == (8192, 0)  # some rows on disk
+    assert plan(40, 60) == (8192, 0)  # all rows in slots
+    assert plan(16, 60, Wishes(max_running=1, base_slots=100)) == (8192, 0)
 
 
 def test_device_plan__deepseek_v4_flash_on_a_32_gib_card__two_thousand_slots() -> None:

@@ -86,7 +86,7 @@ def test_bench__each_shape_in_32_gib__everything_fits_as_the_allocator_places_it
     buffers = [
         context * setup.kv_token_bytes, setup.n_slots() * setup.layout.base_stride,
         4 * synthetic._PIECE_FLOATS, chunk_bytes(spec, setup.chunk, context=context),
-        stage_bytes(setup.layout, spec.moe_ffn.router.n_experts),
+        stage_bytes(setup.layout, spec.moe_ffn.router.n_experts) + setup.ahead_bytes,
     ]  # fmt: skip
     taken = reserved([*buffers, *matrices_of(name)])
     graphs = 256 * MIB

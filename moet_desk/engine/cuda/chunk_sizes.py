@@ -48,6 +48,12 @@ TURNS = 2
 STAGE_BYTES = 256 * MIB
 """Most staging memory: 8 experts of DeepSeek-V4-Flash in a batch, 36 places for 2-bit rows."""
 
+AHEAD_BYTES, LARGE_CHUNK = 256 * MIB, 8192
+"""More of it where a plan has room, experts are as large as that, and chunks need all of them: what
+comes while a layer's attention runs need not come while its experts do, which are done sooner than
+their rows.
+"""
+
 MOST_BATCHED = 32
 """Experts of a batch at most: more would not fill the device better."""
 
@@ -223,6 +229,14 @@ def staging_bytes(layout: ExpertLayout, n_experts: int) -> int:
     return batch_size(layout, n_experts) * TURNS * (layout.base_stride + layout.fine_stride)
 
 
+def ahead_bytes(layout: ExpertLayout, n_experts: int, rows: int) -> int:
+    """More device memory for staging that pays for chunks of so many tokens, whole places of it."""
+    both = layout.base_stride + layout.fine_stride
+    if rows < LARGE_CHUNK or batch_size(layout, n_experts) == min(MOST_BATCHED, n_experts):
+        return 0
+    return AHEAD_BYTES // both * both
+
+
 def stage_bytes(layout: ExpertLayout, n_experts: int) -> int:
     """Device memory for staging, and for a batch's decoded weights."""
     decoded = batch_size(layout, n_experts) * layout.slot_floats
@@ -241,5 +255,11 @@ def chunk_choices(
 ) -> tuple[ChunkSize, ...]:
     """Sizes of a prompt chunk and what each takes; none is longer than the context."""
     sizes = [n for n in CHUNKS if n <= context] or [context] if wished is None else [wished]
-    stage = stage_bytes(layout, spec.moe_ffn.router.n_experts)
-    return tuple(ChunkSize(n, stage + chunk_bytes(spec, n, context=context)) for n in sizes)
+    n_experts = spec.moe_ffn.router.n_experts
+    stage = stage_bytes(layout, n_experts)
+    return tuple(
+        ChunkSize(
+            n, stage + chunk_bytes(spec, n, context=context), ahead_bytes(layout, n_experts, n)
+        )
+        for n in sizes
+    )

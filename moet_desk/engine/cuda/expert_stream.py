@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from itertools import zip_longest
 from typing import Protocol
@@ -38,7 +38,7 @@ from moet_desk.kernels.triton.grouped import (
     group_pairs,
     grouped_down,
     grouped_gate_up,
-    make_batch,
+    make_batches,
 )
 from moet_desk.kernels.triton.quant import plain_shape, quantize_rows
 from moet_desk.store.arena import ABSENT, Allocate
@@ -162,6 +162,7 @@ class ChunkExperts:
         bounce: of each plane pinned host memory [places, stride] for rows on disk, as many places
             as `most_places` says; empty if all rows are in RAM.
         form: of the experts; biases are on the device.
+        ahead_bytes: more staging memory, for rows that come before their layer.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class ChunkExperts:
         readers: ThreadPoolExecutor,
         bounce: Mapping[Plane, Tensor],
         form: ExpertForm = PLAIN,
+        ahead_bytes: int = 0,
     ) -> None:
         device = buffers.x.device
         self._pools, self._host, self._layout, self._b = dict(pools), host, layout, buffers
@@ -182,7 +184,7 @@ class ChunkExperts:
         self._form = form
         self._n_layers = pools[Plane.BASE].tables.n_layers
         self._size = batch_size(layout, n_experts)
-        self._staging = Staging(staging_bytes(layout, n_experts), device)
+        self._staging = Staging(staging_bytes(layout, n_experts) + ahead_bytes, device)
         self._workspace = torch.zeros(
             (self._size, layout.slot_floats), dtype=torch.int8, device=device
         )
@@ -239,7 +241,7 @@ class ChunkExperts:
         # All tables before all rows: the copy engine takes what it gets in order, so that a table
         # which came later would wait for rows that no kernel needs yet.
         rows = self._addresses(wanted, held)
-        batches = self._upload([make_batch(wanted.counts, p, device="cpu") for p in pieces])
+        batches = make_batches(wanted.counts, pieces, self._to_device)
         self._fill(turns[0].fills)
         for turn, batch, behind in zip_longest(turns, batches, turns[1:]):
             with self._staging.reading(turn.places):
@@ -408,16 +410,6 @@ class ChunkExperts:
             bias=None if bias is None else bias.down,
         )  # fmt: skip
         add_rows(part, batch, groups, weights=weights, out=out)
-
-    def _upload(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The batches' tables on the device, in one copy that nothing waits for."""
-        flat = [torch.cat([batch.experts, batch.tiles.reshape(-1)]) for batch in batches]
-        parts = torch.split(self._to_device(torch.cat(flat)), [len(part) for part in flat])
-        uploaded = []
-        for batch, part in zip(batches, parts, strict=True):
-            n = len(batch.experts)
-            uploaded.append(replace(batch, experts=part[:n], tiles=part[n:].view(-1, 4)))
-        return uploaded
 
     def _to_device(self, table: Tensor) -> Tensor:
         if self._device.type != "cuda":

@@ -225,7 +225,7 @@ def _load(
     buffers = ChunkBuffers.make(spec, plan.prefill_chunk, context=plan.context, device=device)
     streamed = ChunkExperts(
         pools, arena, reader.layout, buffers, n_experts=reader.meta.n_experts, readers=readers,
-        bounce=_bounce(opened, allocate), form=form,
+        bounce=_bounce(opened, allocate), form=form, ahead_bytes=plan.ahead_bytes,
     )  # fmt: skip
     residency = CudaResidency(
         pools, arena, reader.layout, moe_layers=opened.moe_layers, server=server,

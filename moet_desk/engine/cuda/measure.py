@@ -414,7 +414,7 @@ class ShapeBench:
             experts = ChunkExperts(
                 self.pools, self._host, setup.layout, buffers,
                 n_experts=spec.moe_ffn.router.n_experts, readers=readers, bounce=self._bounce(),
-                form=self._form,
+                form=self._form, ahead_bytes=setup.ahead_bytes,
             )  # fmt: skip
             model = ChunkModel(self.model, buffers, experts)
             prompt = self._random.integers(spec.vocab, size=setup.prefill).tolist()

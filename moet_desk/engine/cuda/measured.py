@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from moet_desk.engine.cuda.bandwidth import Bandwidth
-from moet_desk.engine.cuda.chunk_sizes import BLOCK_ROWS, chunk_bytes, stage_bytes
+from moet_desk.engine.cuda.chunk_sizes import BLOCK_ROWS, ahead_bytes, chunk_bytes, stage_bytes
 from moet_desk.engine.cuda.shapes import Shape
 from moet_desk.engine.cuda.synthetic import dense_bytes
 from moet_desk.engine.model_shape import kv_token_bytes, slot_bytes, windows_of
@@ -149,6 +149,12 @@ class Setup:
         """Whether some rows are not in RAM."""
         return min(self.in_ram().values()) < self.n_rows
 
+    @property
+    def ahead_bytes(self) -> int:
+        """More staging memory, where all rows are in RAM."""
+        n_experts = self.shape.spec.moe_ffn.router.n_experts
+        return 0 if self.uses_drive else ahead_bytes(self.layout, n_experts, self.chunk)
+
     def n_fine_slots(self) -> int:
         """Slots of the FP4 pool; none for 2-bit steps."""
         if self.plane is Plane.BASE:
@@ -171,7 +177,7 @@ class Setup:
         )
         fixed += self.ring_pages * PAGE_TOKENS * windows_of(spec, KV_FORM).token_bytes
         if self.prefill:
-            fixed += stage_bytes(self.layout, spec.moe_ffn.router.n_experts)
+            fixed += stage_bytes(self.layout, spec.moe_ffn.router.n_experts) + self.ahead_bytes
             fixed += chunk_bytes(spec, self.chunk, context=self.kv_pages * PAGE_TOKENS)
         slots = (self.vram_bytes - fixed) // self.layout.base_stride
         if slots < least:

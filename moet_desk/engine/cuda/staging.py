@@ -80,11 +80,13 @@ class Staging:
         """Copy rows from pinned memory: (place, plane, uint8 [stride]) each."""
         if not rows:
             return
+        behind: torch.cuda.Event | None = None
         with self._beside():
             for place, plane, row in rows:
                 used = self._places[place].used
-                if self._stream is not None and used is not None:
+                if self._stream is not None and used is not None and used is not behind:
                     self._stream.wait_event(used)
+                    behind = used
                 at = self._offset(place, plane)
                 self._memory[at : at + row.numel()].copy_(row, non_blocking=True)
             filled = self._event()

@@ -12,9 +12,9 @@ weights with int8 codes are the quick way through a prompt, with 15 bits the exa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import chain
 from math import gcd
 
 import torch
@@ -141,23 +141,47 @@ def make_batch(
         device: where the kernels run.
         pairs: most rows of a tile; by default what suits the mean count.
     """
-    used = [expert for expert in experts if counts[expert]]
-    first = sum(counts[: experts.start])
-    n_rows = sum(counts[expert] for expert in used)
-    pairs = pairs or tile_pairs(n_rows // max(1, len(used)))
-    begins = accumulate((counts[expert] for expert in used), initial=0)
-    tiles = [
-        (expert, place, begin + at, min(pairs, counts[expert] - at))
-        for place, (expert, begin) in enumerate(zip(used, begins, strict=False))
-        for at in range(0, counts[expert], pairs)
-    ]
+    used, tiles, size, first, n_rows = _cut_tiles(counts, experts, pairs)
     return Batch(
         experts=torch.tensor(used, dtype=torch.int32).to(device),
         tiles=torch.tensor(tiles, dtype=torch.int32).view(-1, 4).to(device),
-        pairs=pairs,
+        pairs=size,
         first=first,
         n_rows=n_rows,
     )
+
+
+def make_batches(
+    counts: Sequence[int], pieces: Sequence[range], to_device: Callable[[Tensor], Tensor]
+) -> list[Batch]:
+    """`make_batch` of each of several pieces, whose tables come to the device in one copy."""
+    cuts = [_cut_tiles(counts, experts, None) for experts in pieces]
+    flat = [number for used, tiles, *_ in cuts for number in chain(used, tiles)]
+    table, at, batches = to_device(torch.tensor(flat, dtype=torch.int32)), 0, []
+    for used, tiles, size, first, n_rows in cuts:
+        middle, end = at + len(used), at + len(used) + len(tiles)
+        tiled = table[middle:end].view(-1, 4)
+        batches.append(Batch(table[at:middle], tiled, size, first, n_rows))
+        at = end
+    return batches
+
+
+def _cut_tiles(
+    counts: Sequence[int], experts: range, pairs: int | None
+) -> tuple[list[int], list[int], int, int, int]:
+    """Experts that are used, the numbers of their tiles, most rows of one, and the batch's first
+    row and rows.
+    """
+    used = [expert for expert in experts if counts[expert]]
+    n_rows = sum(counts[expert] for expert in used)
+    size = pairs or tile_pairs(n_rows // max(1, len(used)))
+    tiles, begin = list[int](), 0
+    for place, expert in enumerate(used):
+        count = counts[expert]
+        for at in range(0, count, size):
+            tiles += (expert, place, begin + at, min(size, count - at))
+        begin += count
+    return used, tiles, size, sum(counts[: experts.start]), n_rows
 
 
 def tile_pairs(mean: int) -> int:

@@ -21,6 +21,7 @@ from moet_desk.kernels.triton.grouped import (
     grouped_down,
     grouped_gate_up,
     make_batch,
+    make_batches,
 )
 from tests.kernels.makers import Expert, quads_expert, random_expert
 from tests.kernels.triton.moe_makers import expanded, plain_codes, random_bias, wanted_bytes
@@ -155,6 +156,24 @@ def test_add_rows__any_batches__same_bits_as_combine() -> None:
     part = run_batch(rows, whole, groups, x)
     by_pair = part[groups.position.long()]  # [M, K, H]
     assert torch.equal(sums[0], reference.combine(by_pair, weights))
+
+
+def test_make_batches__tables_in_one_piece__those_of_each_batch() -> None:
+    counts, pieces = [3, 0, 40, 1, 0, 200], [range(3), range(3, 5), range(5, 6)]
+    sent = list[Tensor]()
+
+    def send(table: Tensor) -> Tensor:
+        sent.append(table)
+        return table
+
+    batches = make_batches(counts, pieces, send)
+    assert len(sent) == 1
+    for batch, piece in zip(batches, pieces, strict=True):
+        want = make_batch(counts, piece, device="cpu")
+        assert torch.equal(batch.experts, want.experts)
+        assert torch.equal(batch.tiles, want.tiles)
+        assert (batch.pairs, batch.first) == (want.pairs, want.first)
+        assert batch.n_rows == want.n_rows == sum(counts[piece.start : piece.stop])
 
 
 def test_make_batch__tiles__cover_each_row_once() -> None:
