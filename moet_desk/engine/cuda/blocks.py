@@ -68,15 +68,16 @@ class Branch:
     """More streams, for launches that need not wait for those of the main one: lanes, by number.
 
     Between `beside` and `join` the main stream goes on; a capture records them as parallel branches
-    of the graph. On a CPU everything runs in order.
+    of the graph. Where launches wait for room on the card, those of lane 1 come first: it is for
+    short ones that a long chain hangs on. On a CPU everything runs in order.
     """
 
     def __init__(self, device: torch.device, lanes: int = 2) -> None:
         self._streams: list[torch.cuda.Stream] = []
         if device.type == "cuda":
             self._streams = [
-                torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                for _ in range(lanes)
+                torch.cuda.Stream(device, priority=-lane)  # type: ignore[no-untyped-call]
+                for lane in range(lanes)
             ]
 
     @contextmanager

@@ -254,12 +254,16 @@ class PooledLaunches:
         mixer, t, places = self.mixer, slice(0, rows.n), rows.places
         aside = _InOrder() if branch is None else branch
         rotation = Rotation(places.positions, *self._turns, interleaved=True)
+        looks = self._index is not None and not rows.sees_all
         with aside.beside(_POOLS):
             self._pool_keys(b, products, normed, rows, rotation)
+            if not looks:
+                self._pool_entries(b, rows)
+                if rows.run is None:
+                    self._list(b, rows)
         products(normed, self._w_in, b.joined[t])
         latent = b.joined[t, : mixer.q_rank]
         rms_norm(latent, self._q_norm, mixer.norm_eps, out=b.latent[t])
-        looks = self._index is not None and not rows.sees_all
         if looks:
             with aside.beside(_INDEX):
                 self._ask(b, products, rows, rotation)
@@ -267,9 +271,13 @@ class PooledLaunches:
                 if rows.run is None:
                     self._choose(b, rows)
         with aside.beside(_POOLS):
-            self._keep(b, rows)
-            if rows.run is None and not looks:
-                self._list(b, rows)
+            finish(
+                b.joined[t, mixer.q_rank :], self._kv_norm, mixer.norm_eps, *self._turns,
+                places.positions, rows.memory.rows, places.rings, rows.memory.form, ratio=1,
+                ring=rows.memory.ring,
+            )  # fmt: skip
+            if looks:  # not before the keys, for which the choice waits
+                self._pool_entries(b, rows)
         shape = (rows.n, mixer.n_heads, mixer.head_dim)
         size = rows.n * mixer.n_heads * mixer.head_dim
         one = b.one[:size].view(shape)
@@ -314,13 +322,9 @@ class PooledLaunches:
             kv=rows.pages(memory.keys),
         )  # fmt: skip
 
-    def _keep(self, b: PooledBuffers, rows: PooledRows) -> None:
-        """The rows' own entries, and those of windows that close."""
+    def _pool_entries(self, b: PooledBuffers, rows: PooledRows) -> None:
+        """Entries of windows that close."""
         mixer, t, places, memory = self.mixer, slice(0, rows.n), rows.places, rows.memory
-        finish(
-            b.joined[t, mixer.q_rank :], self._kv_norm, mixer.norm_eps, *self._turns,
-            places.positions, memory.rows, places.rings, memory.form, ratio=1, ring=memory.ring,
-        )  # fmt: skip
         own = self._compressor
         if own is None or mixer.pool is None:
             return

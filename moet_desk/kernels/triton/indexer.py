@@ -137,17 +137,20 @@ def _scores_kernel(
         keys = load_vectors(pages, entry, live, ENTRY, 0, D, 0, BD, FORM, HARDWARE)
         j = tl.arange(0, BD)
         found = tl.zeros([TILE], tl.float32)
-        # A few heads at a time: all of them would not fit the registers.
-        for head0 in tl.range(0, N, BH, disable_licm=True):
+        # All queries are asked for at once; a few heads at a time are multiplied.
+        queries, heads = (), ()
+        for head0 in tl.static_range(0, N, BH):
             head = head0 + tl.arange(0, BH)
             inside = (head < N)[:, None] & (j < D)[None, :]
             line = ((t * N + head) * D)[:, None]
-            queries = tl.load(q + line + j[None, :], mask=inside, other=0.0)
-            products = query_scores(queries, keys, FORM, MMA)
+            queries = queries + (tl.load(q + line + j[None, :], mask=inside, other=0.0),)
+            weight = tl.load(weights + t * N + head, mask=head < N, other=0.0)
+            heads = heads + (weight * scale,)
+        for i in tl.static_range((N + BH - 1) // BH):
+            products = query_scores(queries[i], keys, FORM, MMA)
             # not `maximum`: that would lose a NaN
             products = tl.where(products < 0.0, 0.0, products)
-            weight = tl.load(weights + t * N + head, mask=head < N, other=0.0) * scale
-            found += tl.sum(products * weight[:, None], 0)
+            found += tl.sum(products * heads[i][:, None], 0)
         if FORM == "fp8":
             found *= load_scale(pages, entry, live, ENTRY, 0, D, 0)
         tl.store(scores + t * scores_stride + at, found, mask=live)

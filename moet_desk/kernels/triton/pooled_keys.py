@@ -188,32 +188,25 @@ def _score_kernel(
         keys = stored_keys(pages, entry, live, D, ENTRY, FORM)
         j = tl.arange(0, D)
         found = tl.zeros([TILE], tl.float32)
-        if MMA and FORM != "f32" and FORM != "bf16":
-            # Queries are as round as keys: bfloat16 holds all of them, and one product is exact.
-            k = tl.trans(keys.to(tl.bfloat16))
-            queries, heads = (), ()
-            for head0 in tl.static_range(0, N, BH):
-                head = head0 + tl.arange(0, BH)
-                line = ((t * N + head) * D)[:, None]
-                part = tl.load(q + line + j[None, :], mask=(head < N)[:, None], other=0.0)
-                queries = queries + (part.to(tl.bfloat16),)
-                weight = tl.load(weights + t * weights_stride + head, mask=head < N, other=0.0)
-                heads = heads + (weight * scale,)
-            for i in tl.static_range((N + BH - 1) // BH):
-                products = tl.dot(queries[i], k)
-                products = tl.where(products < 0.0, 0.0, products)
-                found += tl.sum(products * heads[i][:, None], 0)
-        else:
-            # A few heads at a time: all of them would not fit the registers.
-            for head0 in tl.range(0, N, BH, disable_licm=True):
-                head = head0 + tl.arange(0, BH)
-                line = ((t * N + head) * D)[:, None]
-                queries = tl.load(q + line + j[None, :], mask=(head < N)[:, None], other=0.0)
-                products = query_scores(queries, keys, FORM, MMA)
-                # not `maximum`: that would lose a NaN
-                products = tl.where(products < 0.0, 0.0, products)
-                weight = tl.load(weights + t * weights_stride + head, mask=head < N, other=0.0)
-                found += tl.sum(products * (weight * scale)[:, None], 0)
+        # All queries are asked for at once; a few heads at a time are multiplied.
+        queries, heads = (), ()
+        for head0 in tl.static_range(0, N, BH):
+            head = head0 + tl.arange(0, BH)
+            line = ((t * N + head) * D)[:, None]
+            queries = queries + (
+                tl.load(q + line + j[None, :], mask=(head < N)[:, None], other=0.0),
+            )
+            weight = tl.load(weights + t * weights_stride + head, mask=head < N, other=0.0)
+            heads = heads + (weight * scale,)
+        for i in tl.static_range((N + BH - 1) // BH):
+            if MMA and FORM != "f32" and FORM != "bf16":
+                # As round as keys: bfloat16 holds all of them, and one product is exact.
+                products = tl.dot(queries[i].to(tl.bfloat16), tl.trans(keys.to(tl.bfloat16)))
+            else:
+                products = query_scores(queries[i], keys, FORM, MMA)
+            # not `maximum`: that would lose a NaN
+            products = tl.where(products < 0.0, 0.0, products)
+            found += tl.sum(products * heads[i][:, None], 0)
         tl.store(scores + t * scores_stride + at, found, mask=live)
 
 

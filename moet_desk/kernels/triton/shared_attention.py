@@ -44,8 +44,8 @@ _SHORTEST = 32
 reads and products, not for the card's bandwidth.
 """
 
-_JOIN_FLOATS, _JOIN_AHEAD = 128, 16
-"""Numbers that a program joins, of one warp, and parts that it reads at once."""
+_JOIN_FLOATS, _JOIN_AHEAD = 128, 24
+"""Numbers that a program joins, of one warp, and parts that it reads at once (640 entries: 20)."""
 
 
 @triton.jit

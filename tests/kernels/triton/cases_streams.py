@@ -44,7 +44,7 @@ def _cases() -> Iterator[Case]:
         "group_stride": "i32", "row_stride": "i32",
     }  # fmt: skip
     values = {
-        "D": 512, "DR": 64, "EACH": 8, "SPLITS": 64, "SHORTEST": 32, "B": 128, "AHEAD": 16,
+        "D": 512, "DR": 64, "EACH": 8, "SPLITS": 64, "SHORTEST": 32, "B": 128, "AHEAD": 24,
         "COMPILED": True,
     }  # fmt: skip
     yield Case("join_back", shared_attention._join_back_kernel, types, values, 1, EXACT)
