@@ -62,6 +62,9 @@ def invariant(
         (WeightKind.BF16, 2112, 2048),
         (WeightKind.BF16, 512, 512),
         (WeightKind.FP8, 500, 528),
+        (WeightKind.FP8, 512, 1024),  # 32 lanes share a row
+        (WeightKind.FP8, 512, 2048),  # 64 lanes
+        (WeightKind.INT8, 512, 8192),  # 128 lanes
     ],
 )
 def test_gemv__real_shapes__near_float64_for_any_number_of_rows(
