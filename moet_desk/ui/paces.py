@@ -10,7 +10,7 @@ START_PERIOD_S = 0.25
 CALM_PERIOD_S = 1.0
 """Of the gauges: usually, while a model is loaded and on screens of lists, and with less motion."""
 
-_TEXT_SHARE, _LAYOUT_SHARE = 0.008, 0.004
+_TEXT_SHARE, _LAYOUT_SHARE = 0.008, 0.003
 """Of a core: what flushes of text may take, and what those may that change the layout."""
 _SLOWEST_TEXT_S, _SLOWEST_LAYOUT_S = 0.2, 3.0
 _HIDDEN_S = 0.5  # between two looks for text while another screen is in front

@@ -56,7 +56,7 @@ def test_answer_pace__what_drawing_costs__decides_when_and_how_much_room() -> No
     assert pace.room(40, 4.0, 20) == 0
     for _ in range(12):
         draw(0.0016, grew=False)  # 0.8 % of a core five times a second
-        draw(0.004, grew=True)  # 0.4 % once a second
+        draw(0.003, grew=True)  # 0.3 % once a second
     assert wait_s(in_front=True) == pytest.approx(0.18, abs=0.02)
     assert pace.room(40, 4.0, 20) == 10
     assert pace.room(400, 4.0, 20) == 20

@@ -19,6 +19,7 @@ from moet_desk.ui.screens.chat_list import ChatList
 from moet_desk.ui.theme import UNICODE
 from moet_desk.ui.widgets.blocks import AnswerBlock, MessageBlock
 from moet_desk.ui.widgets.gauges import StatusLine
+from moet_desk.ui.widgets.problem import ProblemPanel
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.segments import Segment
 from moet_desk.ui.widgets.transcript import Transcript
@@ -163,7 +164,8 @@ async def test_card_lost__text_and_next_message_are_kept_and_the_panel_says_what
         stage.app.pull_gauges()
         await stage.settle(pilot)
         screen = dump(stage.app)
-        assert "The graphics card stopped answering   MD-GPU-07" in screen
+        assert screen.count("The graphics card stopped answering   MD-GPU-07") == 1
+        assert len(stage.app.chat.query(ProblemPanel)) == 1
         assert "Start the engine again" not in screen  # this process has lost the card for good
         assert "✗ fault" in screen
         assert prompt_of(stage).text == "waiting one"

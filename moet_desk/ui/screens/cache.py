@@ -59,6 +59,7 @@ This screen needs a model of this computer:
 open moet-desk without --connect."""
 
 _OTHER_ROWS = 12  # waiting, title, header, cursor and story, tier bars, precision, legend
+_PICTURE_SHARE = 0.012  # of a core
 _SLOW_S = 1.0
 """Between two sortings of the list, and two looks at ages: 11,000 experts take 10 ms."""
 
@@ -94,7 +95,7 @@ class CacheScreen(LeanScreen):
         self._glyphs = glyphs
         self._history = history
         self._plain = plain
-        self._pace = PicturePace(period_s)
+        self._pace = PicturePace(period_s, share=_PICTURE_SHARE)
         self._snapshot = EngineSnapshot()
         self._paused_at: datetime | None = None
         self._measure_chosen = False

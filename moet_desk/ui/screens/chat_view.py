@@ -323,6 +323,10 @@ class ChatView(LeanScreen):
     ) -> None:
         panel = ProblemPanel(error, glyphs=self._glyphs, actions=actions)
         await self.transcript.mount(panel)
+        answer = self._answer
+        for other in () if answer is None else answer.query(ProblemPanel):
+            if other.code == panel.code:  # what ended the answer is told once, with its way out
+                await other.remove()
         self.call_after_refresh(self.transcript.follow)
 
     def _draw_welcome(self) -> None:
@@ -385,6 +389,9 @@ class ChatView(LeanScreen):
         return block
 
     async def _show_problem(self, block: AnswerBlock, problem: Mapping[str, Any]) -> None:
+        panels = (each for each in self.transcript.children if isinstance(each, ProblemPanel))
+        if block is self._answer and problem.get("code") in {panel.code for panel in panels}:
+            return  # told under the chat, with its way out
         if block.is_attached and not block.query(ProblemPanel):
             await block.show_problem(problem, self._ways_out(problem, block.turn))
 

@@ -208,6 +208,13 @@ class MessageBlock(Block):
 class _Body(Growing, Ground, Vertical):
     """Where the text of an answer stands."""
 
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Its rows; while the answer is written those of one widget, without an arrangement."""
+        children = self.displayed_children
+        if len(children) == 1 and isinstance(children[0], LiveText):
+            return children[0].get_content_height(container, viewport, width)
+        return super().get_content_height(container, viewport, width)
+
 
 class AnswerBlock(Block):
     """A message of the model: head, reasoning, Markdown, a closing line, perhaps a problem."""

@@ -70,6 +70,11 @@ class ProblemPanel(Vertical):
         self._glyphs = glyphs
         self._actions = actions
 
+    @property
+    def code(self) -> str:
+        """The code of its record."""
+        return str(error_record(self.error).get("code", ""))
+
     def compose(self) -> ComposeResult:
         yield Static(problem_content(self.error, self._glyphs), markup=False)
         if self._actions:
