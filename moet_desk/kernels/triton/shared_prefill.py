@@ -138,13 +138,13 @@ def _decode_kernel(
 
 
 @triton.jit
-def _scores(keys, high, low, scores, FORM: tl.constexpr, MMA: tl.constexpr):
-    """scores [S, H] + keys [S, C] x (high + low [H, C])^T, small products first."""
+def _scores(keys, parts, scores, FORM: tl.constexpr, MMA: tl.constexpr):
+    """scores [S, 2 H] + keys [S, C] x parts [2 H, C]^T, of both parts of some heads."""
     if MMA and FORM != "f32":
-        return tl.dot(keys, tl.trans(high), tl.dot(keys, tl.trans(low), scores))
+        return tl.dot(keys, tl.trans(parts), scores)
     else:
-        q = tl.trans(high.to(tl.float32) + low.to(tl.float32))
         precision: tl.constexpr = "tf32x3" if MMA else "ieee"
+        q = tl.trans(parts.to(tl.float32))
         return tl.dot(keys.to(tl.float32), q, scores, input_precision=precision)
 
 
@@ -221,8 +221,9 @@ def _run_attention_kernel(
         length = n_near + (position + 1) // RATIO
     head = tl.program_id(0) * BH + tl.arange(0, BH)
     own = tl.where(head < N, head, 0)
-    line = (t.to(tl.int64) * N + own) * D
-    low_line = size.to(tl.int64) + line
+    both = tl.arange(0, 2 * BH)  # parts of heads: the products of a tile of keys take one turn
+    line = tl.minimum(tl.program_id(0) * BH + both % BH, N - 1)
+    line = (t.to(tl.int64) * N + line) * D + both // BH * size.to(tl.int64)
     largest = tl.full([BH], float("-inf"), tl.float32)
     total = tl.zeros([BH], tl.float32)
     acc = ()
@@ -238,15 +239,14 @@ def _run_attention_kernel(
         entry = tl.where(at < n_near, (position + 1 - n_near + at) % RING, RING + far)
         # one that is surely there stands for those behind the last
         entry = tl.where(live, entry, position % RING).to(tl.int64)
-        scores = tl.zeros([TILE, BH], tl.float32)
+        twice = tl.zeros([TILE, 2 * BH], tl.float32)
         values = ()
         for c in tl.static_range(D // CD):
             column = (c * CD + tl.arange(0, CD))[None, :]
             mine = tl.load(entries + (entry * D)[:, None] + column)
-            high = tl.load(parts + line[:, None] + column)
-            low = tl.load(parts + low_line[:, None] + column)
-            scores = _scores(mine, high, low, scores, FORM, MMA)
+            twice = _scores(mine, tl.load(parts + line[:, None] + column), twice, FORM, MMA)
             values = values + (mine,)
+        scores = tl.sum(tl.reshape(twice, (TILE, 2, BH)), 1)
         scores = tl.where(live[:, None], scores * scale, float("-inf"))
         new = tl.maximum(largest, tl.max(scores, 0))
         p = tl.exp(scores - new[None, :])
