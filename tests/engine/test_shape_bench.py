@@ -368,8 +368,8 @@ def test_figures__roofline__the_slower_bus_counts() -> None:
 
 def test_groups__every_kernel_of_the_step_s_modules__is_in_the_table() -> None:
     modules = (
-        "attention cache delta dense experts fetch gates indexer kv_entries latent norms prepare"
-        " quant route sampling heads pooled_keys pooling seen shared_attention streams"
+        "attention cache choose delta dense experts fetch gates indexer kv_entries latent norms"
+        " prepare quant route sampling pooled_keys pooling seen shared_attention streams"
     )
     for name in modules.split():
         module = importlib.import_module(f"moet_desk.kernels.triton.{name}")
