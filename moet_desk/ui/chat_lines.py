@@ -5,12 +5,16 @@ from __future__ import annotations
 from textual.content import Content
 
 from moet_desk import __version__
+from moet_desk.engine.handle import Quality
+from moet_desk.telemetry import EngineSnapshot
 from moet_desk.ui.chat_records import Status, Turn
+from moet_desk.ui.live_answer import LiveAnswer
 from moet_desk.ui.quality_words import again_words
 from moet_desk.ui.theme import Glyphs
-from moet_desk.ui.widgets.gauges import show_percent
+from moet_desk.ui.widgets.gauges import show_number, show_percent
 from moet_desk.units import show_duration
 
+_SILENT_S = 2.0  # without a word; then that is said in place of the speed
 _EXAMPLES = "Tell me a short story about a fox.", "What is 17 + 25?", "/help"
 
 
@@ -72,3 +76,27 @@ def closing_line(turn: Turn, glyphs: Glyphs) -> Content:
         if meta.get("rerun_tokens") is not None:
             parts.append(again_words(int(meta["rerun_tokens"]), tokens, meta.get("rerun_s")))
     return Content(f" {glyphs.dot} ".join(part for part in parts if part))
+
+
+def live_closing_line(live: LiveAnswer | None, snapshot: EngineSnapshot, glyphs: Glyphs) -> Content:
+    """The line under an answer that is written: speed, tokens, waiting, what was made again."""
+    if live is None or live.n_tokens == 0:
+        return Content(f"{glyphs.caret} waiting for the first token")
+    rate, silent_s = live.tok_per_s, live.silent_s
+    speed = "" if rate is None else show_number(rate, "tok/s")
+    if silent_s >= _SILENT_S:
+        speed = f"no word for {show_duration(silent_s)}"
+    waits = f"waiting {show_percent(snapshot.wait_share, 0)} of time"
+    parts = ["writing"]
+    parts += [speed] if speed else []
+    parts += [f"{live.n_tokens} tokens"]
+    parts += [] if snapshot.remote else [waits]
+    parts += [live_again_words(live)] if live.quality is Quality.BALANCED else []
+    return Content(f"{glyphs.caret} " + f" {glyphs.dot} ".join(parts))
+
+
+def live_again_words(live: LiveAnswer | None) -> str:
+    """What a balanced answer made again so far; empty: it is none, or nothing yet."""
+    if live is None or live.quality is not Quality.BALANCED:
+        return ""
+    return again_words(live.n_reran, live.n_tokens, live.rerun_s)

@@ -175,7 +175,7 @@ def draw_line(widget: Widget, line: Content, width: int) -> Strip:
 def one_row(line: Content, style: Look, get_style: Callable[[str | Look], Look]) -> Strip:
     """A text that fits into a row, without all that Textual does to wrap it."""
     parts = line.render(style, end="", parse_style=get_style)
-    return Strip([Segment(text, (style + look).rich_style) for text, look in parts])
+    return Strip([Segment(text, (style + look).rich_style) for text, look in parts if text])
 
 
 class Words(Rows, Static):

@@ -15,12 +15,13 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.widgets import Static, TextArea
 
-from moet_desk.engine.handle import Quality
 from moet_desk.errors import MoetError
 from moet_desk.telemetry import EngineSnapshot
 from moet_desk.ui.bridge import Bridge, Phase
 from moet_desk.ui.chat_lines import (
     closing_line,
+    live_again_words,
+    live_closing_line,
     no_model_content,
     recorded_content,
     welcome_content,
@@ -30,7 +31,6 @@ from moet_desk.ui.conversation import Conversation
 from moet_desk.ui.desk import JobView
 from moet_desk.ui.lean_screen import LeanScreen
 from moet_desk.ui.paces import AnswerPace, PicturePace
-from moet_desk.ui.quality_words import again_words
 from moet_desk.ui.text import clean_line
 from moet_desk.ui.theme import Glyphs
 from moet_desk.ui.widgets.blocks import AnswerBlock, Block, MessageBlock
@@ -42,20 +42,16 @@ from moet_desk.ui.widgets.gauges import (
     LoadingBlock,
     Rail,
     StatusLine,
-    show_number,
-    show_percent,
 )
 from moet_desk.ui.widgets.job_lines import JobLines
 from moet_desk.ui.widgets.key_line import KeyLine
 from moet_desk.ui.widgets.problem import ProblemPanel
 from moet_desk.ui.widgets.prompt import Prompt
 from moet_desk.ui.widgets.transcript import Transcript
-from moet_desk.units import show_duration
 
 DRAFT_DELAY_S = 0.3
 _FIGURES_S = 0.5  # between two looks of the line under an answer that is written
 _RAIL_SHARE = 0.002  # of a core
-_SILENT_S = 2.0  # without a word; then that is said in place of the speed
 
 _TOO_LONG = ("MD-API-03", "MD-CONN-05")
 RETRY, RESTART, FORGET, NEW = "retry", "restart", "forget", "new"
@@ -209,7 +205,8 @@ class ChatView(LeanScreen):
             self._keep_end()  # it has more rows than the line before it
         elif self._bridge.clock.monotonic() >= self._figures_due_s:
             self._figures_due_s = self._bridge.clock.monotonic() + _FIGURES_S * 0.9
-            answer.set_closing(self._live_closing())
+            snapshot = self._bridge.snapshot()
+            answer.set_closing(live_closing_line(live, snapshot, self._glyphs))
             self._keep_end()
 
     async def _draw_text(self, answer: AnswerBlock, turn: Turn) -> None:
@@ -426,27 +423,6 @@ class ChatView(LeanScreen):
         self._draw_queued()
         return True
 
-    def _live_closing(self) -> Content:
-        live, snapshot = self._conversation.live, self._bridge.snapshot()
-        if live is None or live.n_tokens == 0:
-            return Content(f"{self._glyphs.caret} waiting for the first token")
-        rate, silent_s = live.tok_per_s, live.silent_s
-        speed = "" if rate is None else show_number(rate, "tok/s")
-        if silent_s >= _SILENT_S:
-            speed = f"no word for {show_duration(silent_s)}"
-        parts = [
-            "writing",
-            *([speed] if speed else []),
-            f"{live.n_tokens} tokens",
-            *(
-                []
-                if snapshot.remote
-                else [f"waiting {show_percent(snapshot.wait_share, 0)} of time"]
-            ),
-            *([] if live.quality is not Quality.BALANCED else [self.again_words()]),
-        ]
-        return Content(f"{self._glyphs.caret} " + f" {self._glyphs.dot} ".join(parts))
-
     def _draw_queued(self) -> None:
         """The line over the prompt: a message that waits, or what the prompt is a version of."""
         queued, line = self._conversation.queued, self.query_one("#queued", Static)
@@ -474,7 +450,4 @@ class ChatView(LeanScreen):
 
     def again_words(self) -> str:
         """What the balanced answer being written made again; empty: none is, or nothing yet."""
-        live = self._conversation.live
-        if live is None or live.quality is not Quality.BALANCED:
-            return ""
-        return again_words(live.n_reran, live.n_tokens, live.rerun_s)
+        return live_again_words(self._conversation.live)
