@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from moet_desk import catalogue
 from moet_desk.catalogue import CatalogueEntry, find_entry, load_catalogue, parse
 from moet_desk.engine.families import MODULE_OF_TYPE, runs
 from moet_desk.engine.families.tensors import NGRAM_TABLES, dense_shapes
 from moet_desk.engine.model_shape import kv_token_bytes
 from moet_desk.engine.planned_model import spec_of
+from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.units import GIB
 
@@ -125,3 +129,20 @@ def test_names__unique_and_found_by_name_and_repository() -> None:
 def test_parse__a_misspelt_key__refused() -> None:
     with pytest.raises(TypeError, match="contxt"):
         parse('[[model]]\nname = "x"\ncontxt = 5\n')
+
+
+@pytest.mark.parametrize("text", ["[[model]\n", "[[model]]\nname = 1\n", "x = 1\n"])
+def test_catalogue__not_as_it_was__said_with_the_file(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "catalogue.toml"
+    path.write_text(text)
+    monkeypatch.setattr(catalogue, "_find", lambda: path)
+    read = load_catalogue.__wrapped__  # without what was read before
+    with pytest.raises(MoetError) as caught:
+        read()
+    assert caught.value.code == "MD-CAT-01"
+    assert str(path) in str(caught.value)
+    path.unlink()
+    with pytest.raises(MoetError, match="MD-CAT-01"):
+        read()
