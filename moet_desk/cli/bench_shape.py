@@ -25,6 +25,7 @@ from moet_desk.units import GIB, show_disk, show_memory, show_rate
 if TYPE_CHECKING:
     import torch
 
+    from moet_desk.engine.cuda.kernel_groups import KernelTime
     from moet_desk.engine.cuda.measured import Figures, Setup
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
@@ -161,13 +162,16 @@ def _gpu(device: torch.device) -> Mapping[str, Any]:
     return {"gpu": torch.cuda.get_device_name(device), "driver": driver()}
 
 
-def _by_kernel(kernels: Mapping[str, tuple[float, float]] | None) -> dict[str, Any] | None:
+def _by_kernel(kernels: Mapping[str, KernelTime] | None) -> dict[str, Any] | None:
     if kernels is None:
         return None
     return {
-        name: {"launches": rounded(launches, 1), "ms": rounded(ms, 3)}
-        for name, (launches, ms) in kernels.items()
-    }
+        name: {
+            "launches": rounded(found.launches, 1), "ms": rounded(found.ms, 3),
+            "share_ms": rounded(found.share_ms, 3), "before_ms": rounded(found.before_ms, 3),
+        }
+        for name, found in kernels.items()
+    }  # fmt: skip
 
 
 def make_record(

@@ -11,6 +11,7 @@ import torch
 
 from moet_desk.engine.cuda.bandwidth import Bandwidth
 from moet_desk.engine.cuda.chunk_sizes import BLOCK_ROWS, ahead_bytes, chunk_bytes, stage_bytes
+from moet_desk.engine.cuda.kernel_groups import KernelTime
 from moet_desk.engine.cuda.shapes import Shape
 from moet_desk.engine.cuda.synthetic import dense_bytes
 from moet_desk.engine.model_shape import kv_token_bytes, slot_bytes, windows_of
@@ -239,7 +240,7 @@ class Figures:
         drafts: of steps with guesses.
         vram_bytes, pcie_bytes: per step, read in VRAM and brought over PCIe.
         by_group: milliseconds of a step by kernel group.
-        by_kernel: launches and milliseconds of a step by kernel, the longest first.
+        by_kernel: what each kernel takes of a step, the longest first.
         prefill_by_kernel: the same of the whole prompt.
         attempts: popularities tried; `popularity` is the one measured at.
         drive: what its reads reached; None if all rows are in RAM.
@@ -258,8 +259,8 @@ class Figures:
     drafts: DraftFigures | None = None
     popularity: float = 0.0
     drive: DriveFigures | None = None
-    by_kernel: Mapping[str, tuple[float, float]] | None = None
-    prefill_by_kernel: Mapping[str, tuple[float, float]] | None = None
+    by_kernel: Mapping[str, KernelTime] | None = None
+    prefill_by_kernel: Mapping[str, KernelTime] | None = None
 
     @property
     def roofline_ratio(self) -> float | None:
