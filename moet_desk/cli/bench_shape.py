@@ -48,6 +48,7 @@ class ShapeWishes:
     fine_slots: int
     draft_depth: int  # 0: no guesses
     acceptance: float | None
+    lookahead: bool
 
 
 def shape_options(command: _Decorated) -> _Decorated:
@@ -84,6 +85,10 @@ def shape_options(command: _Decorated) -> _Decorated:
             help="With --shape and --draft-depth: share of guesses that are right where those"
             " before them were; tokens/s are computed for it from measured times.",
         ),
+        click.option(
+            "--lookahead/--no-lookahead", default=True,
+            help="With --shape: bring experts ahead for the next layer, as the engine does.",
+        ),
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -113,6 +118,7 @@ def bench_shape(invocation: Invocation, name: str, wishes: ShapeWishes) -> None:
         rows=wishes.rows, drafts=wishes.draft_depth, prefill=wishes.prefill,
         plane=Plane.FINE if wishes.exact else Plane.BASE, fine_slots=wishes.fine_slots,
         ram_bytes=wishes.ram_limit, folder=invocation.locations.models_dir,
+        looks_ahead=wishes.lookahead,
     )  # fmt: skip
     setup.in_ram()  # refuses what is too little before anything is made
     invocation.say(f"Measuring made-up weights of {name}, {setup.n_slots()} slots")
@@ -197,6 +203,9 @@ def make_record(
         "hit_rate": rounded(steps.hit_rate, 4),
         "misses_per_step": rounded(steps.misses),
         "fine_misses_per_step": rounded(steps.fine_misses),
+        "ahead": {
+            "rows_per_step": rounded(steps.ahead), "needed_per_step": rounded(steps.needed),
+        } if wishes.lookahead else None,
         "tokens_per_step": wishes.rows,
         "acceptance": None,
         "context": wishes.context,
@@ -298,6 +307,7 @@ def for_people(record: Mapping[str, Any]) -> str:
         *_group_lines(step),
         f"  hits           {record['hit_rate']:.1%}, {record['hit_rate_wanted']:.1%} wanted;"
         f" {record['base_slots']} slots of {record['rows']} experts",
+        *_ahead_lines(record["ahead"]),
         *_fine_lines(record),
         *_draft_lines(record["drafts"]),
         f"  VRAM           {show_disk(moved['vram'])} per step{_rates(record, 'vram')}",
@@ -337,6 +347,13 @@ def _drive_lines(record: Mapping[str, Any]) -> list[str]:
         f"  drive          {show_disk(moved)} per step ({drive['rows_per_step']:.1f} rows), reads"
         f" reach {rate}{how}"
     ]
+
+
+def _ahead_lines(ahead: Mapping[str, Any] | None) -> list[str]:
+    if ahead is None:
+        return []
+    rows, needed = ahead["rows_per_step"], ahead["needed_per_step"]
+    return [f"  ahead          {rows:.1f} rows per step, {needed:.1f} of them needed"]
 
 
 def _fine_lines(record: Mapping[str, Any]) -> list[str]:

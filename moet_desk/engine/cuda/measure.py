@@ -150,11 +150,13 @@ class ShapeBench:
         experts = PoolExperts(
             self.pool, self.pools.get(Plane.FINE), setup.layout, n_layers=n_layers,
             mailbox=mailbox, host=self._host, form=self._form, n_named=spec.n_named,
+            in_ram=[plane for plane, n in setup.in_ram().items() if n == setup.n_rows],
         )  # fmt: skip
         self.model = StepModel(
             spec, self.loader, self.kv, {setup.plane: experts},
             context=self.kv.free_tokens, device=device,
             error=error, server=server, with_head=with_head, states=states,
+            looks_ahead=setup.looks_ahead,
         )  # fmt: skip
         self.loader.forget_piece()
         if device.type == "cuda":
@@ -272,13 +274,18 @@ class ShapeBench:
             times.append(1e3 * (time.perf_counter() - began))
             distinct += found  # of the last MoE layer, for all of them
         self.kv.release(sequence)
-        done = {plane: (self._counts()[plane] - before[plane]).tolist() for plane in before}
-        asked, hits, misses, _ = done[Plane.BASE]
-        fine = done[Plane.FINE][2] if Plane.FINE in done else 0
+        done = {plane: self._counts()[plane] - before[plane] for plane in before}
+        asked, hits, misses, _, ahead, needed = done[Plane.BASE].tolist()
+        fine = done[Plane.FINE][[2, 4]].sum() if Plane.FINE in done else 0
         n_layers = len(self._setup.shape.spec.main_moe_layers)
         per_step = int(distinct) * n_layers / count
-        drive = [(now - then) / count for now, then in zip(self._read(), read, strict=True)]
-        return Steps(tuple(times), hits / asked, misses / count, per_step, fine / count, *drive)
+        rows_read, bytes_read = (
+            (now - then) / count for now, then in zip(self._read(), read, strict=True)
+        )
+        return Steps(
+            tuple(times), (hits - needed) / asked, (misses + ahead) / count, per_step,
+            int(fine) / count, rows_read, bytes_read, ahead / count, needed / count,
+        )  # fmt: skip
 
     def _read(self) -> tuple[int, int]:
         """Rows and bytes that came from the drive so far."""
@@ -352,8 +359,9 @@ class ShapeBench:
         self.kv.release(sequence)
 
     def _counts(self) -> dict[Plane, NDArray[np.int64]]:
+        """By plane, what the tables count, and behind that what was brought ahead."""
         return {
-            plane: pool.tables.counters.cpu().numpy().astype(np.int64).sum(0)
+            plane: torch.cat([pool.tables.counters, pool.tables.ahead], 1).sum(0).cpu().numpy()
             for plane, pool in self.pools.items()
         }
 

@@ -53,6 +53,7 @@ class Setup:
             with none more than these every FP4 row comes from RAM.
         warm, steps, traced: steps before a measurement, in it, and under the profiler.
         attempts: most measurements in search of the hit rate.
+        looks_ahead: bring rows that the next layer will probably ask for, where all are in RAM.
     """
 
     shape: Shape
@@ -70,6 +71,7 @@ class Setup:
     steps: int = 300
     traced: int = 20
     attempts: int = 8
+    looks_ahead: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -194,10 +196,12 @@ class Steps:
 
     Attributes:
         times_ms: of each, from the tokens to the next ones.
-        hit_rate: share of look-ups that found their expert in a slot.
-        misses, fine_misses, distinct: per step, rows fetched of each plane and distinct experts
-            read.
+        hit_rate: share of look-ups that found their expert in a slot, where it was not brought
+            just before.
+        misses, fine_misses, distinct: per step, rows fetched of each plane, those brought ahead
+            too, and distinct experts read.
         drive_rows, drive_bytes: per step, of the misses those that came from the drive.
+        ahead, needed: per step, rows brought ahead, and those of them that were asked for then.
     """
 
     times_ms: tuple[float, ...]
@@ -207,6 +211,8 @@ class Steps:
     fine_misses: float = 0.0
     drive_rows: float = 0.0
     drive_bytes: float = 0.0
+    ahead: float = 0.0
+    needed: float = 0.0
 
     @property
     def median_ms(self) -> float:

@@ -15,6 +15,7 @@ from moet_desk.kernels.triton import (
     experts,
     fetch,
     grouped,
+    lookahead,
     quant,
     route,
     routed_lookup,
@@ -203,6 +204,22 @@ def lookup_case(n_tokens: int, top_k: int) -> Case:
     )
 
 
+def look_ahead_case(n_tokens: int, top_k: int) -> Case:
+    tables = "slot_of owner last_used free n_free hand clock limit counters ahead"
+    others = "ids most chosen before_n before_row miss_n miss_row miss_slot"
+    pairs = triton.next_power_of_2(n_tokens * top_k)
+    constexprs: dict[str, Any] = {"L": 43, "E": 256, "T": n_tokens, "K": top_k, "PAIRS": pairs}
+    return Case(
+        f"look_ahead T={n_tokens} K={top_k}",
+        lookahead._look_ahead_kernel,
+        pointers("*i32", f"{tables} {others}") | {"warmth": "*fp32", "layer": "i32"},
+        constexprs,
+        1 if pairs <= 16 else 4,
+        {"maxnreg": 128},
+        fused=0,
+    )
+
+
 def fetch_cases() -> Iterator[Case]:
     misses = pointers("*i32", "place_of miss_n miss_row miss_slot")
     late = pointers("*i32", "sequence late_n late_row late_slot error")
@@ -355,6 +372,8 @@ CASES = [
     lookup_case(8, 8),
     routed_lookup_case(1, 6),
     routed_lookup_case(2, 8),
+    look_ahead_case(1, 6),
+    look_ahead_case(8, 8),
     *fetch_cases(),
     route_case(256, 6, 2, 1),
     route_case(256, 8, 1, 8),
