@@ -183,12 +183,14 @@ def parts_of(lists: Lists, kv: KvPages, way: tuple[str, int, int, int, bool]) ->
     name, shortest, tile, warps, words = way
     turns = lists.turns.cos, lists.turns.sin, lists.turns.positions
     own: dict[str, Any] = {}
+    width: tuple[int, ...] = ()
     kernel: Any = shared._shared_decode_kernel
     if name == "sliced":
         kernel, own = shared._sliced_decode_kernel, {"ONCE": True, "WORDS": words}
+        width = (lists.seen,)
     kernel[(triton.cdiv(lists.seen, shortest), N // 16, lists.rows)](
         lists.q, *turns, EPS, kv.pages, kv.table, kv.table.stride(0), lists.lengths,
-        lists.scratch.sums, lists.scratch.stats, SCALE, N=N, D=D, W=SHARED_BLOCK, PAGE=1,
+        lists.scratch.sums, lists.scratch.stats, SCALE, *width, N=N, D=D, W=SHARED_BLOCK, PAGE=1,
         ENTRY=kv.entry_bytes, SPLITS=64, SHORTEST=shortest, TILE=tile, BH=16, FORM=FORM.value,
         MMA=not INTERPRETED, HARDWARE=not INTERPRETED, num_warps=warps, num_stages=1, **own,
     )  # fmt: skip

@@ -277,14 +277,13 @@ def _word_values(raw, D: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _bytes_of(
-    own, first, at, last, pages, PAGE: tl.constexpr, ENTRY: tl.constexpr, D: tl.constexpr,
-    W: tl.constexpr, FORM: tl.constexpr, WORDS: tl.constexpr,
+    pages, entry, live, ENTRY: tl.constexpr, D: tl.constexpr, W: tl.constexpr, FORM: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
-    entry = entry_of(own, tl.where(at < last, at, first), PAGE)
     if WORDS:
-        return _word_bytes(pages, entry, at < last, ENTRY, D, W)
+        return _word_bytes(pages, entry, live, ENTRY, D, W)
     else:
-        return _raw(pages, entry, at < last, ENTRY, D, W, FORM)
+        return _raw(pages, entry, live, ENTRY, D, W, FORM)
 
 
 @triton.jit
@@ -302,7 +301,7 @@ def _sliced_values(
         return tl.permute(tl.reshape(values, (values.shape[0], D // W, W)), (1, 0, 2))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _sliced_decode_kernel(
     q,
     cos,
@@ -316,6 +315,7 @@ def _sliced_decode_kernel(
     sums,
     stats,
     scale,
+    width,
     N: tl.constexpr,
     D: tl.constexpr,
     W: tl.constexpr,
@@ -335,49 +335,51 @@ def _sliced_decode_kernel(
     C: tl.constexpr = D // W
     split = tl.program_id(0)
     t = tl.program_id(2)
-    own = table + t * table_stride
     length = tl.load(lengths + t)
+    own = table + t * table_stride
+    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    live_head = (head < N)[None, :, None]
+    column = (tl.arange(0, C) * W)[:, None, None] + tl.arange(0, W)[None, None, :]
+    pair = (tl.arange(0, C) * (W // 2))[:, None, None] + tl.arange(0, W // 2)[None, None, :]
+    position = tl.load(positions + t)
+    at = split * SHORTEST + tl.arange(0, TILE)
+    if ONCE:  # nothing that is read here waits for the length
+        named = tl.load(own + at // PAGE, mask=at < width, other=0)
     part = part_length(length, SPLITS, SHORTEST)
     first = split * part
     if first < length:
         last = tl.minimum(first + part, length)
-        head = tl.program_id(1) * BH + tl.arange(0, BH)
-        live_head = (head < N)[None, :, None]
-        raw = _bytes_of(
-            own, first, first + tl.arange(0, TILE), last, pages, PAGE, ENTRY, D, W, FORM, WORDS
-        )
-        column = (tl.arange(0, C) * W)[:, None, None] + tl.arange(0, W)[None, None, :]
+        if ONCE:
+            entry = named.to(tl.int64) * PAGE + at % PAGE
+        else:
+            at = first + tl.arange(0, TILE)
+            entry = entry_of(own, tl.where(at < last, at, first), PAGE)
+        raw = _bytes_of(pages, entry, at < last, ENTRY, D, W, FORM, WORDS)
         line = ((t * N + head) * D)[None, :, None] + column
         heads = tl.load(q + line, mask=live_head, other=0.0)
-        pair = (tl.arange(0, C) * (W // 2))[:, None, None] + tl.arange(0, W // 2)[None, None, :]
-        angle = tl.load(positions + t) * (W // 2) + pair - R // 2
+        angle = position * (W // 2) + pair - R // 2
         c = tl.load(cos + angle, mask=pair >= R // 2, other=1.0)
         s = tl.load(sin + angle, mask=pair >= R // 2, other=0.0)
+        # A head of RMS 1: its factor counts the same before and after the products.
         unit = tl.rsqrt(tl.sum(tl.sum(heads * heads, 2), 0) / D + eps) * scale
         even, odd = tl.split(tl.reshape(heads, (C, BH, W // 2, 2)))
         heads = tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), (C, BH, W))
         largest = tl.full([BH], float("-inf"), tl.float32)
         total = tl.zeros([BH], tl.float32)
         acc = tl.zeros([C, BH, W], tl.float32)
-        if ONCE:
+        low, high = loop_bound(first, MMA), loop_bound(last, MMA)
+        for start in tl.range(low, low + 1 if ONCE else high, TILE):
             values = _sliced_values(raw, D, W, FORM, MMA, HARDWARE, WORDS)
             scores = tl.sum(_sliced_scores(heads, values, unit, FORM, MMA), 0)
-            scores = tl.where((first + tl.arange(0, TILE) < last)[None, :], scores, float("-inf"))
+            at = start + tl.arange(0, TILE)
+            scores = tl.where((at < last)[None, :], scores, float("-inf"))
+            if not ONCE:
+                at += TILE
+                entry = entry_of(own, tl.where(at < last, at, first), PAGE)
+                raw = _bytes_of(pages, entry, at < last, ENTRY, D, W, FORM, WORDS)
             p, factor, largest, total = running_weights(scores, largest, total)
             p = tl.broadcast_to(p[None, :, :], (C, BH, TILE))
-            acc = mix_values(p, values, acc, FORM, MMA)
-        else:
-            low, high = loop_bound(first, MMA), loop_bound(last, MMA)
-            for start in tl.range(low, high, TILE):
-                values = _sliced_values(raw, D, W, FORM, MMA, HARDWARE, WORDS)
-                scores = tl.sum(_sliced_scores(heads, values, unit, FORM, MMA), 0)
-                at = start + tl.arange(0, TILE)
-                scores = tl.where((at < last)[None, :], scores, float("-inf"))
-                at += TILE
-                raw = _bytes_of(own, first, at, last, pages, PAGE, ENTRY, D, W, FORM, WORDS)
-                p, factor, largest, total = running_weights(scores, largest, total)
-                p = tl.broadcast_to(p[None, :, :], (C, BH, TILE))
-                acc = mix_values(p, values, acc * factor[None, :, None], FORM, MMA)
+            acc = mix_values(p, values, acc * factor[None, :, None], FORM, MMA)
         row = (t * SPLITS + split) * N + head
         tl.store(stats + row * 2, largest, mask=head < N)
         tl.store(stats + row * 2 + 1, total, mask=head < N)
@@ -475,9 +477,10 @@ def shared_decode(
     once = kv.form is not KvFormat.F32 and kv.table.shape[1] <= _SHORTEST * splits
     _sliced_decode_kernel[(parts, triton.cdiv(n, _HEADS), rows)](
         q, *turns, eps, kv.pages, kv.table, kv.table.stride(0), lengths, scratch.sums,
-        scratch.stats, scale, N=n, D=d, W=SHARED_BLOCK, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes,
-        SPLITS=splits, SHORTEST=_SHORTEST, TILE=_SHORTEST if once else _tile(kv), BH=_HEADS,
-        FORM=kv.form.value, MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), ONCE=once,
+        scratch.stats, scale, kv.table.shape[1], N=n, D=d, W=SHARED_BLOCK, PAGE=kv.page_tokens,
+        ENTRY=kv.entry_bytes, SPLITS=splits, SHORTEST=_SHORTEST,
+        TILE=_SHORTEST if once else _tile(kv), BH=_HEADS, FORM=kv.form.value,
+        MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), ONCE=once,
         WORDS=kv.form is KvFormat.NVFP4 and has_e4m3(q.device), num_warps=8, num_stages=1,
     )  # fmt: skip
     block = min(_JOIN_FLOATS, triton.next_power_of_2(d))
