@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -117,15 +118,39 @@ def experts() -> None:
 # -- attention -----------------------------------------------------------------------------------
 
 N, D, HELD, EPS, SCALE = 64, 512, 700, 1e-6, 512**-0.5
-ATTENTION: list[tuple[str, int, int, int, bool]] = [
-    ("old", 32, 32, 8, False),
-    ("sliced", 32, 32, 8, False),
-    ("sliced", 32, 32, 8, True),
-    ("sliced", 32, 32, 4, True),
-    ("sliced", 16, 16, 8, True),
-    ("sliced", 16, 16, 4, True),
-]
-"""Kernel, entries of a part and of a round, warps, whether words are decoded at once."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A way of attention.
+
+    Attributes:
+        way: "old" or "sliced".
+        part: entries of a part, all of which a program takes in one round.
+        warps: of a program.
+        once: as the kernel's ONCE; 1 straight, 2 with a loop of one round.
+        words: NVFP4 is decoded eight numbers at a time.
+        few: parts are joined after one round of reads.
+    """
+
+    way: str = "sliced"
+    part: int = 32
+    warps: int = 8
+    once: int = 1
+    words: bool = True
+    few: bool = True
+
+
+LOOKS = (
+    Look("old", few=False),
+    Look("old"),
+    Look(words=False),
+    Look(),
+    Look(once=2),
+    Look(warps=4),
+    Look(part=16, few=False),
+    Look(part=16, warps=4, few=False),
+)
 
 
 class Lists:
@@ -179,59 +204,50 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([x[..., :-SHARED_BLOCK], part], -1)
 
 
-def parts_of(lists: Lists, kv: KvPages, way: tuple[str, int, int, int, bool]) -> None:
-    name, shortest, tile, warps, words = way
+def parts_of(lists: Lists, kv: KvPages, look: Look) -> None:
     turns = lists.turns.cos, lists.turns.sin, lists.turns.positions
     own: dict[str, Any] = {}
     width: tuple[int, ...] = ()
     kernel: Any = shared._shared_decode_kernel
-    if name == "sliced":
-        kernel, own = shared._sliced_decode_kernel, {"ONCE": True, "WORDS": words}
-        width = (lists.seen,)
-    kernel[(triton.cdiv(lists.seen, shortest), N // 16, lists.rows)](
+    if look.way == "sliced":
+        kernel, width = shared._sliced_decode_kernel, (lists.seen,)
+        own = {"ONCE": look.once, "WORDS": look.words}
+    kernel[(triton.cdiv(lists.seen, look.part), N // 16, lists.rows)](
         lists.q, *turns, EPS, kv.pages, kv.table, kv.table.stride(0), lists.lengths,
         lists.scratch.sums, lists.scratch.stats, SCALE, *width, N=N, D=D, W=SHARED_BLOCK, PAGE=1,
-        ENTRY=kv.entry_bytes, SPLITS=64, SHORTEST=shortest, TILE=tile, BH=16, FORM=FORM.value,
-        MMA=not INTERPRETED, HARDWARE=not INTERPRETED, num_warps=warps, num_stages=1, **own,
+        ENTRY=kv.entry_bytes, SPLITS=64, SHORTEST=look.part, TILE=look.part, BH=16,
+        FORM=FORM.value, MMA=not INTERPRETED, HARDWARE=not INTERPRETED, num_warps=look.warps,
+        num_stages=1, **own,
     )  # fmt: skip
 
 
-def join(lists: Lists, shortest: int) -> None:
+def join(lists: Lists, look: Look) -> None:
     turns = lists.turns.cos, lists.turns.sin, lists.turns.positions
+    few = lists.seen <= 8 * look.part and look.few
     shared._join_back_kernel[(4, N, lists.rows)](
         lists.scratch.sums, lists.scratch.stats, lists.lengths, lists.sink, *turns, lists.out,
         lists.out.stride(0), lists.out.stride(1), D=D, DR=SHARED_BLOCK, EACH=8, SPLITS=64,
-        SHORTEST=shortest, B=128, AHEAD=24, COMPILED=not INTERPRETED, num_warps=1,
-        enable_fp_fusion=False,
+        SHORTEST=look.part, B=128, AHEAD=8 if few else 24, FEW=look.few,
+        COMPILED=not INTERPRETED, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def attention() -> None:
     for rows, seen in ((1, 640), (1, 192), (1, 128), (2, 640)):
         lists = Lists(rows, seen)
-        for way in ATTENTION:
-            name, shortest, _, warps, words = way
-            parts_of(lists, lists.layers[0], way)
-            join(lists, shortest)
-            facts: dict[str, Any] = {"rows": rows, "seen": seen, "way": name, "part": shortest}
-            facts |= {"warps": warps, "words": words, "error": lists.error()}
-            report(
-                "shared_decode",
-                [partial(parts_of, lists, kv, way) for kv in lists.layers],
-                repeats=9,
-                **facts,
-            )
+        for look in LOOKS:
 
-            def both(kv: KvPages, way: Any = way) -> None:
-                parts_of(lists, kv, way)
-                join(lists, way[1])
+            def both(kv: KvPages, look: Look = look) -> None:
+                parts_of(lists, kv, look)
+                join(lists, look)
 
-            report(
-                "shared_decode, joined",
-                [partial(both, kv) for kv in lists.layers],
-                repeats=9,
-                **facts,
-            )
+            both(lists.layers[0])
+            facts: dict[str, Any] = {"rows": rows, "seen": seen, **asdict(look)}
+            facts["error"] = lists.error()
+            alone = [partial(parts_of, lists, kv, look) for kv in lists.layers]
+            joined = [partial(both, kv) for kv in lists.layers]
+            report("parts", alone, repeats=9, **facts)
+            report("parts and join", joined, repeats=9, **facts)
 
 
 def capability() -> int:

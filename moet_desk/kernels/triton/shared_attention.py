@@ -33,6 +33,7 @@ from moet_desk.kernels.triton.kv_entries import (
     entry_of,
     load_raw,
 )
+from moet_desk.kernels.triton.loads import in_order
 from moet_desk.kernels.triton.numbers import bf16_part, e4m3_value, has_e4m3, loop_bound
 from moet_desk.kernels.triton.portable import INTERPRETED
 from moet_desk.kernels.triton.prepare import Rotation
@@ -368,18 +369,35 @@ def _sliced_decode_kernel(
         total = tl.zeros([BH], tl.float32)
         acc = tl.zeros([C, BH, W], tl.float32)
         low, high = loop_bound(first, MMA), loop_bound(last, MMA)
-        for start in tl.range(low, low + 1 if ONCE else high, TILE):
+        if ONCE == 1:
             values = _sliced_values(raw, D, W, FORM, MMA, HARDWARE, WORDS)
             scores = tl.sum(_sliced_scores(heads, values, unit, FORM, MMA), 0)
-            at = start + tl.arange(0, TILE)
             scores = tl.where((at < last)[None, :], scores, float("-inf"))
-            if not ONCE:
+            p, factor, largest, total = running_weights(scores, largest, total)
+            p = tl.broadcast_to(p[None, :, :], (C, BH, TILE))
+            acc = mix_values(p, values, acc, FORM, MMA)
+        elif ONCE:
+            # A loop of one round, of which ptxas does not know: else it would decode, and wait for
+            # the bytes, before it makes the queries ready.
+            for _ in tl.range(low, high, TILE, disable_licm=True):
+                values = _sliced_values(raw, D, W, FORM, MMA, HARDWARE, WORDS)
+                scores = tl.sum(_sliced_scores(heads, values, unit, FORM, MMA), 0)
+                scores = tl.where((at < last)[None, :], scores, float("-inf"))
+                p, factor, largest, total = running_weights(scores, largest, total)
+                p = tl.broadcast_to(p[None, :, :], (C, BH, TILE))
+                acc = mix_values(p, values, acc, FORM, MMA)
+        else:
+            for start in tl.range(low, high, TILE):
+                values = _sliced_values(raw, D, W, FORM, MMA, HARDWARE, WORDS)
+                scores = tl.sum(_sliced_scores(heads, values, unit, FORM, MMA), 0)
+                at = start + tl.arange(0, TILE)
+                scores = tl.where((at < last)[None, :], scores, float("-inf"))
                 at += TILE
                 entry = entry_of(own, tl.where(at < last, at, first), PAGE)
                 raw = _bytes_of(pages, entry, at < last, ENTRY, D, W, FORM, WORDS)
-            p, factor, largest, total = running_weights(scores, largest, total)
-            p = tl.broadcast_to(p[None, :, :], (C, BH, TILE))
-            acc = mix_values(p, values, acc * factor[None, :, None], FORM, MMA)
+                p, factor, largest, total = running_weights(scores, largest, total)
+                p = tl.broadcast_to(p[None, :, :], (C, BH, TILE))
+                acc = mix_values(p, values, acc * factor[None, :, None], FORM, MMA)
         row = (t * SPLITS + split) * N + head
         tl.store(stats + row * 2, largest, mask=head < N)
         tl.store(stats + row * 2 + 1, total, mask=head < N)
@@ -404,6 +422,38 @@ def _sliced_scores(q, keys, unit, FORM: tl.constexpr, MMA: tl.constexpr):
 
 
 @triton.jit
+def _few_joined(
+    sums, stats, span, sink, t, head, n, column0, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    SHORTEST: tl.constexpr, BW: tl.constexpr, MOST: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """`joined_parts` of at most MOST parts, all of which are read at once."""
+    column = column0 + tl.arange(0, BW)
+    part = part_length(span, SPLITS, SHORTEST)
+    parts = (span + part - 1) // part
+    first = t * SPLITS * n + head
+    tops = ()
+    totals = ()
+    pieces = ()
+    for i in tl.static_range(MOST):
+        line = first + i * n
+        tops = tops + (tl.load(stats + line * 2, mask=i < parts, other=float("-inf")),)
+        totals = totals + (tl.load(stats + line * 2 + 1, mask=i < parts, other=0.0),)
+        at = line.to(tl.int64) * WIDTH + column
+        pieces = pieces + (tl.load(sums + at, mask=(i < parts) & (column < WIDTH), other=0.0),)
+    logit = tl.load(sink + in_order(head, PTX)).to(tl.float32)
+    top = logit
+    for i in tl.static_range(MOST):
+        top = tl.maximum(top, tops[i])
+    total = tl.exp(logit - top)
+    mixed = tl.zeros([BW], tl.float32)
+    for i in tl.static_range(MOST):
+        weight = tl.exp(tops[i] - top)
+        total += totals[i] * weight
+        mixed += pieces[i] * weight
+    return mixed / total
+
+
+@triton.jit
 def _join_back_kernel(
     sums,
     stats,
@@ -422,6 +472,7 @@ def _join_back_kernel(
     SHORTEST: tl.constexpr,
     B: tl.constexpr,
     AHEAD: tl.constexpr,
+    FEW: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     first = tl.program_id(0) * B
@@ -432,10 +483,17 @@ def _join_back_kernel(
     angle = tl.load(positions + t) * (DR // 2) + pair - (D - DR) // 2
     c = tl.load(cos + angle, mask=turning, other=1.0)
     s = tl.load(sin + angle, mask=turning, other=0.0)
-    mixed = joined_parts(
-        sums, stats, tl.load(lengths + t), sink, t, head, tl.num_programs(1), first, D, SPLITS,
-        SHORTEST, B, AHEAD, COMPILED,
-    )  # fmt: skip
+    length = tl.load(lengths + t)
+    if FEW:
+        mixed = _few_joined(
+            sums, stats, length, sink, t, head, tl.num_programs(1), first, D, SPLITS, SHORTEST, B,
+            AHEAD, COMPILED,
+        )  # fmt: skip
+    else:
+        mixed = joined_parts(
+            sums, stats, length, sink, t, head, tl.num_programs(1), first, D, SPLITS, SHORTEST, B,
+            AHEAD, COMPILED,
+        )  # fmt: skip
     even, odd = tl.split(tl.reshape(mixed, (B // 2, 2)))
     mixed = tl.reshape(tl.join(even * c + odd * s, odd * c - even * s), (B,))
     column = first + tl.arange(0, B)
@@ -480,14 +538,15 @@ def shared_decode(
         scratch.stats, scale, kv.table.shape[1], N=n, D=d, W=SHARED_BLOCK, PAGE=kv.page_tokens,
         ENTRY=kv.entry_bytes, SPLITS=splits, SHORTEST=_SHORTEST,
         TILE=_SHORTEST if once else _tile(kv), BH=_HEADS, FORM=kv.form.value,
-        MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), ONCE=once,
+        MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), ONCE=2 * once,
         WORDS=kv.form is KvFormat.NVFP4 and has_e4m3(q.device), num_warps=8, num_stages=1,
     )  # fmt: skip
     block = min(_JOIN_FLOATS, triton.next_power_of_2(d))
     _join_back_kernel[(triton.cdiv(d, block), n, rows)](
         scratch.sums, scratch.stats, lengths, sink, *turns, out, out.stride(0), out.stride(1), D=d,
         DR=SHARED_BLOCK, EACH=n // out.shape[0], SPLITS=splits, SHORTEST=_SHORTEST, B=block,
-        AHEAD=_JOIN_AHEAD, COMPILED=not INTERPRETED, num_warps=1, enable_fp_fusion=False,
+        AHEAD=8 if parts <= 8 else _JOIN_AHEAD, FEW=parts <= _JOIN_AHEAD,
+        COMPILED=not INTERPRETED, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
