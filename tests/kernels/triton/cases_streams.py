@@ -41,10 +41,10 @@ def _cases() -> Iterator[Case]:
             yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",), only=card)
         kernel = shared_attention._sliced_decode_kernel
         types, words = {**types, "width": "i32"}, form is KvFormat.NVFP4
-        for tile, once, card in ((32, 1, None), (32, 2, None), (32, 0, 90), (16, 0, 120)):
-            name = f"sliced_decode {form.value} {tile} once={once}"
-            own = {**values, "SHORTEST": 32, "TILE": tile, "ONCE": once, "WORDS": words}
-            yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",), only=card)
+        for round_, once, only in ((32, 1, None), (32, 2, None), (32, 0, 90), (16, 0, 120)):
+            name = f"sliced_decode {form.value} {round_} once={once}"
+            own = {**values, "SHORTEST": 32, "TILE": round_, "ONCE": once, "WORDS": words}
+            yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",), only=only)
     types = {
         **TURNS, "sums": F32, "stats": F32, "lengths": "*i32", "sink": F32, "out": F32,
         "group_stride": "i32", "row_stride": "i32",
@@ -54,8 +54,9 @@ def _cases() -> Iterator[Case]:
         "COMPILED": True,
     }  # fmt: skip
     for few in (True, False):
-        name, own = f"join_back few={few}", {**values, "FEW": few}
-        yield Case(name, shared_attention._join_back_kernel, types, own, 1, EXACT)
+        own = {**values, "FEW": few}
+        kernel = shared_attention._join_back_kernel
+        yield Case(f"join_back few={few}", kernel, types, own, 1, EXACT)
     for ratio, overlap, dim in ((4, True, 512), (4, True, 128), (128, False, 512)):
         types = {
             "joined": F32, "joined_stride": "i32", "places": F32, "positions": "*i32",
