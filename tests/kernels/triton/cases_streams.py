@@ -39,6 +39,12 @@ def _cases() -> Iterator[Case]:
             name = f"shared_decode {form.value} {tile}"
             own = {**values, "SHORTEST": 32, "TILE": tile}
             yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",), only=card)
+        kernel = shared_attention._sliced_decode_kernel
+        types, words = {**types, "width": "i32"}, form is KvFormat.NVFP4
+        for round_, once, only in ((32, 1, None), (32, 2, None), (32, 0, 90), (16, 0, 120)):
+            name = f"sliced_decode {form.value} {round_} once={once}"
+            own = {**values, "SHORTEST": 32, "TILE": round_, "ONCE": once, "WORDS": words}
+            yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",), only=only)
     types = {
         **TURNS, "sums": F32, "stats": F32, "lengths": "*i32", "sink": F32, "out": F32,
         "group_stride": "i32", "row_stride": "i32",
@@ -47,7 +53,10 @@ def _cases() -> Iterator[Case]:
         "D": 512, "DR": 64, "EACH": 8, "SPLITS": 64, "SHORTEST": 32, "B": 128, "AHEAD": 24,
         "COMPILED": True,
     }  # fmt: skip
-    yield Case("join_back", shared_attention._join_back_kernel, types, values, 1, EXACT)
+    for few in (True, False):
+        own = {**values, "FEW": few}
+        kernel = shared_attention._join_back_kernel
+        yield Case(f"join_back few={few}", kernel, types, own, 1, EXACT)
     for ratio, overlap, dim in ((4, True, 512), (4, True, 128), (128, False, 512)):
         types = {
             "joined": F32, "joined_stride": "i32", "places": F32, "positions": "*i32",
