@@ -15,13 +15,15 @@ from torch import Tensor
 from moet_desk.kernels.kinds import Score
 from moet_desk.kernels.reference.cache import HALF_LIFE
 from moet_desk.kernels.triton.cache import MOST_PAIRS, GpuTables, LookupOutput, look_up
+from moet_desk.kernels.triton.loads import in_order
 from moet_desk.kernels.triton.portable import PTX
-from moet_desk.kernels.triton.route import OF_A_WARP, SCORE_KINDS, choose_experts
+from moet_desk.kernels.triton.route import OF_A_WARP, SCORE_KINDS, best_experts
 
 MOST_ROUTED = 2
 """Tokens whose experts one program chooses: more at once are sooner done by one program each."""
 
 _PAIRS_OF_A_WARP = 16
+ROLLED = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +44,47 @@ class Routing:
     scale: float
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "n_rounds"])
 def _routed_lookup_kernel(
-    logits, bias, weights, scale,
+    logits, bias, weights, scale, n_rounds,
     ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
     uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer,
     E2: tl.constexpr, K2: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
-    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, PTX: tl.constexpr,
+    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, ROLLED: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
+    # All loads come before anything is computed: what they ask for is far away, and was not read
+    # since the step before. So the layer's whole tables are, instead of the chosen rows' alone.
+    i = tl.arange(0, E2)
+    inside = i < E
+    own_bias = None
+    if BIASED:
+        own_bias = tl.load(bias + i, mask=inside, other=0.0)
+    slots = tl.load(slot_of + layer * E + i, mask=inside, other=0)
+    heats = tl.load(warmth + layer * E + i, mask=inside, other=0.0)
+    step, counted = tl.load(clock), tl.load(counters + layer * 4 + tl.arange(0, 4))
+    n_left, n_slots, at_slot = tl.load(n_free), tl.load(limit), tl.load(hand)
+    logits = tl.multiple_of(logits + in_order(0, PTX), 16)
+
+    p = tl.arange(0, PAIRS)
+    pairs = tl.full([PAIRS], -1, tl.int32)
+    k = tl.arange(0, K2)
     for t in tl.static_range(T):
-        choose_experts(
-            logits, bias, ids, weights, None, scale, t, E, E2, K, K2, SCORE, BIASED, GROUPS, KEPT,
-            GROUPS2, RENORM, E, PTX,
+        x = tl.load(logits + t * E + i, mask=inside, other=-float("inf"))
+        own, counts, pairs = best_experts(
+            x, own_bias, pairs, scale, t * K, n_rounds, E, E2, K, K2, SCORE, BIASED, GROUPS, KEPT,
+            GROUPS2, RENORM, ROLLED, PTX,
         )  # fmt: skip
-    tl.debug_barrier()  # the ids are there
+        tl.store(ids + t * K + k, own, mask=k < K)
+        tl.store(weights + t * K + k, counts, mask=k < K)
+    valid = pairs >= 0
+    at = tl.where(valid, pairs, 0)
     look_up(
-        ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
+        p, pairs, tl.gather(heats, at, 0), tl.where(valid, tl.gather(slots, at, 0), 0),
+        step, counted, n_left, n_slots, at_slot,
+        slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters,
         uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, 0,
         L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX, T == 1,
     )  # fmt: skip
@@ -91,7 +116,7 @@ def route_and_look_up(
         raise ValueError(f"cannot choose {n_pairs} of {n_experts} and find {tables.n_slots} slots")
     logits, bias = routing.logits, routing.bias
     _routed_lookup_kernel[(1,)](
-        logits, logits if bias is None else bias, routing.weights, routing.scale,
+        logits, logits if bias is None else bias, routing.weights, routing.scale, top_k,
         ids, tables.slot_of, tables.owner, tables.last_used, tables.warmth, tables.free,
         tables.n_free, tables.hand, tables.clock, tables.counters, tables.limit,
         out.uniq_slot, out.uniq_pair, out.n_uniq, out.miss_n, out.miss_row, out.miss_slot, layer,
@@ -99,6 +124,7 @@ def route_and_look_up(
         SCORE_KINDS[routing.score], bias is not None, routing.n_groups, routing.kept_groups,
         triton.next_power_of_2(routing.n_groups), routing.renormalize,
         tables.n_layers, n_experts, 1.0 / (HALF_LIFE * tables.n_layers), n_tokens, top_k,
-        triton.next_power_of_2(n_pairs), triton.next_power_of_2(n_pairs * n_tokens), ends_step, PTX,
+        triton.next_power_of_2(n_pairs), triton.next_power_of_2(n_pairs * n_tokens), ends_step,
+        ROLLED, PTX,
         num_warps=1, maxnreg=128, enable_fp_fusion=False,
     )  # fmt: skip

@@ -80,11 +80,12 @@ def expert_cases(
         quantize = tile.rows % 32 == 0
         own = {"B": tile.rows, "C": experts._lanes(hidden), "QUANTIZE": quantize}
         own |= {"LIMITED": True, "ALPHA": 1.702 if oss else 1.0, "SHIFT": float(oss)}
+        counted = {"arrived": None} if quantize else {}
         yield Case(
             f"experts_gate_up {label}{' quantising' if quantize else ''}",
             experts._gate_up_kernel,
-            tables | gate_up,
-            shape | own,
+            tables | gate_up | ({} if quantize else {"arrived": "*i32"}),
+            shape | own | counted,
             tile.warps,
             NO_FUSION,
             decode=measured or not (quantize and fine),  # a tile that the rule does not give
@@ -267,9 +268,15 @@ def routed_lookup_case(n_tokens: int, top_k: int) -> Case:
     return Case(
         f"routed_lookup T={n_tokens} K={top_k}",
         routed_lookup._routed_lookup_kernel,
-        {**alone.signature, **pointers("*fp32", "logits bias weights"), "scale": "fp32"},
+        {
+            **alone.signature,
+            **pointers("*fp32", "logits bias weights"),
+            "scale": "fp32",
+            "n_rounds": "i32",
+        },
         {name: v for name, v in chosen.constexprs.items() if name != "REAL"}
-        | dict(alone.constexprs),
+        | dict(alone.constexprs)
+        | {"ROLLED": True},
         1,
         NO_FUSION | {"maxnreg": 128},
         fused=FUSED_IN_LOGS * n_tokens,
