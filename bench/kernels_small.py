@@ -9,7 +9,7 @@ alone between others that take the caches. `same` says whether results equal the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -21,9 +21,11 @@ from bench.kernels_moe import SHAPES, Layers
 from bench.timing import DEVICE, per_call_us
 from moet_desk.engine.cuda.kernel_groups import kernel_times
 from moet_desk.kernels.kinds import Score
+from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton import routed_lookup
 from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim
 from moet_desk.kernels.triton.experts import Tile, experts_down, experts_hidden, tiles_for
+from moet_desk.kernels.triton.fetch import Arena, fetch
 from moet_desk.kernels.triton.routed_lookup import Routing
 
 LAYERS, EXPERTS, TOP_K = 43, 256, 6
@@ -33,12 +35,25 @@ def line(kernel: str, **facts: Any) -> None:
     print(json.dumps({"kernel": kernel, **facts}), flush=True)
 
 
+class Rows:
+    """Rows in pinned memory, and slots for some."""
+
+    def __init__(self, n_slots: int) -> None:
+        layout, n_places = ExpertLayout(4096, 2048), 32
+        self.memory = torch.empty(n_places * layout.base_stride, dtype=torch.uint8)
+        self.memory.view(torch.int32).copy_(torch.arange(self.memory.numel() // 4).int())
+        self.memory = self.memory.pin_memory()
+        place = torch.arange(LAYERS * EXPERTS, dtype=torch.int32, device=DEVICE) % n_places
+        self.arena = Arena(self.memory.data_ptr(), place, layout.base_stride)
+        self.slots = torch.zeros(n_slots, layout.base_stride, dtype=torch.uint8, device=DEVICE)
+
+
 class Lookups:
     """Look-ups of all layers of a step from the same beginning, so that two ways can be compared."""
 
-    def __init__(self, n_tokens: int, n_slots: int, route: Callable[..., None]) -> None:
+    def __init__(self, n_tokens: int, n_slots: int, way: str, rows: Rows) -> None:
         drawn = torch.Generator().manual_seed(7)
-        self.n_tokens, self.route = n_tokens, route
+        self.n_tokens, self.way, self.rows = n_tokens, way, rows
         self.logits = torch.randn(LAYERS, n_tokens, EXPERTS, generator=drawn).to(DEVICE)
         self.bias = (torch.randn(LAYERS, EXPERTS, generator=drawn) * 0.1).to(DEVICE)
         self.tables = GpuTables.empty(LAYERS, EXPERTS, n_slots, device=DEVICE)
@@ -55,19 +70,33 @@ class Lookups:
         routing = Routing(
             self.logits[at], self.bias[at], self.weights[at], Score.SQRT_SOFTPLUS, 1, 1, True, 1.5
         )
-        self.route(
-            routing, self.ids[at], self.tables, layer=at, out=self.out[at],
-            ends_step=at == LAYERS - 1,
+        found, ends = self.out[at], at == LAYERS - 1
+        args = (routing, self.ids[at], self.tables)
+        routed_lookup.ROLLED = self.way != "unrolled"
+        if self.way == "one launch":
+            routed_lookup.route_and_look_up(
+                *args, layer=at, out=found, ends_step=ends, slots=self.rows.slots,
+                arena=self.rows.arena,
+            )  # fmt: skip
+            return
+        if self.way == "old":
+            old_routed_lookup.route_and_look_up(*args, layer=at, out=found, ends_step=ends)
+        else:
+            routed_lookup.route_and_look_up(*args, layer=at, out=found, ends_step=ends)
+        fetch(
+            self.rows.slots, self.rows.arena, found.miss_n, miss_row=found.miss_row,
+            miss_slot=found.miss_slot,
         )  # fmt: skip
 
     def left(self) -> list[Tensor]:
         t = self.tables
         found = [t.slot_of, t.owner, t.last_used, t.warmth, t.n_free, t.hand, t.clock, t.counters]
-        found += [self.ids, self.weights]
+        found += [self.ids, self.weights, self.rows.slots]
         for out in self.out:
             n = int(out.miss_n)
             found += [out.uniq_slot, out.uniq_pair, out.n_uniq, out.miss_row[:n], out.miss_slot[:n]]
-        return found
+            assert int(out.waiting) == 0
+        return [one.clone() for one in found]
 
 
 class Crowd:
@@ -84,10 +113,7 @@ class Crowd:
         torch.softmax(self.x @ self.w, -1).cumsum(-1)
 
 
-def cold_us(calls: list[Callable[[], None]], crowd: Crowd, name: str) -> float:
-    for call in calls:
-        call()
-    crowd()
+def captured(calls: list[Callable[[], None]], crowd: Crowd) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
@@ -95,36 +121,54 @@ def cold_us(calls: list[Callable[[], None]], crowd: Crowd, name: str) -> float:
             call()
     graph.replay()
     torch.cuda.synchronize()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    times = []
+    for _ in range(7):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended) * 1e3)
+    return median(times)
+
+
+def cold(calls: list[Callable[[], None]], crowd: Crowd) -> dict[str, float]:
+    """Between other kernels: what a call adds, and what the profiler says of its kernels."""
+    crowd()
+    alone = replay_us(captured([lambda: None] * len(calls), crowd))
+    graph = captured(calls, crowd)
+    found = {"cold_us": round((replay_us(graph) - alone) / len(calls), 2)}
     times = kernel_times(lambda: [graph.replay() for _ in range(3)])
-    return median(us for kernel, us in times if kernel.startswith(name))
+    for name in ("_routed_lookup_kernel", "_fetch_kernel"):
+        own = [us for kernel, us in times if kernel.startswith(name)]
+        if own:
+            found["cold" + name] = round(median(own), 2)
+    return found
 
 
-def lookups(crowd: Crowd) -> None:
-    def rolled(*args: Any, **options: Any) -> None:
-        routed_lookup.ROLLED = True
-        routed_lookup.route_and_look_up(*args, **options)
-
-    def unrolled(*args: Any, **options: Any) -> None:
-        routed_lookup.ROLLED = False
-        routed_lookup.route_and_look_up(*args, **options)
-
-    ways = {"old": old_routed_lookup.route_and_look_up, "unrolled": unrolled, "rolled": rolled}
+def lookups(crowd: Crowd, ways: Sequence[str]) -> None:
     for n_tokens in (1, 2):
         for n_slots in (LAYERS * EXPERTS, 100):
             want: list[Tensor] = []
-            for way, route in ways.items():
-                look = Lookups(n_tokens, n_slots, route)
+            for way in ways:
+                hits = n_slots > 100
+                look = Lookups(n_tokens, n_slots, way, Rows(1 if hits else n_slots))
                 for _ in range(3):
                     for call in look.calls():
                         call()
                 left = look.left()
                 want = want or left
                 same = all(torch.equal(a, b) for a, b in zip(left, want, strict=True))
-                us = per_call_us(look.calls(), repeats=5)
-                cold = cold_us(look.calls(), crowd, "_routed_lookup_kernel")
+                calls = look.calls() if hits else look.calls()[:5]
+                us = per_call_us(calls, repeats=5)
+                facts = cold(calls, crowd) if hits else {}
                 line(
-                    "routed_lookup", way=way, tokens=n_tokens, all_hit=n_slots > 100, same=same,
-                    us=round(us, 2), cold_us=round(cold, 2),
+                    "routed_lookup and fetch", way=way, tokens=n_tokens, all_hit=hits, same=same,
+                    us=round(us, 2), **facts,
                 )  # fmt: skip
 
 
@@ -169,8 +213,10 @@ def hidden() -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    lookups(Crowd())
+    crowd = Crowd()
+    lookups(crowd, ("old", "unrolled", "rolled"))
     hidden()
+    lookups(crowd, ("rolled", "one launch"))
 
 
 if __name__ == "__main__":

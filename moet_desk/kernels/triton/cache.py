@@ -114,6 +114,8 @@ class LookupOutput:
         uniq_pair: int32 [P, T], the pair t * K + k in which token t uses it, else -1.
         n_uniq: int32 [1].
         miss_n: int32 [1]; miss_row, miss_slot: int32 [P], rows to fetch and where to.
+        waiting: int32 [1], programs of the same launch that go on when these are known; 0 between
+            launches.
     """
 
     uniq_slot: Tensor
@@ -122,6 +124,7 @@ class LookupOutput:
     miss_n: Tensor
     miss_row: Tensor
     miss_slot: Tensor
+    waiting: Tensor
 
     @classmethod
     def empty(cls, n_tokens: int, top_k: int, *, device: torch.device | str) -> LookupOutput:
@@ -131,7 +134,8 @@ class LookupOutput:
         uniq, pair, *rest = (
             torch.full((n,), FREE, dtype=torch.int32, device=device) for n in sizes
         )
-        return cls(uniq, pair.view(pairs, n_tokens), *rest)
+        waiting = torch.zeros(1, dtype=torch.int32, device=device)
+        return cls(uniq, pair.view(pairs, n_tokens), *rest, waiting)
 
 
 @triton.jit
@@ -171,17 +175,30 @@ def _coldest(owner, last_used, warmth, hand, since, now, n_slots):
 
 
 @triton.jit
+def _publish(pointer, value, PTX: tl.constexpr):
+    """Store a word for other programs, and with it all that was stored before the last barrier."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; st.release.gpu.global.u32 [$1], $2; mov.u32 $0, $2;", "=r,l,r",
+            [pointer, value], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(pointer, value)
+
+
+@triton.jit
 def look_up(
     i, expert, heat, slot, step, counted, n_left, n_slots, at_slot,
     slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters,
-    uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, before,
+    uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, waiting, layer, before,
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
     PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, PTX: tl.constexpr,
-    PLAIN: tl.constexpr,
+    PLAIN: tl.constexpr, WAITING: tl.constexpr,
 ):  # fmt: skip
     """Of the experts of a step's pairs, -1 for one that does not count, see `lookup`. With them
     comes what the tables say of their rows (0 for -1) and of the step. PLAIN: there is one token,
     and all its pairs count.
+    WAITING: programs that `waiting` lets go on, below 0 if they find misses.
     """
     # long: one launch per layer is the point; each paragraph needs the one before.
     now = step * L + layer + 1
@@ -204,6 +221,8 @@ def look_up(
         tl.store(uniq_pair + cells, -1, mask=cells < T * K * T)
     missing = (first & (slot < 0)).to(tl.int32)
     n_missing = tl.sum(missing, 0)
+    if WAITING > 0 and n_missing == 0:
+        tl.store(waiting, WAITING)  # they read nothing else
     tl.store(last_used + slot, now, mask=first & (slot >= 0))
 
     at = product(now.to(tl.float32), PER_USE, PTX)
@@ -235,6 +254,10 @@ def look_up(
             tl.store(miss_slot + m, victim)
             tl.debug_barrier()
             m += 1
+        if WAITING > 0:
+            tl.store(miss_n, n_missing)
+            tl.debug_barrier()
+            _publish(waiting, -WAITING, PTX)
         tl.store(n_free, n_left)
         tl.store(hand, at_slot)
         slot = tl.load(slot_of + row, mask=first, other=0)
@@ -273,8 +296,8 @@ def _lookup_kernel(
     look_up(
         i, expert, heat, slot, step, counted, n_left, n_slots, at_slot,
         slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters,
-        uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, before,
-        L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX, False,
+        uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, None, layer, before,
+        L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX, False, 0,
     )  # fmt: skip
 
 

@@ -97,9 +97,8 @@ def _in_best_groups(
 
 @triton.jit
 def _spoiled(x, inside):
-    """NaN if any logit is NaN or infinite, else 0. As integers, of which a warp finds the largest in
-    one instruction.
-    """
+    """NaN if any logit is NaN or infinite, else 0."""
+    # As integers, of which a warp finds the largest in one instruction.
     size = tl.where(inside, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     return tl.where(tl.max(size, 0) >= 0x7F800000, float("nan"), 0.0)
 
