@@ -142,7 +142,8 @@ class DevicePool:
         routing: Routing | None = None,
     ) -> LookupOutput:
         """Launch the look-up of a layer and the fetch of what is missing; returns `found`. With a
-        routing the ids are chosen before, in the same launch.
+        routing the ids are chosen before, in the same launch; with all rows in the arena that
+        launch fetches too.
 
         Shapes:
             ids int32 [T, K]
@@ -150,9 +151,13 @@ class DevicePool:
         if routing is None:
             lookup(ids, self.tables, layer=layer, out=found, ends_step=ends_step, before=before)
         else:
+            whole = mailbox is None
             route_and_look_up(
-                routing, ids, self.tables, layer=layer, out=found, ends_step=ends_step
-            )
+                routing, ids, self.tables, layer=layer, out=found, ends_step=ends_step,
+                slots=self.slots if whole else None, arena=self.arena if whole else None,
+            )  # fmt: skip
+            if whole:
+                return found
         if mailbox is not None:
             post(mailbox, self.arena, found, layer=layer, fine=self.plane is Plane.FINE)
         fetch(
@@ -349,5 +354,6 @@ class PoolExperts:
         experts_hidden(
             pool, codes, b.scales[t], scratch=b.hidden[pairs],
             out_codes=hidden_codes, out_scales=hidden_scales, glu=self._form.glu,
+            arrived=b.arrived[pairs],
         )  # fmt: skip
         experts_down(pool, hidden_codes, hidden_scales, part=b.part[pairs])

@@ -118,6 +118,8 @@ class LookupOutput:
         uniq_pair: int32 [P, T], the pair t * K + k in which token t uses it, else -1.
         n_uniq: int32 [1].
         miss_n: int32 [1]; miss_row, miss_slot: int32 [P], rows to fetch and where to.
+        waiting: int32 [1], programs of the same launch that go on when these are known; 0 between
+            launches.
     """
 
     uniq_slot: Tensor
@@ -126,16 +128,19 @@ class LookupOutput:
     miss_n: Tensor
     miss_row: Tensor
     miss_slot: Tensor
+    waiting: Tensor
 
     @classmethod
     def empty(cls, n_tokens: int, top_k: int, *, device: torch.device | str) -> LookupOutput:
         """Room for a step's answers."""
         pairs = n_tokens * top_k
-        sizes = (pairs, pairs * n_tokens, 1, 1, pairs, pairs)
+        sizes = (pairs, pairs * n_tokens, 1, 1, pairs, pairs, 1)
         uniq, pair, *rest = (
             torch.full((n,), FREE, dtype=torch.int32, device=device) for n in sizes
         )
-        return cls(uniq, pair.view(pairs, n_tokens), *rest)
+        found = cls(uniq, pair.view(pairs, n_tokens), *rest)
+        found.waiting.zero_()
+        return found
 
 
 @triton.jit
@@ -176,15 +181,12 @@ def _coldest(owner, last_used, warmth, hand, since, now, n_slots):
 
 @triton.jit
 def give_slots(
-    n_missing, miss_row, miss_slot, slot_of, owner, last_used, warmth, free, n_free, hand, limit,
-    since, now,
+    n_missing, n_left, n_slots, at_slot, miss_row, miss_slot, slot_of, owner, last_used, warmth,
+    free, since, now,
 ):  # fmt: skip
-    """A slot for each of the missing rows; none that was used from `since` to `now`. Returns how
-    many rows lost theirs.
+    """A slot for each of the missing rows; none that was used from `since` to `now`. Returns what
+    is left of free ones, the hand, and how many rows lost theirs.
     """
-    n_left = tl.load(n_free)
-    n_slots = tl.load(limit)
-    at_slot = tl.load(hand)
     evicted = 0
     m = 0
     while m < n_missing:
@@ -205,75 +207,93 @@ def give_slots(
         tl.store(miss_slot + m, victim)
         tl.debug_barrier()
         m += 1
-    tl.store(n_free, n_left)
-    tl.store(hand, at_slot)
-    return evicted
+    return n_left, at_slot, evicted
+
+
+@triton.jit
+def _publish(pointer, value, PTX: tl.constexpr):
+    """Store a word for other programs, and with it all that was stored before the last barrier."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; st.release.gpu.global.u32 [$1], $2; mov.u32 $0, $2;", "=r,l,r",
+            [pointer, value], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(pointer, value)
 
 
 @triton.jit
 def look_up(
-    ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
-    uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, before,
+    i, expert, heat, slot, step, counted, n_left, n_slots, at_slot,
+    slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters,
+    uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, waiting, layer, before,
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
     PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, PTX: tl.constexpr,
-    DISTINCT: tl.constexpr,
+    PLAIN: tl.constexpr, WAITING: tl.constexpr,
 ):  # fmt: skip
-    """Of the ids of a step's tokens, see `lookup`; faster where all are known to be distinct."""
+    """Of the experts of a step's pairs, -1 for one that does not count, see `lookup`. With them
+    comes what the tables say of their rows (0 for -1) and of the step. PLAIN: there is one token,
+    and all its pairs count.
+    WAITING: programs that `waiting` lets go on, below 0 if they find misses.
+    """
     # long: one launch per layer is the point; each paragraph needs the one before.
-    c = tl.arange(0, 4)
-    total = counters + layer * 4 + c
-    step, counted = tl.load(clock), tl.load(total)  # with the ids: nothing waits for these alone
     now = step * L + layer + 1
-    i = tl.arange(0, PAIRS)
-    expert = tl.load(ids + i, mask=i < T * K, other=-1)
     valid = expert >= 0
     row = layer * E + expert
-    heat = tl.load(warmth + row, mask=valid, other=0.0)  # on their way while pairs are compared
-    slot = tl.load(slot_of + row, mask=valid, other=0)
-    if DISTINCT:
+    if PLAIN:
         first, uses = valid, valid.to(tl.int32)
-        rank = tl.cumsum(uses, 0) - 1
-        uniq = rank
+        rank, uniq = i, i
+        n_first, asked = K, K
     else:
-        other = tl.load(ids + i, mask=i < T * K, other=-1)[None, :]
-        same = (expert[:, None] == other) & valid[:, None]
+        same = (expert[:, None] == expert[None, :]) & valid[:, None]
         earlier = same & (i[None, :] < i[:, None])
         first = valid & (tl.sum(earlier.to(tl.int32), 1) == 0)
         rank = tl.cumsum(first.to(tl.int32), 0) - 1
         uniq = tl.sum(tl.where(same & first[None, :], rank[None, :], 0), 1)
         uses = tl.sum(same.to(tl.int32), 1)
+        n_first = tl.sum(first.to(tl.int32), 0)
+        asked = tl.sum(valid.to(tl.int32), 0)
+        cells = tl.arange(0, CELLS)
+        tl.store(uniq_pair + cells, -1, mask=cells < T * K * T)
+    missing = (first & (slot < 0)).to(tl.int32)
+    n_missing = tl.sum(missing, 0)
+    if WAITING > 0 and n_missing == 0:
+        tl.store(waiting, WAITING)  # they read nothing else
+    tl.store(last_used + slot, now, mask=first & (slot >= 0))
 
     at = product(now.to(tl.float32), PER_USE, PTX)
     for n in range(T):
         heat = tl.where(uses > n, added_use(heat, at, PTX), heat)
     tl.store(warmth + row, heat, mask=first)
 
-    tl.store(last_used + slot, now, mask=first & (slot >= 0))
-    missing = (first & (slot < 0)).to(tl.int32)
-    n_missing = tl.sum(missing, 0)
-    tl.store(miss_row + tl.cumsum(missing, 0) - 1, row, mask=missing > 0)
-    cells = tl.arange(0, CELLS)
-    tl.store(uniq_pair + cells, -1, mask=cells < T * K * T)
-    tl.debug_barrier()
-
     evicted = 0
     if n_missing > 0:
-        evicted = give_slots(
-            n_missing, miss_row, miss_slot, slot_of, owner, last_used, warmth, free, n_free, hand,
-            limit, now - before, now,
+        tl.store(miss_row + tl.cumsum(missing, 0) - 1, row, mask=missing > 0)
+        tl.debug_barrier()
+        n_left, at_slot, evicted = give_slots(
+            n_missing, n_left, n_slots, at_slot, miss_row, miss_slot, slot_of, owner, last_used,
+            warmth, free, now - before, now,
         )  # fmt: skip
+        if WAITING > 0:
+            tl.store(miss_n, n_missing)
+            tl.debug_barrier()
+            _publish(waiting, -WAITING, PTX)
+        tl.store(n_free, n_left)
+        tl.store(hand, at_slot)
         slot = tl.load(slot_of + row, mask=first, other=0)
+    elif not PLAIN:
+        tl.debug_barrier()  # the cells are cleared
 
-    n_first = tl.sum(first.to(tl.int32), 0)
     tl.store(uniq_slot + rank, slot, mask=first)
-    tl.store(uniq_slot + i, -1, mask=(i >= n_first) & (i < T * K))
+    if not PLAIN:
+        tl.store(uniq_slot + i, -1, mask=(i >= n_first) & (i < T * K))
     tl.store(uniq_pair + uniq * T + i // K, i, mask=valid)
     tl.store(n_uniq, n_first)
     tl.store(miss_n, n_missing)
-    asked = tl.sum(valid.to(tl.int32), 0)
+    c = tl.arange(0, 4)
     hits = asked - n_missing
     more = tl.where(c < 2, tl.where(c == 0, asked, hits), tl.where(c == 2, n_missing, evicted))
-    tl.store(total, counted + more)
+    tl.store(counters + layer * 4 + c, counted + more)
     if ADVANCE:
         tl.store(clock, step + 1)
 
@@ -285,10 +305,19 @@ def _lookup_kernel(
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
     PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    # All that does not depend on the ids is asked for with them.
+    step, counted = tl.load(clock), tl.load(counters + layer * 4 + tl.arange(0, 4))
+    n_left, n_slots, at_slot = tl.load(n_free), tl.load(limit), tl.load(hand)
+    i = tl.arange(0, PAIRS)
+    expert = tl.load(ids + i, mask=i < T * K, other=-1)
+    row = layer * E + expert
+    heat = tl.load(warmth + row, mask=expert >= 0, other=0.0)
+    slot = tl.load(slot_of + row, mask=expert >= 0, other=0)
     look_up(
-        ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
-        uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, before,
-        L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX, False,
+        i, expert, heat, slot, step, counted, n_left, n_slots, at_slot,
+        slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters,
+        uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, None, layer, before,
+        L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX, False, 0,
     )  # fmt: skip
 
 

@@ -27,10 +27,10 @@ READ_FAILED = 2
 WAIT_LIMIT_NS = 900_000_000
 """All waits of one step together; a kernel that runs for seconds hangs a card with a display."""
 
-_CHUNK_WORDS = 1024
+CHUNK_WORDS = 1024
 """4 KiB, the unit of row strides: 256 threads copy 16 bytes each."""
 
-_PROGRAMS = 132
+PROGRAMS = 132
 """Measured on an H200 (PCIe 5 x16): 46.7 GB/s for one row of 6.75 MiB, 50.5 for four; more programs
 or larger chunks give no more, and an empty launch takes 1.3 us.
 """
@@ -127,13 +127,14 @@ def _now_ns(PTX: tl.constexpr):
         return tl.full([], 0, tl.int64)
 
 
-@triton.jit(do_not_specialize=["arena"])
-def _fetch_kernel(
-    pool, arena, place_of, miss_n, miss_row, miss_slot, STRIDE: tl.constexpr, WORDS: tl.constexpr
-):
+@triton.jit
+def copy_rows(
+    pool, arena, place_of, n_rows, miss_row, miss_slot, i, programs,
+    STRIDE: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Copy chunks i, i + programs, ... of the missing rows."""
     CHUNKS: tl.constexpr = STRIDE // (4 * WORDS)
-    total = tl.load(miss_n) * CHUNKS
-    i = tl.program_id(0)
+    total = n_rows * CHUNKS
     lanes = tl.arange(0, WORDS)
     while i < total:
         m = i // CHUNKS
@@ -145,7 +146,49 @@ def _fetch_kernel(
             target = pool + tl.load(miss_slot + m).to(tl.int64) * STRIDE + at
             target = target.to(tl.pointer_type(tl.int32))
             tl.store(target + lanes, tl.load(source + lanes))
-        i += tl.num_programs(0)
+        i += programs
+
+
+@triton.jit(do_not_specialize=["arena"])
+def _fetch_kernel(
+    pool, arena, place_of, miss_n, miss_row, miss_slot, STRIDE: tl.constexpr, WORDS: tl.constexpr
+):
+    copy_rows(
+        pool, arena, place_of, tl.load(miss_n), miss_row, miss_slot,
+        tl.program_id(0), tl.num_programs(0), STRIDE, WORDS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_of_others(pointer, PTX: tl.constexpr):
+    """A word that another program of the launch publishes, and with it what was stored before."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [pointer], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.load(pointer, volatile=True)
+
+
+@triton.jit
+def copy_when_known(
+    pool, arena, place_of, miss_n, miss_row, miss_slot, waiting, i, programs,
+    STRIDE: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """A share of `fetch` in the launch of the look-up, of whose programs the first looks up. Lower
+    programs begin first, so it runs, or has run.
+    """
+    known = tl.load(waiting, volatile=True)
+    while known == 0:
+        known = tl.load(waiting, volatile=True)
+    if known < 0:
+        known = _load_of_others(waiting, PTX)
+    tl.atomic_add(waiting, tl.where(known < 0, 1, -1), sem="relaxed")
+    if known < 0:
+        copy_rows(
+            pool, arena, place_of, tl.load(miss_n), miss_row, miss_slot, i, programs, STRIDE, WORDS
+        )
 
 
 @triton.jit(do_not_specialize=["box", "layer"])
@@ -252,7 +295,7 @@ def fetch(
     *,
     miss_row: Tensor,
     miss_slot: Tensor,
-    programs: int = _PROGRAMS,
+    programs: int = PROGRAMS,
 ) -> None:
     """Copy missing rows that are in the arena into their slots; rows on disk are passed over.
 
@@ -262,7 +305,7 @@ def fetch(
     """
     _fetch_kernel[(programs,)](
         pool, arena.address, arena.place_of, miss_n, miss_row, miss_slot,
-        arena.stride, _CHUNK_WORDS, num_warps=8,
+        arena.stride, CHUNK_WORDS, num_warps=8,
     )  # fmt: skip
 
 

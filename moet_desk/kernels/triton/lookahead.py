@@ -76,10 +76,12 @@ def _look_ahead_kernel(
     tl.debug_barrier()
     evicted = 0
     if n_missing > 0:  # rows of the layer before are being read
-        evicted = give_slots(
-            n_missing, miss_row, miss_slot, slot_of, owner, last_used, warmth, free, n_free, hand,
-            limit, now - 1, now,
+        n_left, at_slot, evicted = give_slots(
+            n_missing, tl.load(n_free), tl.load(limit), tl.load(hand), miss_row, miss_slot,
+            slot_of, owner, last_used, warmth, free, now - 1, now,
         )  # fmt: skip
+        tl.store(n_free, n_left)
+        tl.store(hand, at_slot)
     tl.store(miss_n, n_missing)
     evictions = counters + layer * 4 + 3
     tl.store(evictions, tl.load(evictions) + evicted)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.kinds import Score
+from moet_desk.kernels.triton.numbers import loop_bound
 from moet_desk.kernels.triton.portable import PTX, product
 
 MOST_EXPERTS = 1024
@@ -95,6 +96,14 @@ def _in_best_groups(
 
 
 @triton.jit
+def _spoiled(x, inside):
+    """NaN if any logit is NaN or infinite, else 0."""
+    # As integers, of which a warp finds the largest in one instruction.
+    size = tl.where(inside, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    return tl.where(tl.max(size, 0) >= 0x7F800000, float("nan"), 0.0)
+
+
+@triton.jit
 def _weighed(
     chosen, k, scale, spoiled,
     K: tl.constexpr, SCORE: tl.constexpr, RENORM: tl.constexpr, PTX: tl.constexpr,
@@ -110,49 +119,48 @@ def _weighed(
 
 
 @triton.jit
-def choose_experts(
-    logits, bias, ids, weights, share, scale, t,
+def best_experts(
+    x, own_bias, pairs, scale, before, n_rounds,
     E: tl.constexpr, E2: tl.constexpr, K: tl.constexpr, K2: tl.constexpr,
     SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
-    REAL: tl.constexpr, PTX: tl.constexpr,
+    ROLLED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Token t's. Its bits are those of every kernel that does this with one layout, as long as none
-    fuses multiply-adds.
+    """Ids and weights [K2] of a token with the logits x, -inf from E on; and `pairs` with its ids
+    at the places from `before` on. The bits are those of every kernel that does this with one
+    layout, as long as none fuses multiply-adds.
     """
     i = tl.arange(0, E2)
     inside = i < E
-    x = tl.load(logits + t * E + i, mask=inside, other=-float("inf"))
-    spoiled = tl.sum(tl.where(inside, x * 0.0, 0.0), 0)  # NaN if any logit is NaN or infinite
+    spoiled = _spoiled(x, inside)
     scores = _scores(x, SCORE, PTX)
     choice = scores
     if BIASED:
-        choice = scores + tl.load(bias + i, mask=inside, other=0.0)
+        choice = scores + own_bias
     choice = tl.where(choice == choice, choice, -float("inf"))
     if GROUPS > 1:
         kept = _in_best_groups(choice, i, E, E2, GROUPS, KEPT, GROUPS2)
         choice = tl.where(kept, choice, -float("inf"))
 
     k = tl.arange(0, K2)
+    p = tl.arange(0, pairs.shape[0])
     chosen_ids = tl.zeros([K2], tl.int32)
-    chosen = tl.full([K2], -float("inf"), tl.float32)
     taken = -(2**31)  # below -inf
     keys = tl.where(inside, _ordered(choice), taken)
-    bits = scores.to(tl.int32, bitcast=True)
-    for n in tl.static_range(K):
-        expert = tl.min(tl.where(keys == tl.max(keys, 0), i, E2 - 1), 0)
-        value = tl.sum(tl.where(i == expert, bits, 0), 0).to(tl.float32, bitcast=True)
-        keys = tl.where(i == expert, taken, keys)
-        chosen_ids = tl.where(k == n, expert, chosen_ids)
-        chosen = tl.where(k == n, value, chosen)
-    chosen = _weighed(chosen, k, scale, spoiled, K, SCORE, RENORM, PTX)
-    if REAL < E:
-        real = chosen_ids < REAL
-        tl.store(share + t, tl.sum(tl.where(real | (k >= K), 0.0, chosen), 0))
-        chosen_ids = tl.where(real, chosen_ids, -1)
-        chosen = tl.where(real, chosen, 0.0)
-    tl.store(ids + t * K + k, chosen_ids, mask=k < K)
-    tl.store(weights + t * K + k, chosen, mask=k < K)
+    if ROLLED:
+        for n in range(0, loop_bound(n_rounds, PTX)):
+            expert = tl.min(tl.where(keys == tl.max(keys, 0), i, E2 - 1), 0)
+            keys = tl.where(i == expert, taken, keys)
+            chosen_ids = tl.where(k == n, expert, chosen_ids)
+            pairs = tl.where(p == before + n, expert, pairs)
+    else:
+        for n in tl.static_range(K):
+            expert = tl.min(tl.where(keys == tl.max(keys, 0), i, E2 - 1), 0)
+            keys = tl.where(i == expert, taken, keys)
+            chosen_ids = tl.where(k == n, expert, chosen_ids)
+            pairs = tl.where(p == before + n, expert, pairs)
+    chosen = tl.where(k < K, tl.gather(scores, chosen_ids, 0), -float("inf"))
+    return chosen_ids, _weighed(chosen, k, scale, spoiled, K, SCORE, RENORM, PTX), pairs
 
 
 @triton.jit
@@ -163,10 +171,40 @@ def _route_kernel(
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
     REAL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    choose_experts(
-        logits, bias, ids, weights, share, scale, tl.program_id(0), E, E2, K, K2, SCORE, BIASED,
-        GROUPS, KEPT, GROUPS2, RENORM, REAL, PTX,
-    )  # fmt: skip
+    t = tl.program_id(0)
+    i = tl.arange(0, E2)
+    k = tl.arange(0, K2)
+    x = tl.load(logits + t * E + i, mask=i < E, other=-float("inf"))
+    own_bias = None
+    if BIASED:
+        own_bias = tl.load(bias + i, mask=i < E, other=0.0)
+    chosen_ids, chosen, _ = best_experts(
+        x,
+        own_bias,
+        k,
+        scale,
+        0,
+        K,
+        E,
+        E2,
+        K,
+        K2,
+        SCORE,
+        BIASED,
+        GROUPS,
+        KEPT,
+        GROUPS2,
+        RENORM,
+        False,
+        PTX,
+    )
+    if REAL < E:
+        real = chosen_ids < REAL
+        tl.store(share + t, tl.sum(tl.where(real | (k >= K), 0.0, chosen), 0))
+        chosen_ids = tl.where(real, chosen_ids, -1)
+        chosen = tl.where(real, chosen, 0.0)
+    tl.store(ids + t * K + k, chosen_ids, mask=k < K)
+    tl.store(weights + t * K + k, chosen, mask=k < K)
 
 
 @triton.jit
@@ -179,7 +217,7 @@ def _named_kernel(
     i = tl.arange(0, E2)
     k = tl.arange(0, K2)
     x = tl.load(logits + t * E + i, mask=i < E, other=-float("inf"))
-    spoiled = tl.sum(tl.where(i < E, x * 0.0, 0.0), 0)  # as in `_route_kernel`
+    spoiled = _spoiled(x, i < E)
     scores = _scores(x, SCORE, PTX)
     token = tl.load(tokens + t).to(tl.int64)
     named = tl.load(table + token * K + k, mask=k < K, other=0)

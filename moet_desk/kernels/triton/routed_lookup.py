@@ -15,13 +15,16 @@ from torch import Tensor
 from moet_desk.kernels.kinds import Score
 from moet_desk.kernels.reference.cache import HALF_LIFE
 from moet_desk.kernels.triton.cache import MOST_PAIRS, GpuTables, LookupOutput, look_up
+from moet_desk.kernels.triton.fetch import CHUNK_WORDS, PROGRAMS, Arena, copy_when_known
+from moet_desk.kernels.triton.loads import in_order
 from moet_desk.kernels.triton.portable import PTX
-from moet_desk.kernels.triton.route import OF_A_WARP, SCORE_KINDS, choose_experts
+from moet_desk.kernels.triton.route import OF_A_WARP, SCORE_KINDS, best_experts
 
 MOST_ROUTED = 2
 """Tokens whose experts one program chooses: more at once are sooner done by one program each."""
 
 _PAIRS_OF_A_WARP = 16
+ROLLED = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +45,57 @@ class Routing:
     scale: float
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "n_rounds", "arena"])
 def _routed_lookup_kernel(
-    logits, bias, weights, scale,
+    logits, bias, weights, scale, n_rounds,
     ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
     uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer,
+    waiting, pool, arena, place_of,
     E2: tl.constexpr, K2: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
-    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, PTX: tl.constexpr,
+    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, ROLLED: tl.constexpr,
+    WAITING: tl.constexpr, STRIDE: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    for t in tl.static_range(T):
-        choose_experts(
-            logits, bias, ids, weights, None, scale, t, E, E2, K, K2, SCORE, BIASED, GROUPS, KEPT,
-            GROUPS2, RENORM, E, PTX,
+    if WAITING > 0 and tl.program_id(0) > 0:
+        copy_when_known(
+            pool, arena, place_of, miss_n, miss_row, miss_slot, waiting,
+            tl.program_id(0) - 1, WAITING, STRIDE, WORDS, PTX,
         )  # fmt: skip
-    tl.debug_barrier()  # the ids are there
-    look_up(
-        ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
-        uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, 0,
-        L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX, T == 1,
-    )  # fmt: skip
+    else:
+        # All loads come before anything is computed: what they ask for was not read since the step
+        # before and is far away. So the layer's whole tables are, not the chosen rows' alone.
+        i = tl.arange(0, E2)
+        inside = i < E
+        own_bias = None
+        if BIASED:
+            own_bias = tl.load(bias + i, mask=inside, other=0.0)
+        slots = tl.load(slot_of + layer * E + i, mask=inside, other=0)
+        heats = tl.load(warmth + layer * E + i, mask=inside, other=0.0)
+        step, counted = tl.load(clock), tl.load(counters + layer * 4 + tl.arange(0, 4))
+        n_left, n_slots, at_slot = tl.load(n_free), tl.load(limit), tl.load(hand)
+        logits = tl.multiple_of(logits + in_order(0, PTX), 16)
+
+        p = tl.arange(0, PAIRS)
+        pairs = tl.full([PAIRS], -1, tl.int32)
+        k = tl.arange(0, K2)
+        for t in tl.static_range(T):
+            x = tl.load(logits + t * E + i, mask=inside, other=-float("inf"))
+            own, counts, pairs = best_experts(
+                x, own_bias, pairs, scale, t * K, n_rounds, E, E2, K, K2, SCORE, BIASED,
+                GROUPS, KEPT, GROUPS2, RENORM, ROLLED, PTX,
+            )  # fmt: skip
+            tl.store(ids + t * K + k, own, mask=k < K)
+            tl.store(weights + t * K + k, counts, mask=k < K)
+        valid = pairs >= 0
+        at = tl.where(valid, pairs, 0)
+        look_up(
+            p, pairs, tl.gather(heats, at, 0), tl.where(valid, tl.gather(slots, at, 0), 0),
+            step, counted, n_left, n_slots, at_slot,
+            slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters,
+            uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, waiting, layer, 0,
+            L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX, T == 1, WAITING,
+        )  # fmt: skip
 
 
 def does_both(n_tokens: int, n_experts: int, top_k: int) -> bool:
@@ -79,8 +112,11 @@ def route_and_look_up(
     layer: int,
     out: LookupOutput,
     ends_step: bool = False,
+    slots: Tensor | None = None,
+    arena: Arena | None = None,
 ) -> None:
-    """`route`, which writes `ids` and the weights, and `lookup` of them; none are set aside.
+    """`route`, which writes `ids` and the weights, and `lookup` of them; none are set aside. With
+    `slots` and `arena` `fetch` too, in the same launch: other programs wait for what is missing.
 
     Raises:
         ValueError: `does_both` is False, or there are more pairs than slots.
@@ -90,15 +126,18 @@ def route_and_look_up(
     if not does_both(n_tokens, n_experts, top_k) or n_pairs > min(MOST_PAIRS, tables.n_slots):
         raise ValueError(f"cannot choose {n_pairs} of {n_experts} and find {tables.n_slots} slots")
     logits, bias = routing.logits, routing.bias
-    _routed_lookup_kernel[(1,)](
-        logits, logits if bias is None else bias, routing.weights, routing.scale,
+    fetches = slots is not None and arena is not None
+    _routed_lookup_kernel[(1 + PROGRAMS if fetches else 1,)](
+        logits, logits if bias is None else bias, routing.weights, routing.scale, top_k,
         ids, tables.slot_of, tables.owner, tables.last_used, tables.warmth, tables.free,
         tables.n_free, tables.hand, tables.clock, tables.counters, tables.limit,
         out.uniq_slot, out.uniq_pair, out.n_uniq, out.miss_n, out.miss_row, out.miss_slot, layer,
+        out.waiting, slots, arena.address if arena else 0, arena.place_of if arena else None,
         triton.next_power_of_2(n_experts), triton.next_power_of_2(top_k),
         SCORE_KINDS[routing.score], bias is not None, routing.n_groups, routing.kept_groups,
         triton.next_power_of_2(routing.n_groups), routing.renormalize,
         tables.n_layers, n_experts, 1.0 / (HALF_LIFE * tables.n_layers), n_tokens, top_k,
-        triton.next_power_of_2(n_pairs), triton.next_power_of_2(n_pairs * n_tokens), ends_step, PTX,
+        triton.next_power_of_2(n_pairs), triton.next_power_of_2(n_pairs * n_tokens), ends_step,
+        ROLLED, PROGRAMS if fetches else 0, arena.stride if arena else 0, CHUNK_WORDS, PTX,
         num_warps=1, maxnreg=128, enable_fp_fusion=False,
     )  # fmt: skip

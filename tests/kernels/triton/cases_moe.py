@@ -82,11 +82,12 @@ def expert_cases(
         quantize = tile.rows % 32 == 0
         own = {"B": tile.rows, "C": experts._lanes(hidden), "QUANTIZE": quantize}
         own |= {"LIMITED": True, "ALPHA": 1.702 if oss else 1.0, "SHIFT": float(oss)}
+        counted = {"arrived": None} if quantize else {}
         yield Case(
             f"experts_gate_up {label}{' quantising' if quantize else ''}",
             experts._gate_up_kernel,
-            tables | gate_up,
-            shape | own,
+            tables | gate_up | ({} if quantize else {"arrived": "*i32"}),
+            shape | own | counted,
             tile.warps,
             NO_FUSION,
             decode=measured or not (quantize and fine),  # a tile that the rule does not give
@@ -280,16 +281,24 @@ def route_case(
     )
 
 
-def routed_lookup_case(n_tokens: int, top_k: int) -> Case:
+def routed_lookup_case(n_tokens: int, top_k: int, *, fetches: bool) -> Case:
     alone, chosen = lookup_case(n_tokens, top_k), route_case(256, top_k, 2, 1)
+    helps: dict[str, Any] = {"WAITING": 132 if fetches else 0, "STRIDE": 7077888, "WORDS": 1024}
+    types = {**alone.signature, **pointers("*fp32", "logits bias weights")}
+    types |= {"scale": "fp32", "n_rounds": "i32", "arena": "i64", "waiting": "*i32"}
+    if fetches:
+        types |= {"pool": "*u8", "place_of": "*i32"}
+    else:
+        helps |= {"pool": None, "place_of": None}
     return Case(
-        f"routed_lookup T={n_tokens} K={top_k}",
+        f"routed_lookup T={n_tokens} K={top_k}{' fetching' if fetches else ''}",
         routed_lookup._routed_lookup_kernel,
-        {**alone.signature, **pointers("*fp32", "logits bias weights"), "scale": "fp32"},
+        types,
         {name: v for name, v in chosen.constexprs.items() if name != "REAL"}
-        | dict(alone.constexprs),
+        | {**alone.constexprs, **helps, "ROLLED": True},
         1,
         NO_FUSION | {"maxnreg": 128},
+        wants=("LDG.E.128", "STG.E.128") if fetches else ("LDG.E.128",),
         fused=FUSED_IN_LOGS * n_tokens,
     )
 
@@ -371,8 +380,7 @@ CASES = [
     lookup_case(1, 6),
     lookup_case(3, 8),
     lookup_case(8, 8),
-    routed_lookup_case(1, 6),
-    routed_lookup_case(2, 8),
+    *(routed_lookup_case(*size, fetches=f) for size in ((1, 6), (2, 8)) for f in (False, True)),
     look_ahead_case(1, 6),
     look_ahead_case(8, 8),
     *fetch_cases(),

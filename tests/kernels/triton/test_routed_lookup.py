@@ -1,4 +1,4 @@
-"""Choosing experts and finding their slots in one launch: what two launches leave."""
+"""Choosing experts and finding their slots in one launch, and fetching: what several leave."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moet_desk.kernels.kinds import Score
 from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, lookup
+from moet_desk.kernels.triton.fetch import Arena, fetch
 from moet_desk.kernels.triton.route import route
 from moet_desk.kernels.triton.routed_lookup import Routing, does_both, route_and_look_up
 
@@ -33,13 +34,22 @@ def _left(tables: GpuTables, out: LookupOutput) -> list[Tensor]:
     ]  # fmt: skip
 
 
+def _arena() -> tuple[Arena, Tensor]:
+    """All rows, each of its own bytes, and the memory that they lie in."""
+    rows = torch.arange(N_LAYERS * E, dtype=torch.uint8)[:, None].repeat(1, 4096)
+    return Arena(rows.data_ptr(), torch.arange(N_LAYERS * E, dtype=torch.int32), 4096), rows
+
+
+@pytest.mark.parametrize("fetches", [False, True])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: str(rule[0].value))
-def test_route_and_look_up__steps_with_misses__what_two_launches_leave(
-    rule: tuple[Score, bool, int, int, bool, float],
+def test_route_and_look_up__steps_with_misses__what_launches_one_by_one_leave(
+    rule: tuple[Score, bool, int, int, bool, float], fetches: bool
 ) -> None:
     score, biased, n_groups, kept_groups, renormalize, scale = rule
     bias = _random(E, seed=1) / 8 if biased else None
     both, each = (GpuTables.empty(N_LAYERS, E, SLOTS, device="cpu") for _ in range(2))
+    arena, rows = _arena()
+    slots = [torch.zeros(SLOTS, arena.stride, dtype=torch.uint8) for _ in range(2)]
     for step, n_tokens in enumerate([1, 2, 1]):
         for layer in range(N_LAYERS):
             logits = _random(n_tokens, E, seed=10 * step + layer)
@@ -50,18 +60,29 @@ def test_route_and_look_up__steps_with_misses__what_two_launches_leave(
                 logits, bias, weights[0], score, n_groups, kept_groups, renormalize, scale
             )
             ends = layer == N_LAYERS - 1
-            route_and_look_up(routing, ids[0], both, layer=layer, out=found[0], ends_step=ends)
+            whole = {"slots": slots[0], "arena": arena} if fetches else {}
+            route_and_look_up(
+                routing, ids[0], both, layer=layer, out=found[0], ends_step=ends, **whole
+            )
             route(
                 logits, bias, ids=ids[1], weights=weights[1], score=score, n_groups=n_groups,
                 kept_groups=kept_groups, renormalize=renormalize, scale=scale,
             )  # fmt: skip
             lookup(ids[1], each, layer=layer, out=found[1], ends_step=ends)
+            fetch(
+                slots[1], arena, found[1].miss_n, miss_row=found[1].miss_row,
+                miss_slot=found[1].miss_slot,
+            )  # fmt: skip
+            assert torch.equal(slots[0], slots[1] if fetches else torch.zeros_like(slots[1]))
+            assert int(found[0].waiting) == 0
             assert torch.equal(ids[0], ids[1])
             assert torch.equal(weights[0], weights[1])
             for one, other in zip(_left(both, found[0]), _left(each, found[1]), strict=True):
                 assert torch.equal(one, other)
     assert int(both.counters[:, 3].sum()) > 0  # some were evicted
     assert int(both.clock) == 3
+    held = torch.nonzero(both.owner >= 0).flatten()
+    assert not fetches or torch.equal(slots[0][held], rows[both.owner[held].long()])
 
 
 def test_does_both__what_one_warp_holds__and_no_more() -> None:

@@ -1,0 +1,223 @@
+"""Times of one-program kernels of a step, and of the experts' kernels around their quantiser.
+
+    python -m bench.kernels_small
+
+One JSON line per variant: `us` back to back in a graph, `cold_us` as the profiler sees the kernel
+alone between others that take the caches. `same` says whether results equal the old way's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import old_routed_lookup
+from bench.kernels_moe import SHAPES, Layers
+from bench.timing import DEVICE, per_call_us
+from moet_desk.engine.cuda.kernel_groups import kernel_runs
+from moet_desk.kernels.kinds import Score
+from moet_desk.kernels.layouts import ExpertLayout
+from moet_desk.kernels.triton import routed_lookup
+from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim
+from moet_desk.kernels.triton.experts import Tile, experts_down, experts_hidden, tiles_for
+from moet_desk.kernels.triton.fetch import Arena, fetch
+from moet_desk.kernels.triton.routed_lookup import Routing
+
+LAYERS, EXPERTS, TOP_K = 43, 256, 6
+
+
+def line(kernel: str, **facts: Any) -> None:
+    print(json.dumps({"kernel": kernel, **facts}), flush=True)
+
+
+class Rows:
+    """Rows in pinned memory, and slots for some."""
+
+    def __init__(self, n_slots: int) -> None:
+        layout, n_places = ExpertLayout(4096, 2048), 32
+        self.memory = torch.empty(n_places * layout.base_stride, dtype=torch.uint8)
+        self.memory.view(torch.int32).copy_(torch.arange(self.memory.numel() // 4).int())
+        self.memory = self.memory.pin_memory()
+        place = torch.arange(LAYERS * EXPERTS, dtype=torch.int32, device=DEVICE) % n_places
+        self.arena = Arena(self.memory.data_ptr(), place, layout.base_stride)
+        self.slots = torch.zeros(n_slots, layout.base_stride, dtype=torch.uint8, device=DEVICE)
+
+
+class Lookups:
+    """Look-ups of all layers of a step from the same beginning, so that two ways can be compared."""
+
+    def __init__(self, n_tokens: int, n_slots: int, way: str, rows: Rows) -> None:
+        drawn = torch.Generator().manual_seed(7)
+        self.n_tokens, self.way, self.rows = n_tokens, way, rows
+        self.logits = torch.randn(LAYERS, n_tokens, EXPERTS, generator=drawn).to(DEVICE)
+        self.bias = (torch.randn(LAYERS, EXPERTS, generator=drawn) * 0.1).to(DEVICE)
+        self.tables = GpuTables.empty(LAYERS, EXPERTS, n_slots, device=DEVICE)
+        if n_slots >= LAYERS * EXPERTS:
+            claim(self.tables, range(LAYERS * EXPERTS))
+        self.out = [LookupOutput.empty(n_tokens, TOP_K, device=DEVICE) for _ in range(LAYERS)]
+        self.ids = torch.zeros(LAYERS, n_tokens, TOP_K, dtype=torch.int32, device=DEVICE)
+        self.weights = torch.zeros(LAYERS, n_tokens, TOP_K, device=DEVICE)
+
+    def calls(self) -> list[Callable[[], None]]:
+        return [lambda at=at: self.one(at) for at in range(LAYERS)]  # type: ignore[misc]
+
+    def one(self, at: int) -> None:
+        routing = Routing(
+            self.logits[at], self.bias[at], self.weights[at], Score.SQRT_SOFTPLUS, 1, 1, True, 1.5
+        )
+        found, ends = self.out[at], at == LAYERS - 1
+        args = (routing, self.ids[at], self.tables)
+        routed_lookup.ROLLED = self.way != "unrolled"
+        if self.way == "one launch":
+            routed_lookup.route_and_look_up(
+                *args, layer=at, out=found, ends_step=ends, slots=self.rows.slots,
+                arena=self.rows.arena,
+            )  # fmt: skip
+            return
+        if self.way == "old":
+            old_routed_lookup.route_and_look_up(*args, layer=at, out=found, ends_step=ends)
+        else:
+            routed_lookup.route_and_look_up(*args, layer=at, out=found, ends_step=ends)
+        fetch(
+            self.rows.slots, self.rows.arena, found.miss_n, miss_row=found.miss_row,
+            miss_slot=found.miss_slot,
+        )  # fmt: skip
+
+    def left(self) -> list[Tensor]:
+        t = self.tables
+        found = [t.slot_of, t.owner, t.last_used, t.warmth, t.n_free, t.hand, t.clock, t.counters]
+        found += [self.ids, self.weights, self.rows.slots]
+        for out in self.out:
+            n = int(out.miss_n)
+            found += [out.uniq_slot, out.uniq_pair, out.n_uniq, out.miss_row[:n], out.miss_slot[:n]]
+            assert int(out.waiting) == 0
+        return [one.clone() for one in found]
+
+
+class Crowd:
+    """Work of other kernels, which takes the caches: of memory and, with products, of code."""
+
+    def __init__(self) -> None:
+        self.one = torch.zeros(96 << 20, dtype=torch.uint8, device=DEVICE)
+        self.other = torch.zeros_like(self.one)
+        self.x = torch.randn(64, 4096, device=DEVICE, dtype=torch.bfloat16)
+        self.w = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
+
+    def __call__(self) -> None:
+        self.other.copy_(self.one)
+        torch.softmax(self.x @ self.w, -1).cumsum(-1)
+
+
+def captured(calls: list[Callable[[], None]], crowd: Crowd) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            crowd()
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    times = []
+    for _ in range(7):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended) * 1e3)
+    return median(times)
+
+
+def cold(calls: list[Callable[[], None]], crowd: Crowd) -> dict[str, float]:
+    """Between other kernels: what a call adds, and what the profiler says of its kernels."""
+    crowd()
+    alone = replay_us(captured([lambda: None] * len(calls), crowd))
+    graph = captured(calls, crowd)
+    found = {"cold_us": round((replay_us(graph) - alone) / len(calls), 2)}
+    runs = kernel_runs(lambda: [graph.replay() for _ in range(3)])
+    for name in ("_routed_lookup_kernel", "_fetch_kernel"):
+        own = [run.end_us - run.start_us for run in runs if run.name.startswith(name)]
+        if own:
+            found["cold" + name] = round(median(own), 2)
+    return found
+
+
+def lookups(crowd: Crowd, ways: Sequence[str]) -> None:
+    for n_tokens in (1, 2):
+        for n_slots in (LAYERS * EXPERTS, 100):
+            want: list[Tensor] = []
+            for way in ways:
+                hits = n_slots > 100
+                look = Lookups(n_tokens, n_slots, way, Rows(1 if hits else n_slots))
+                for _ in range(3):
+                    for call in look.calls():
+                        call()
+                left = look.left()
+                want = want or left
+                same = all(torch.equal(a, b) for a, b in zip(left, want, strict=True))
+                calls = look.calls() if hits else look.calls()[:5]
+                us = per_call_us(calls, repeats=5)
+                facts = cold(calls, crowd) if hits else {}
+                line(
+                    "routed_lookup and fetch", way=way, tokens=n_tokens, all_hit=hits, same=same,
+                    us=round(us, 2), **facts,
+                )  # fmt: skip
+
+
+def hidden() -> None:
+    for n_tokens in (1, 2):
+        layers = Layers(SHAPES["ds4"], n_tokens, fine=False, pool_bytes=2 << 30)
+        tiles = tiles_for(layers.layout, fine=False, tokens=n_tokens, capability="9.0")
+        arrived = torch.zeros(layers.n_pairs, 2048 // 32, dtype=torch.int32, device=DEVICE)
+        want: list[Tensor] = []
+        for way, tile in (
+            ("old", tiles.gate_up), ("arrived", tiles.gate_up), ("arrived", Tile(8, 2)),
+            ("arrived", Tile(16, 4)), ("one tile", Tile(32, 8)),
+        ):  # fmt: skip
+
+            def one(pool, *, tile=tile, way=way) -> None:  # type: ignore[no-untyped-def]
+                experts_hidden(
+                    pool, layers.codes, layers.scales, scratch=layers.hidden,
+                    out_codes=layers.out_codes, out_scales=layers.out_scales, tile=tile,
+                    arrived=arrived if way == "arrived" else None,
+                )  # fmt: skip
+
+            def both(pool, *, one=one) -> None:  # type: ignore[no-untyped-def]
+                one(pool)
+                experts_down(
+                    pool, layers.out_codes, layers.out_scales, part=layers.part, tile=tiles.down
+                )
+
+            left = []
+            for pool in layers.pools[:4]:
+                one(pool)
+                left += [layers.out_codes.clone(), layers.out_scales.clone()]
+            want = want or left
+            same = all(torch.equal(a, b) for a, b in zip(left, want, strict=True))
+            same = same and not arrived.any()
+            us = per_call_us([lambda p=p: one(p) for p in layers.pools], repeats=5)
+            whole = per_call_us([lambda p=p: both(p) for p in layers.pools], repeats=5)
+            line(
+                "experts_hidden", way=way, tile=str(tile), tokens=n_tokens, same=same,
+                us=round(us, 2), with_down_us=round(whole, 2),
+            )  # fmt: skip
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    crowd = Crowd()
+    lookups(crowd, ("old", "unrolled", "rolled"))
+    hidden()
+    lookups(crowd, ("rolled", "one launch"))
+
+
+if __name__ == "__main__":
+    main()
