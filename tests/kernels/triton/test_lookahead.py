@@ -139,7 +139,7 @@ class Steps:
         b: Any = SimpleNamespace(
             ids=torch.zeros(8, K, dtype=torch.int32), codes=empty, hidden_codes=empty,
             scales=torch.empty(8), hidden=torch.empty(64), hidden_scales=torch.empty(64),
-            part=torch.empty(64), normed=torch.empty(8, 1),
+            part=torch.empty(64), arrived=torch.empty(64), normed=torch.empty(8, 1),
         )  # fmt: skip
 
         def note(pool: ExpertPool, *_: object, **__: object) -> None:
