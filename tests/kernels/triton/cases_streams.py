@@ -176,16 +176,22 @@ def _keys() -> Iterator[Case]:
         types = {**TURNS, **pages, "vectors": F32, "weight": "*bf16", "eps": "fp32"}
         values = {**size, "D": 128, "DR": 64, "RATIO": 4, "FACTOR": 128**-0.5}
         yield Case(f"pooled_key {form.value}", pooled_keys._key_kernel, types, values, 1, EXACT)
-        types = {**TURNS, "q": F32, "q_out": F32}
+        query = "*bf16" if form is KvFormat.FP8 else F32
+        types = {**TURNS, "q": F32, "q_out": query}
         values = {"D": 128, "DR": 64, "FACTOR": 128**-0.5, "ROUNDS": form is KvFormat.FP8}
         yield Case(f"pooled_query {form.value}", pooled_keys._query_kernel, types, values, 1, EXACT)
         types = {
-            **pages, "q": F32, "weights": F32, "weights_stride": "i32", "scale": "fp32",
-            "lengths": "*i32", "scores": F32, "scores_stride": "i32",
+            **pages, "q": query, "weights": F32, "weights_stride": "i32", "scale": "fp32",
+            "table_size": "i32", "lengths": "*i32", "scores": F32, "scores_stride": "i32",
         }  # fmt: skip
-        values = {**size, "N": 64, "D": 128, "TILE": 32, "BH": 16, "MMA": True}
         name, kernel = f"pooled_score {form.value}", pooled_keys._score_kernel
-        yield Case(name, kernel, types, values, 4, ONE_STAGE, wants=("HMMA",))
+        shapes = {None: pooled_keys.CARD_SHAPE}
+        if form is KvFormat.FP8:
+            shapes = {90: pooled_keys.HOPPER_SHAPE, 120: pooled_keys.CARD_SHAPE}
+        for card, (tile, heads, warps) in shapes.items():
+            values = {**size, "N": 64, "D": 128, "TILE": tile, "BH": heads, "MMA": True}
+            wants = ("HGMMA" if card == 90 else "HMMA",)
+            yield Case(name, kernel, types, values, warps, ONE_STAGE, wants=wants, only=card)
 
 
 def _prompts() -> Iterator[Case]:
