@@ -24,8 +24,10 @@ from moet_desk.kernels.kinds import Score
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton import routed_lookup
 from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim
+from moet_desk.kernels.triton.dense import DenseWeight, NormOf, gemv
 from moet_desk.kernels.triton.experts import Tile, experts_down, experts_hidden, tiles_for
 from moet_desk.kernels.triton.fetch import Arena, fetch
+from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.routed_lookup import Routing
 
 LAYERS, EXPERTS, TOP_K = 43, 256, 6
@@ -211,10 +213,42 @@ def hidden() -> None:
             )  # fmt: skip
 
 
+def normed() -> None:
+    """A query latent: a product whose first columns are normed, in one launch and in two."""
+    for n_tokens in (1, 2, 8):
+        values = torch.randn(24, 1536, 4096, device=DEVICE).to(torch.float8_e4m3fn)
+        weights = [DenseWeight(v, torch.ones(12, 32, device=DEVICE)) for v in values]
+        x, scale = torch.randn(n_tokens, 4096, device=DEVICE), torch.rand(1024, device=DEVICE)
+        arrived = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        out, room = torch.zeros(n_tokens, 1536, device=DEVICE), torch.zeros(n_tokens, 1024)
+        room = room.to(DEVICE)
+
+        def two(weight: DenseWeight, x=x, out=out, room=room, scale=scale) -> None:  # type: ignore[no-untyped-def]
+            gemv(x, weight, out)
+            rms_norm(out[:, :1024], scale, 1e-6, out=room)
+
+        def one(weight: DenseWeight, x=x, out=out, room=room, scale=scale) -> None:  # type: ignore[no-untyped-def]
+            gemv(x, weight, out, norm=NormOf(scale, 1e-6, room, arrived))
+
+        for way, run in (("two", two), ("one", one), ("product alone", None)):
+            same = None
+            if run is not None:
+                left = []
+                for each in (two, run):
+                    room.zero_()
+                    each(weights[3])
+                    left += [out.clone(), room.clone()]
+                same = torch.equal(left[0], left[2]) and torch.equal(left[1], left[3])
+            use = run or (lambda weight, x=x, out=out: gemv(x, weight, out))
+            us = per_call_us([lambda w=w, use=use: use(w) for w in weights], repeats=7)
+            line("product and norm", way=way, tokens=n_tokens, same=same, us=round(us, 2))
+
+
 def main() -> None:
     torch.manual_seed(0)
     crowd = Crowd()
     lookups(crowd, ("old", "unrolled", "rolled"))
+    normed()
     hidden()
     lookups(crowd, ("rolled", "one launch"))
 
