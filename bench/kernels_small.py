@@ -41,7 +41,7 @@ class Rows:
     """Rows in pinned memory, and slots for some."""
 
     def __init__(self, n_slots: int) -> None:
-        layout, n_places = ExpertLayout(4096, 2048), 32
+        layout, n_places = ExpertLayout(4096, 2048), 8
         self.memory = torch.empty(n_places * layout.base_stride, dtype=torch.uint8)
         self.memory.view(torch.int32).copy_(torch.arange(self.memory.numel() // 4).int())
         self.memory = self.memory.pin_memory()
@@ -156,7 +156,7 @@ def lookups(crowd: Crowd, ways: Sequence[str]) -> None:
     for n_tokens in (1, 2):
         for n_slots in (LAYERS * EXPERTS, 100):
             want: list[Tensor] = []
-            for way in ways:
+            for way in ways[: 3 if n_tokens == 1 else 2]:
                 hits = n_slots > 100
                 look = Lookups(n_tokens, n_slots, way, Rows(1 if hits else n_slots))
                 for _ in range(3):
@@ -178,12 +178,13 @@ def hidden() -> None:
     for n_tokens in (1, 2):
         layers = Layers(SHAPES["ds4"], n_tokens, fine=False, pool_bytes=2 << 30)
         tiles = tiles_for(layers.layout, fine=False, tokens=n_tokens, capability="9.0")
-        arrived = torch.zeros(layers.n_pairs, 2048 // 32, dtype=torch.int32, device=DEVICE)
+        arrived = torch.zeros(
+            layers.n_pairs, layers.layout.inter // 32, dtype=torch.int32, device=DEVICE
+        )
         want: list[Tensor] = []
         for way, tile in (
-            ("old", tiles.gate_up), ("arrived", tiles.gate_up), ("arrived", Tile(8, 2)),
-            ("arrived", Tile(16, 4)), ("one tile", Tile(32, 8)),
-        ):  # fmt: skip
+            ("old", tiles.gate_up), ("arrived", tiles.gate_up), ("arrived", Tile(16, 4)),
+        )[: 3 if n_tokens == 1 else 2]:  # fmt: skip
 
             def one(pool, *, tile=tile, way=way) -> None:  # type: ignore[no-untyped-def]
                 experts_hidden(
@@ -215,7 +216,7 @@ def hidden() -> None:
 
 def normed() -> None:
     """A query latent: a product whose first columns are normed, in one launch and in two."""
-    for n_tokens in (1, 2, 8):
+    for n_tokens in (1, 2):
         values = torch.randn(24, 1536, 4096, device=DEVICE).to(torch.float8_e4m3fn)
         weights = [DenseWeight(v, torch.ones(12, 32, device=DEVICE)) for v in values]
         x, scale = torch.randn(n_tokens, 4096, device=DEVICE), torch.rand(1024, device=DEVICE)
@@ -247,7 +248,7 @@ def normed() -> None:
 def main() -> None:
     torch.manual_seed(0)
     crowd = Crowd()
-    lookups(crowd, ("old", "unrolled", "rolled"))
+    lookups(crowd, ("old", "rolled", "unrolled"))
     normed()
     hidden()
     lookups(crowd, ("rolled", "one launch"))
