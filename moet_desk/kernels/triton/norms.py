@@ -49,7 +49,7 @@ def _rms_norm_kernel(
 
 def norm_warps(width: int) -> int:
     """Warps of a program that norms a row of this width."""
-    return max(1, min(16, triton.next_power_of_2(width) // 256))
+    return max(1, min(16, int(triton.next_power_of_2(width)) // 256))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor, plus_one: bool = False) -> None:
