@@ -24,8 +24,10 @@ from moet_desk.kernels.kinds import Score
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton import routed_lookup
 from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim
+from moet_desk.kernels.triton.dense import DenseWeight, NormOf, gemv
 from moet_desk.kernels.triton.experts import Tile, experts_down, experts_hidden, tiles_for
 from moet_desk.kernels.triton.fetch import Arena, fetch
+from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.routed_lookup import Routing
 
 LAYERS, EXPERTS, TOP_K = 43, 256, 6
@@ -39,7 +41,7 @@ class Rows:
     """Rows in pinned memory, and slots for some."""
 
     def __init__(self, n_slots: int) -> None:
-        layout, n_places = ExpertLayout(4096, 2048), 32
+        layout, n_places = ExpertLayout(4096, 2048), 8
         self.memory = torch.empty(n_places * layout.base_stride, dtype=torch.uint8)
         self.memory.view(torch.int32).copy_(torch.arange(self.memory.numel() // 4).int())
         self.memory = self.memory.pin_memory()
@@ -154,7 +156,7 @@ def lookups(crowd: Crowd, ways: Sequence[str]) -> None:
     for n_tokens in (1, 2):
         for n_slots in (LAYERS * EXPERTS, 100):
             want: list[Tensor] = []
-            for way in ways:
+            for way in ways[: 3 if n_tokens == 1 else 2]:
                 hits = n_slots > 100
                 look = Lookups(n_tokens, n_slots, way, Rows(1 if hits else n_slots))
                 for _ in range(3):
@@ -176,12 +178,13 @@ def hidden() -> None:
     for n_tokens in (1, 2):
         layers = Layers(SHAPES["ds4"], n_tokens, fine=False, pool_bytes=2 << 30)
         tiles = tiles_for(layers.layout, fine=False, tokens=n_tokens, capability="9.0")
-        arrived = torch.zeros(layers.n_pairs, 2048 // 32, dtype=torch.int32, device=DEVICE)
+        arrived = torch.zeros(
+            layers.n_pairs, layers.layout.inter // 32, dtype=torch.int32, device=DEVICE
+        )
         want: list[Tensor] = []
         for way, tile in (
-            ("old", tiles.gate_up), ("arrived", tiles.gate_up), ("arrived", Tile(8, 2)),
-            ("arrived", Tile(16, 4)), ("one tile", Tile(32, 8)),
-        ):  # fmt: skip
+            ("old", tiles.gate_up), ("arrived", tiles.gate_up), ("arrived", Tile(16, 4)),
+        )[: 3 if n_tokens == 1 else 2]:  # fmt: skip
 
             def one(pool, *, tile=tile, way=way) -> None:  # type: ignore[no-untyped-def]
                 experts_hidden(
@@ -211,10 +214,42 @@ def hidden() -> None:
             )  # fmt: skip
 
 
+def normed() -> None:
+    """A query latent: a product whose first columns are normed, in one launch and in two."""
+    for n_tokens in (1, 2):
+        values = torch.randn(24, 1536, 4096, device=DEVICE).to(torch.float8_e4m3fn)
+        weights = [DenseWeight(v, torch.ones(12, 32, device=DEVICE)) for v in values]
+        x, scale = torch.randn(n_tokens, 4096, device=DEVICE), torch.rand(1024, device=DEVICE)
+        arrived = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        out, room = torch.zeros(n_tokens, 1536, device=DEVICE), torch.zeros(n_tokens, 1024)
+        room = room.to(DEVICE)
+
+        def two(weight: DenseWeight, x=x, out=out, room=room, scale=scale) -> None:  # type: ignore[no-untyped-def]
+            gemv(x, weight, out)
+            rms_norm(out[:, :1024], scale, 1e-6, out=room)
+
+        def one(weight: DenseWeight, x=x, out=out, room=room, scale=scale) -> None:  # type: ignore[no-untyped-def]
+            gemv(x, weight, out, norm=NormOf(scale, 1e-6, room, arrived))
+
+        for way, run in (("two", two), ("one", one), ("product alone", None)):
+            same = None
+            if run is not None:
+                left = []
+                for each in (two, run):
+                    room.zero_()
+                    each(weights[3])
+                    left += [out.clone(), room.clone()]
+                same = torch.equal(left[0], left[2]) and torch.equal(left[1], left[3])
+            use = run or (lambda weight, x=x, out=out: gemv(x, weight, out))
+            us = per_call_us([lambda w=w, use=use: use(w) for w in weights], repeats=7)
+            line("product and norm", way=way, tokens=n_tokens, same=same, us=round(us, 2))
+
+
 def main() -> None:
     torch.manual_seed(0)
     crowd = Crowd()
-    lookups(crowd, ("old", "unrolled", "rolled"))
+    lookups(crowd, ("old", "rolled", "unrolled"))
+    normed()
     hidden()
     lookups(crowd, ("rolled", "one launch"))
 

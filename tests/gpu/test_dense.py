@@ -11,11 +11,11 @@ from torch import Tensor
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.triton import dense, latent
-from moet_desk.kernels.triton.dense import WeightKind, embed, gemv, swiglu_gemv
+from moet_desk.kernels.triton.dense import NormOf, WeightKind, embed, gemv, swiglu_gemv
 from moet_desk.kernels.triton.gemm import gemm, split, swiglu_split
 from moet_desk.kernels.triton.kv_entries import KvPages, gqa_write, mla_write
 from moet_desk.kernels.triton.latent import mla_absorb, mla_out
-from moet_desk.kernels.triton.norms import add_rms_norm
+from moet_desk.kernels.triton.norms import add_rms_norm, rms_norm
 from moet_desk.kernels.triton.prepare import Rotation, gqa_prepare, mla_prepare, rotate_queries
 from tests.kernels.triton.makers import (
     dense_weight,
@@ -74,6 +74,24 @@ def test_gemv__real_shapes__near_float64_for_any_number_of_rows(
     counts = tuple(range(1, 8)) if n in (500, 512) else (1, 4)
     out = invariant(lambda rows, to: gemv(rows, weight, to), x, n, counts)
     assert relative_error(out, x.double() @ real_values(weight).T) < 1e-6
+
+
+@pytest.mark.parametrize(("n", "k", "columns"), [(1536, 4096, 1024), (2112, 7168, 1536)])
+def test_gemv__first_columns_normed__bits_of_another_launch_for_any_number_of_rows(
+    n: int, k: int, columns: int
+) -> None:
+    weight, x = dense_weight(n, k, WeightKind.FP8, device=GPU), torch.randn(8, k, device=GPU)
+    scale = torch.rand(columns, device=GPU) + 0.5
+    arrived = torch.zeros(1, dtype=torch.int32, device=GPU)
+    whole, want = torch.empty(8, n, device=GPU), torch.empty(8, columns, device=GPU)
+    gemv(x, weight, whole)
+    rms_norm(whole[:, :columns], scale, 1e-6, out=want)
+    for rows in (1, 2, 3, 8) * 20:
+        out, normed = torch.empty(rows, n, device=GPU), torch.empty(rows, columns, device=GPU)
+        gemv(x[:rows], weight, out, norm=NormOf(scale, 1e-6, normed, arrived))
+        assert torch.equal(out, whole[:rows])
+        assert torch.equal(normed, want[:rows])
+        assert int(arrived) == 0
 
 
 def test_gemv__float32_router__near_float64() -> None:

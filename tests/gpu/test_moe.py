@@ -15,7 +15,7 @@ from moet_desk.kernels import reference
 from moet_desk.kernels.kinds import Activations, Glu, Score
 from moet_desk.kernels.mailbox import MAILBOX, Answer, Request, answer, read_request
 from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup
-from moet_desk.kernels.triton.experts import Tile
+from moet_desk.kernels.triton.experts import Tile, experts_hidden
 from moet_desk.kernels.triton.fetch import (
     READ_FAILED,
     TIMED_OUT,
@@ -117,6 +117,24 @@ def test_experts__any_tile__same_bits(fine: bool) -> None:
     want = run_step(step, device=GPU)
     for gate_up, down in ((Tile(4, 1), Tile(32, 4)), (Tile(32, 8), Tile(8, 2))):
         assert_same_bits(run_step(step, device=GPU, gate_up=gate_up, down=down), want)
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_experts_hidden__programs_count_who_is_done__codes_of_two_launches(fine: bool) -> None:
+    step = random_step(2048, 512, 3, 3, fine=fine)
+    want, pool = run_step(step, device=GPU, gate_up=Tile(8, 4)), step.pool(GPU)
+    codes, scales = planar_codes(step.x.to(GPU), step.kind)
+    arrived = torch.zeros(9, 16, dtype=torch.int32, device=GPU)
+    for tile in (Tile(4, 4), Tile(8, 4), Tile(16, 4)) * 20:
+        hidden, out_scales = torch.zeros(9, 512, device=GPU), torch.zeros(9, 16, device=GPU)
+        out_codes = torch.zeros(9, *planar_shape(512, step.kind), device=GPU).int()
+        experts_hidden(
+            pool, codes, scales, scratch=hidden, out_codes=out_codes, out_scales=out_scales,
+            arrived=arrived, tile=tile,
+        )  # fmt: skip
+        assert torch.equal(out_codes.cpu(), want.codes)
+        assert torch.equal(out_scales.cpu(), want.scales)
+        assert not arrived.any()
 
 
 @pytest.mark.parametrize("fine", [False, True])
@@ -254,14 +272,21 @@ def test_lookup__many_steps__every_table_as_the_twin(
 
 
 @pytest.mark.parametrize(("n_experts", "top_k", "score", "n_groups", "kept"), ROUTERS)
+@pytest.mark.parametrize("fetches", [False, True])
 @pytest.mark.parametrize("n_tokens", [1, 2])
-def test_route_and_look_up__rows__bits_of_two_launches(
-    n_experts: int, top_k: int, score: Score, n_groups: int, kept: int, n_tokens: int
-) -> None:
+def test_route_and_look_up__rows__bits_of_launches_one_by_one(
+    n_experts: int, top_k: int, score: Score, n_groups: int, kept: int, n_tokens: int,
+    fetches: bool,
+) -> None:  # fmt: skip
     if not does_both(n_tokens, n_experts, top_k):
         return
     bias = torch.randn(n_experts, device=GPU) * 0.1
     both, each = (GpuTables.empty(1, n_experts, 3 * top_k, device=GPU) for _ in range(2))
+    memory = torch.randint(0, 256, (n_experts, 1 << 16), dtype=torch.uint8).pin_memory()
+    places = torch.arange(n_experts, dtype=torch.int32, device=GPU)
+    arena = Arena(memory.data_ptr(), places, 1 << 16)
+    slots = torch.zeros(3 * top_k, 1 << 16, dtype=torch.uint8, device=GPU)
+    whole = {"slots": slots, "arena": arena} if fetches else {}
     for _ in range(20):
         logits = torch.randn(3, n_experts, device=GPU) * 3
         ids, weights = torch.zeros(3, top_k, device=GPU).int(), torch.zeros(3, top_k, device=GPU)
@@ -273,13 +298,17 @@ def test_route_and_look_up__rows__bits_of_two_launches(
         lookup(ids[:n_tokens], each, layer=0, out=found[1], ends_step=True)
         own, counts = torch.zeros_like(ids[:n_tokens]), torch.zeros_like(weights[:n_tokens])
         routing = Routing(logits[:n_tokens], bias, counts, score, n_groups, kept, True, 2.5)
-        route_and_look_up(routing, own, both, layer=0, out=found[0], ends_step=True)
+        route_and_look_up(routing, own, both, layer=0, out=found[0], ends_step=True, **whole)
+        assert int(found[0].waiting) == 0
         assert torch.equal(own, ids[:n_tokens])
         assert torch.equal(counts, weights[:n_tokens])
         assert torch.equal(found[0].uniq_slot, found[1].uniq_slot)
         assert torch.equal(found[0].uniq_pair, found[1].uniq_pair)
     assert torch.equal(both.warmth, each.warmth)
     assert torch.equal(both.counters, each.counters)
+    held = torch.nonzero(both.owner >= 0).flatten()
+    rows = memory[both.owner[held].long().cpu()]
+    assert not fetches or torch.equal(slots[held].cpu(), rows)
 
 
 class Disk:

@@ -29,9 +29,9 @@ from moet_desk.engine.spec import PooledAttention, PoolIndexer
 from moet_desk.kernels.kv_sizes import POOL_STATES
 from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.choose import list_chosen
+from moet_desk.kernels.triton.dense import NormOf
 from moet_desk.kernels.triton.head_parts import head_parts
 from moet_desk.kernels.triton.kv_entries import KvPages
-from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.pooled_keys import prepare_queries, score_windows, store_keys
 from moet_desk.kernels.triton.pooled_scores import prepare_run
 from moet_desk.kernels.triton.pooling import finish, pool, pool_run
@@ -47,6 +47,7 @@ class PooledBuffers:
 
     Attributes:
         joined: [R, r_q + D]; latent: [R, r_q].
+        arrived: int32 [1], see `NormOf`.
         pooling: [R, values, logits, weights of an indexer's heads].
         means: [R, D]; key_means: [R, D_i], of windows that close.
         one, other: flat, [R, N, D]: heads on their way in, and out.
@@ -62,6 +63,7 @@ class PooledBuffers:
 
     joined: Tensor
     latent: Tensor
+    arrived: Tensor
     pooling: Tensor
     means: Tensor
     key_means: Tensor
@@ -93,6 +95,7 @@ class PooledBuffers:
         index = (rows, size.index_heads, size.index_dim)
         return cls(
             joined=f32(rows, size.joined), latent=f32(rows, size.latent),
+            arrived=i32(1),
             pooling=f32(rows, size.pooling), means=f32(rows, size.head_dim),
             key_means=f32(rows, size.index_dim), one=f32(rows * size.queries),
             other=f32(rows * size.queries), low=f32(rows, size.low), index_one=f32(*index),
@@ -261,9 +264,8 @@ class PooledLaunches:
                 self._pool_entries(b, rows)
                 if rows.run is None:
                     self._list(b, rows)
-        products(normed, self._w_in, b.joined[t])
-        latent = b.joined[t, : mixer.q_rank]
-        rms_norm(latent, self._q_norm, mixer.norm_eps, out=b.latent[t])
+        latent = NormOf(self._q_norm, mixer.norm_eps, b.latent[t], b.arrived)
+        products.normed(normed, self._w_in, b.joined[t], latent)
         if looks:
             with aside.beside(_INDEX):
                 self._ask(b, products, rows, rotation)

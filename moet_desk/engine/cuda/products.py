@@ -11,8 +11,9 @@ from typing import Protocol
 from torch import Tensor
 
 from moet_desk.engine.cuda.dense_weights import as_float
-from moet_desk.kernels.triton.dense import DenseWeight, WeightKind, gemv, head_gemv
+from moet_desk.kernels.triton.dense import DenseWeight, NormOf, WeightKind, gemv, head_gemv
 from moet_desk.kernels.triton.gemm import gemm, gemm_by_group, split
+from moet_desk.kernels.triton.norms import rms_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,10 @@ class Products(Protocol):
         """x [T, K] (rows may lie apart) by W^T: out [T, N] float32 (likewise)."""
         ...
 
+    def normed(self, x: Tensor, weight: DenseWeight, out: Tensor, norm: NormOf) -> None:
+        """The same, and the first columns of `out` normed."""
+        ...
+
     def grouped(self, x: Tensor, weight: GroupedWeight, out: Tensor) -> None:
         """Each group of inputs by its own rows of the weight: out [T, G * r]. A step has x
         [G, T, K] float32, a prompt two parts of it, [2, G, T, K] bfloat16.
@@ -54,6 +59,9 @@ class StepProducts:
 
     def __call__(self, x: Tensor, weight: DenseWeight, out: Tensor) -> None:
         gemv(x, weight, out)
+
+    def normed(self, x: Tensor, weight: DenseWeight, out: Tensor, norm: NormOf) -> None:
+        gemv(x, weight, out, norm=norm)
 
     def grouped(self, x: Tensor, weight: GroupedWeight, out: Tensor) -> None:
         count = weight.whole.n // weight.groups
@@ -72,6 +80,10 @@ class ChunkProducts:
 
     def __call__(self, x: Tensor, weight: DenseWeight, out: Tensor) -> None:
         gemm(self.split(x), weight, out)
+
+    def normed(self, x: Tensor, weight: DenseWeight, out: Tensor, norm: NormOf) -> None:
+        self(x, weight, out)
+        rms_norm(out[:, : norm.weight.shape[0]], norm.weight, norm.eps, out=norm.out)
 
     def split(self, x: Tensor) -> Tensor:
         """Two bfloat16 parts of x, for `gemm`; valid until the next call."""

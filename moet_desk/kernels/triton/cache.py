@@ -134,13 +134,14 @@ class LookupOutput:
     def empty(cls, n_tokens: int, top_k: int, *, device: torch.device | str) -> LookupOutput:
         """Room for a step's answers."""
         pairs = n_tokens * top_k
-        sizes = (pairs, pairs * n_tokens, 1, 1, pairs, pairs, 1)
-        uniq, pair, *rest = (
-            torch.full((n,), FREE, dtype=torch.int32, device=device) for n in sizes
-        )
-        found = cls(uniq, pair.view(pairs, n_tokens), *rest)
-        found.waiting.zero_()
-        return found
+
+        def room(*shape: int, value: int = FREE) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=device)
+
+        return cls(
+            uniq_slot=room(pairs), uniq_pair=room(pairs, n_tokens), n_uniq=room(1),
+            miss_n=room(1), miss_row=room(pairs), miss_slot=room(pairs), waiting=room(1, value=0),
+        )  # fmt: skip
 
 
 @triton.jit

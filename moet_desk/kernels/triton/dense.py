@@ -30,6 +30,7 @@ from moet_desk.kernels.triton.loads import (
     run_values,
     turn_of,
 )
+from moet_desk.kernels.triton.norms import norm_warps, normed_row, rms_norm
 from moet_desk.kernels.triton.numbers import e4m3_value, has_e4m3, lane_sum, loop_bound
 from moet_desk.kernels.triton.portable import PTX
 
@@ -256,8 +257,15 @@ def _gemv_kernel(
     out,
     out_stride,
     width,
+    norm_weight,
+    eps,
+    normed,
+    normed_stride,
+    arrived,
     COUNT: tl.constexpr,
     K: tl.constexpr,
+    NORMED: tl.constexpr,
+    BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     PITCH: tl.constexpr,
     HEAD_X: tl.constexpr,
@@ -291,6 +299,18 @@ def _gemv_kernel(
         if residual is not None:
             y += tl.load(residual + t * residual_stride + at, mask=live, other=0.0)
         tl.store(out + t * out_stride + at, y, mask=live)
+    if NORMED > 0 and tl.program_id(0) * ROWS < NORMED:
+        # The last of the programs that share these columns has them whole.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == (NORMED + ROWS - 1) // ROWS - 1:
+            tl.store(arrived, 0)  # for the next launch
+            column = tl.arange(0, BLOCK)
+            inside = column < NORMED
+            for t in tl.static_range(T):
+                line = out + t * out_stride + column
+                row = tl.load(line, mask=inside, other=0.0, cache_modifier=".cg")
+                to = normed + t * normed_stride
+                normed_row(row, norm_weight, eps, to, NORMED, BLOCK, False)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -343,6 +363,23 @@ def _embed_kernel(ids, table, out, H: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + t.to(tl.int64) * H + column, value, mask=column < H)
 
 
+@dataclass(frozen=True, slots=True)
+class NormOf:
+    """`rms_norm` of the first columns of a product, in its launch.
+
+    Attributes:
+        weight: [C] bfloat16 or float32.
+        eps: of the norm.
+        out: [T, C] float32, rows may lie apart.
+        arrived: int32 [1], 0 before and after: programs that are done with these columns.
+    """
+
+    weight: Tensor
+    eps: float
+    out: Tensor
+    arrived: Tensor
+
+
 def gemv(
     x: Tensor,
     weight: DenseWeight,
@@ -350,9 +387,11 @@ def gemv(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    norm: NormOf | None = None,
     tile: GemvTile | None = None,
 ) -> None:
-    """Multiply up to 8 rows by W^T; a row's bits depend on that row alone.
+    """Multiply up to 8 rows by W^T; a row's bits depend on that row alone. With `norm` the first
+    columns of `out` are normed too, with the bits of `rms_norm`.
 
     Shapes:
         x [T, K] float32 (rows may lie apart); out [T, N] float32 (likewise); bias [N] bfloat16 or
@@ -361,7 +400,14 @@ def gemv(
         ValueError: T is not 1..8, or x does not fit the weight.
     """
     _check_rows(x, weight.k)
-    _launch(x, weight, out, _Rows(1, weight.n), bias=bias, residual=residual, tile=tile)
+    way = _way(weight, x, tile or tile_for(weight.n, weight.k, weight.kind, x.shape[0]))
+    whole = norm is not None and way.warps == norm_warps(norm.weight.shape[0])
+    _launch(
+        x, weight, out, _Rows(1, weight.n), bias=bias, residual=residual, tile=tile,
+        norm=norm if whole else None,
+    )  # fmt: skip
+    if norm is not None and not whole:  # with other warps it would have another order of adding
+        rms_norm(out[:, : norm.weight.shape[0]], norm.weight, norm.eps, out=norm.out)
 
 
 def head_gemv(
@@ -433,14 +479,19 @@ def _launch(
     x_pitch: int = 0,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    norm: NormOf | None = None,
     tile: GemvTile | None = None,
 ) -> None:
     n = rows.heads * rows.count
     way = _way(weight, x, tile or tile_for(n, weight.k, weight.kind, x.shape[0]))
     grid = (triton.cdiv(rows.count, way.rows), rows.heads)
+    columns = 0 if norm is None else norm.weight.shape[0]
     _gemv_kernel[grid](
         x, x.stride(0), weight.raw, weight.scales, bias, residual,
         0 if residual is None else residual.stride(0), out, out.stride(0), weight.k,
+        *((None, 0.0, None, 0, None) if norm is None else
+          (norm.weight, norm.eps, norm.out, norm.out.stride(0), norm.arrived)),
+        NORMED=columns, BLOCK=triton.next_power_of_2(max(columns, 1)),
         COUNT=rows.count, K=weight.k, FIRST=rows.first, PITCH=rows.pitch, HEAD_X=x_pitch,
         T=x.shape[0], ROWS=way.rows, KIND=weight.kind.value, SCALE_ROWS=weight.scale_rows,
         LANES=way.lanes, AHEAD=way.ahead, EAGER=way.eager, HARDWARE=has_e4m3(x.device), PTX=PTX,

@@ -12,6 +12,18 @@ from torch import Tensor
 
 
 @triton.jit
+def normed_row(row, weight, eps, out, H: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr):
+    """Norm a row [BLOCK], 0 from H on. With as many warps (`norm_warps`) it has the same bits."""
+    column = tl.arange(0, BLOCK)
+    inside = column < H
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        w += 1.0
+    mean = tl.sum(row * row, 0) / H
+    tl.store(out + column, row * tl.rsqrt(mean + eps) * w, mask=inside)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x,
     x_stride,
@@ -32,11 +44,12 @@ def _rms_norm_kernel(
     if y is not None:
         row += tl.load(y + t * y_stride + column, mask=inside, other=0.0)
         tl.store(x + t * x_stride + column, row, mask=inside)
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if PLUS_ONE:
-        w += 1.0
-    mean = tl.sum(row * row, 0) / H
-    tl.store(out + t * out_stride + column, row * tl.rsqrt(mean + eps) * w, mask=inside)
+    normed_row(row, weight, eps, out + t * out_stride, H, BLOCK, PLUS_ONE)
+
+
+def norm_warps(width: int) -> int:
+    """Warps of a program that norms a row of this width."""
+    return max(1, min(16, int(triton.next_power_of_2(width)) // 256))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor, plus_one: bool = False) -> None:
@@ -68,5 +81,5 @@ def _launch(
     _rms_norm_kernel[(x.shape[0],)](
         x, x.stride(0), y, 0 if y is None else y.stride(0), weight, eps,
         out, out.stride(0), H=hidden, BLOCK=block, PLUS_ONE=plus_one,
-        num_warps=max(1, min(16, block // 256)), enable_fp_fusion=False,
+        num_warps=norm_warps(hidden), enable_fp_fusion=False,
     )  # fmt: skip

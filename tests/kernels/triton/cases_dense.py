@@ -31,8 +31,9 @@ def _weight(kind: WeightKind, *, by_row: bool = False) -> tuple[dict[str, str], 
 
 
 def _gemv(
-    n: int, k: int, rows: int, kind: WeightKind, *, swiglu: bool = False, by_row: bool = False
-) -> Case:
+    n: int, k: int, rows: int, kind: WeightKind, *, swiglu: bool = False, by_row: bool = False,
+    normed: int = 0,
+) -> Case:  # fmt: skip
     way = dense.way_of(k, kind, rows, dense.tile_for(n, k, kind, rows, gated=swiglu))
     types, values = _weight(kind, by_row=by_row)
     types |= {"x": "*fp32", "x_stride": "i32", "out": "*fp32", "out_stride": "i32"}
@@ -44,9 +45,15 @@ def _gemv(
     else:
         types |= {"residual": "*fp32", "residual_stride": "i32"}
         values |= {"bias": None, "COUNT": n, "FIRST": 0, "PITCH": 0, "HEAD_X": 0}
-        values |= {"ROWS": way.rows}
+        values |= {"ROWS": way.rows, "NORMED": normed, "BLOCK": max(normed, 1)}
+        types |= {"eps": "fp32", "normed_stride": "i32"}
+        if normed:
+            types |= {"norm_weight": "*fp32", "normed": "*fp32", "arrived": "*i32"}
+        else:
+            values |= {"norm_weight": None, "normed": None, "arrived": None}
     own = "swiglu_gemv" if swiglu else "gemv"
     name = f"{own} {kind.value} {n}x{k} T={rows}{' by row' if by_row else ''}"
+    name += f" normed {normed}" if normed else ""
     kernel = dense._swiglu_gemv_kernel if swiglu else dense._gemv_kernel
     # Weights come in by 16 bytes a thread, or the memory's speed is out of reach.
     wants = ("LDG.E.128", "FFMA")
@@ -152,6 +159,8 @@ def _cases() -> Iterator[Case]:
     for n, k, rows in ((32768, 1024, 1), (32768, 1024, 8), (4096, 8192, 1), (4096, 8192, 8)):
         yield _gemv(n, k, rows, WeightKind.FP8)
     yield _gemv(4096, 2048, 1, WeightKind.FP8)
+    for rows in (1, 2, 8):
+        yield _gemv(1536, 4096, rows, WeightKind.FP8, normed=1024)
     yield _gemv(256, 4096, 1, WeightKind.F32)
     yield _gemv(512, 512, 8, WeightKind.F32)
     for form in KvFormat:

@@ -9,6 +9,7 @@ from moet_desk.kernels.reference import swiglu
 from moet_desk.kernels.triton.dense import (
     DenseWeight,
     GemvTile,
+    NormOf,
     Way,
     WeightKind,
     embed,
@@ -19,6 +20,7 @@ from moet_desk.kernels.triton.dense import (
     way_of,
 )
 from moet_desk.kernels.triton.gemm import gemm, gemm_by_group, split, swiglu_split
+from moet_desk.kernels.triton.norms import rms_norm
 from tests.kernels.triton.makers import dense_weight, real_values, relative_error
 
 KINDS = list(WeightKind)
@@ -105,6 +107,24 @@ def test_gemv__residual_is_the_result__added_in_place() -> None:
     want = out.double() + x.double() @ real_values(weight).T
     gemv(x, weight, out, residual=out)
     assert relative_error(out, want) < 5e-7
+
+
+@pytest.mark.parametrize("tile", [GemvTile(4, 1), GemvTile(16, 1), GemvTile(4, 2)], ids=str)
+def test_gemv__first_columns_normed__bits_of_another_launch(tile: GemvTile) -> None:
+    """With two warps it is another launch: a norm of 40 numbers has one."""
+    weight, x = dense_weight(50, 64, WeightKind.BF16), torch.randn(3, 64)
+    scale, arrived = torch.rand(40) + 0.5, torch.zeros(1, dtype=torch.int32)
+    want, out = torch.zeros(3, 50), torch.zeros(3, 50)
+    want_normed = torch.zeros(3, 40)
+    gemv(x, weight, want, tile=tile)
+    rms_norm(want[:, :40], scale, 1e-6, out=want_normed)
+    for _ in range(2):
+        normed = torch.zeros(3, 44)[:, :40]
+        gemv(x, weight, out, norm=NormOf(scale, 1e-6, normed, arrived), tile=tile)
+        assert torch.equal(out, want)
+        assert torch.equal(normed, want_normed)
+        assert int(arrived) == 0
+    assert want_normed.all()
 
 
 def test_gemv__nan_in_a_row__that_row_only() -> None:
