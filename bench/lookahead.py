@@ -199,7 +199,7 @@ def main(texts: Path = CHATS, most_tokens: int = 8000) -> None:
 
 
 def on_card(n_prompts: int = 30, n_tokens: int = 96) -> None:
-    ways = [(slots, ahead) for slots in (64, 128, 192) for ahead in (False, True)]
+    ways = [(slots, ahead) for slots in (96, 192) for ahead in (False, True)]
     prompts = first_turns(CHATS, n_prompts)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         pack = pack_source(DEMO, Path(folder) / "pack")
