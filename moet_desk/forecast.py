@@ -37,8 +37,8 @@ data-centre card (bench/records): 0.05 to 0.11 ms, but for the 128 latent heads 
 """
 
 HIDDEN = (0.0, 0.5)
-"""Part of the rows over PCIe that come while layers compute, slow and quick, where all are in RAM: on
-an H200 half, and with the demo model's routing too (bench/lookahead.py). Tables of tokens and
+"""Part of the rows over PCIe that come while layers compute, slow and quick, where all are in RAM:
+half on an H200, and with the demo model's routing too (bench/lookahead.py). Tables of tokens and
 shortcuts help as well.
 """
 
