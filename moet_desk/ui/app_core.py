@@ -184,18 +184,16 @@ class AppCore(App[int]):
         """Draw text and gauges; while an answer is written in one repaint, which costs half."""
         if not self.is_running:
             return
-        if not (self.chat.busy and self.chat.pace.is_due):
+        screen = self.screen
+        if not (self.chat.busy and isinstance(screen, LeanScreen)):
             await self._draw_due()
             return
-        with self.batch_update():
-            if await self._draw_due() and self.chat.pace.grew:
+        with screen.held():
+            drawn = await self._draw_due()
+            if drawn and self.chat.pace.grew:
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)
-        self.chat.measure_flush()
-        if isinstance(self.screen, LeanScreen):
-            self.screen.paint()
-        else:
-            self.screen.check_idle()  # which paints
+        self.chat.painted(text=drawn)
 
     async def _draw_due(self) -> bool:
         """Draw what it is time for; gauges wait a little for text. Returns whether text came."""
