@@ -291,4 +291,6 @@ class LeanBar(Rows, ScrollBar):
         size = self.size
         if len(self._cells) != size.height:
             self._draw()
-        return [Strip([self._cells[y]], size.width) for y in lines]
+        kinds = {id(cell): cell for cell in self._cells}
+        strips = {at: Strip([cell], size.width) for at, cell in kinds.items()}
+        return [strips[id(self._cells[y])] for y in lines]

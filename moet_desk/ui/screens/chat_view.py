@@ -154,19 +154,19 @@ class ChatView(LeanScreen):
         """Take and draw new text; called ten times a second."""
         if not self._drawn_once or self._is_placing:  # the text waits where it is
             return
-        conversation = self._conversation
+        conversation, is_current = self._conversation, self.is_current
         self._save_draft_if_due()
         self.prompt.cursor_blink = self._blink and not conversation.busy  # each blink is a repaint
-        if not self.pace.due(in_front=self.is_current):
+        if not self.pace.due(in_front=is_current):
             return
         if conversation.busy:
             pulled = conversation.pull()
-            if self.is_current or pulled.ended:
+            if is_current or pulled.ended:
                 await self._flush(is_new=bool(pulled.text or pulled.thought))
             if pulled.ended:
                 await self._end_answer()
         await self._send_queued()
-        if self.is_current:
+        if is_current:
             self._draw_below()
 
     async def _send_queued(self) -> None:
@@ -231,7 +231,7 @@ class ChatView(LeanScreen):
             self._rail_began_s = None
 
     def _room(self, answer: AnswerBlock) -> int:
-        live, most = self._conversation.live, self.transcript.size.height * 2 // 3
+        live, most = self._conversation.live, self.transcript.outer_size.height * 2 // 3
         if live is None or answer.live is None:
             return 0
         seconds = self._bridge.clock.monotonic() - live.started_s - (live.first_token_s or 0.0)

@@ -22,6 +22,7 @@ from textual.widgets import Markdown
 
 from moet_desk.marked_text import MarkedText
 from moet_desk.ui.lean_rows import Growing, Rows
+from moet_desk.ui.lean_screen import LeanScreen
 from moet_desk.ui.markdown_marks import MARKS, mark_tokens
 from moet_desk.ui.text import SEGMENT_CHARS, last_block, markdown_parser, shown_length
 from moet_desk.ui.widgets.code_colours import CodeColours, plain_lines
@@ -133,7 +134,9 @@ class LiveText(Growing, Rows, Widget):
         self.refresh()
 
     def _draw(self, room: int) -> None:
-        self._width = self.size.width
+        self._width = (
+            self.outer_size.width - self.styles.gutter.width
+        )  # `size` takes ten times as long
         if not self._width:  # drawn once it has its place
             return
         if not self._much_is_new() and self._extend(room):
@@ -220,10 +223,17 @@ class LiveText(Growing, Rows, Widget):
         same = next((y for y, (old, new) in pairs if old != new), min(len(before), len(now)))
         if self.n_rows > self._rows:
             self._rows = self.n_rows + room
-            self.refresh(layout=True, repaint=False)
+            self._take_rows()
         changed = max(len(before), len(now)) - same
         if changed:
             self.refresh(Region(0, first + same, self._width, changed))
+
+    def _take_rows(self) -> None:
+        screen = self.screen
+        if isinstance(screen, LeanScreen):
+            screen.grow(self)
+        else:
+            self.refresh(layout=True, repaint=False)
 
     def _code_lines(self, token: Token, style: Style) -> list[Strip]:
         """The lines of a block of code in colour; while it grows, the last ones wait for theirs."""
