@@ -20,6 +20,7 @@ from textual._compositor import Compositor, CompositorUpdate
 from textual.geometry import Region
 from textual.map_geometry import MapGeometry
 from textual.screen import Screen
+from textual.scrollbar import ScrollBar
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -30,9 +31,6 @@ Piece = tuple[int, int, Strip]
 
 Seen = tuple[Widget, Region, Region, int]
 """A widget, its place, and what is seen of that, also as bits of columns."""
-
-Moved = tuple[Widget, MapGeometry, MapGeometry]
-"""A widget, where it was, and where it is."""
 
 
 class LeanScreen(Screen[None]):
@@ -108,14 +106,14 @@ class LeanScreen(Screen[None]):
 
     def _lay_out(self, part: Widget) -> bool:
         """Lay out what is in a container. False: it takes a layout of the screen."""
-        resized = self._compositor.reflow_part(part)
-        if resized is None:
+        places = self._compositor.reflow_part(part)
+        if places is None:
             return False
-        for widget, before, now in resized:
-            size, virtual_size, outer = now.region.size, now.virtual_size, now.container_size
-            widget._size_updated(size, virtual_size, outer)
-            if before.region.size != size:
+        for widget, place in places:
+            size, virtual_size, outer = place.region.size, place.virtual_size, place.container_size
+            if widget.outer_size != size:
                 widget.post_message(events.Resize(size, virtual_size, outer))
+            widget._size_updated(size, virtual_size, outer)
         self.screen_layout_refresh_signal.publish(self)
         return True
 
@@ -151,34 +149,36 @@ class LeanCompositor(Compositor):
     _viewed: object = None
     _seen: Sequence[Seen] = ()
 
-    def reflow_part(self, part: Widget) -> Sequence[Moved] | None:
+    def reflow_part(self, part: Widget) -> Sequence[tuple[Widget, MapGeometry]] | None:
         """Arrange what is in a container that keeps its place. A layout of the screen arranges all
         of it, which costs twice as much.
 
         Returns:
-            Widgets that have another place or size, in front of each other; None: this is not
-            enough, because there are others than before or it is not known where they were.
+            The places of all that is in it, front to back; None: this is not enough, because there
+            are other widgets than before or it is not known where they were.
         """
         places = self._full_map
         if self._full_map_invalidated or part not in places:
             return None
         frame = places[part]
+        if not frame.clip.contains_region(frame.region):
+            return None
         arranged, _ = self._arrange_root(part, frame.region.size, visible_only=False)
         depth = len(frame.order)
-        inside = {w: place for w, place in places.items() if place.order[:depth] == frame.order}
-        if arranged.keys() != inside.keys():
+        inside = [widget for widget, at in places.items() if at.order[:depth] == frame.order]
+        if arranged.keys() != set(inside):
             return None
-        moved: list[Moved] = []
-        for widget, before in inside.items():
-            now = _moved_into(frame, arranged[widget], is_frame=widget is part)
-            if now != before:
-                moved.append((widget, before, now))
-                places[widget] = now
-                seen = (each.clip.intersection(each.region) for each in (before, now))
-                self._dirty_regions.update(filter(None, seen))
+        for widget in inside:
+            place = arranged[widget]
+            if widget is part:
+                places[widget] = frame._replace(virtual_size=place.virtual_size)
+            else:
+                places[widget] = _moved_into(frame, widget, place)
+        self._dirty_regions.add(frame.region)
         self._cuts = self._layers = self._layers_visible = None
         self._visible_widgets = self._visible_map = None
-        return sorted(moved, key=lambda each: each[2].order, reverse=True)
+        found = [(widget, places[widget]) for widget in inside]
+        return sorted(found, key=lambda each: each[1].order, reverse=True)
 
     def render_full_update(self, simplify: bool = False) -> CompositorUpdate:  # type: ignore[override]
         """What is sent for the whole screen; to simplify is for pictures of it."""
@@ -239,21 +239,21 @@ class LeanCompositor(Compositor):
         return self._seen
 
 
-def _moved_into(frame: MapGeometry, place: MapGeometry, *, is_frame: bool) -> MapGeometry:
-    """A place on the screen, from that in a container which is arranged as if it were all.
+def _moved_into(frame: MapGeometry, widget: Widget, place: MapGeometry) -> MapGeometry:
+    """A place on the screen, from that in a container which was arranged as if it were all.
 
     Args:
         frame: where the container is.
-        place: of something in it, or of the container itself.
-        is_frame: whether it is that.
+        widget: something in it.
+        place: of that.
     """
-    if is_frame:
-        return frame._replace(virtual_size=place.virtual_size)
-    x, y = frame.region.offset
+    (x, y), (*_, (_, _, first)) = frame.region.offset, frame.order
+    region = place.region.translate((x, y))
     return place._replace(
-        region=place.region.translate((x, y)),
-        order=frame.order + place.order[1:],
-        clip=place.clip.translate((x, y)).intersection(frame.clip),
+        region=region,
+        order=(*frame.order, *((layer, z, first + n) for layer, z, n in place.order[1:])),
+        clip=place.clip.translate((x, y)),
+        virtual_region=region if isinstance(widget, ScrollBar) else place.virtual_region,
     )
 
 
