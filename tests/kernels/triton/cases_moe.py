@@ -265,16 +265,15 @@ def route_case(
 
 def routed_lookup_case(n_tokens: int, top_k: int, *, fetches: bool) -> Case:
     alone, chosen = lookup_case(n_tokens, top_k), route_case(256, top_k, 2, 1)
-    helps: dict[str, Any] = {"WAITING": 132 if fetches else 0, "STRIDE": 7077888, "WORDS": 1024}
     types = {**alone.signature, **pointers("*fp32", "logits bias weights")}
-    types |= {"scale": "fp32", "n_rounds": "i32", "arena": "i64", "waiting": "*i32"}
+    types |= {"scale": "fp32", "n_rounds": "i32"}
+    helps: dict[str, Any] = {}
     if fetches:
-        types |= {"pool": "*u8", "place_of": "*i32"}
-    else:
-        helps |= {"pool": None, "place_of": None}
+        types |= {"arena": "i64", "waiting": "*i32", "pool": "*u8", "place_of": "*i32"}
+        helps = {"WAITING": 132, "STRIDE": 7077888, "WORDS": 1024}
     return Case(
-        f"routed_lookup T={n_tokens} K={top_k}{' fetching' if fetches else ''}",
-        routed_lookup._routed_lookup_kernel,
+        f"{'routed_fetch' if fetches else 'routed_lookup'} T={n_tokens} K={top_k}",
+        routed_lookup._routed_fetch_kernel if fetches else routed_lookup._routed_lookup_kernel,
         types,
         {name: v for name, v in chosen.constexprs.items() if name != "REAL"}
         | {**alone.constexprs, **helps, "ROLLED": True},
