@@ -19,7 +19,7 @@ from torch import Tensor
 from bench import old_routed_lookup
 from bench.kernels_moe import SHAPES, Layers
 from bench.timing import DEVICE, per_call_us
-from moet_desk.engine.cuda.kernel_groups import kernel_times
+from moet_desk.engine.cuda.kernel_groups import kernel_runs
 from moet_desk.kernels.kinds import Score
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton import routed_lookup
@@ -144,9 +144,9 @@ def cold(calls: list[Callable[[], None]], crowd: Crowd) -> dict[str, float]:
     alone = replay_us(captured([lambda: None] * len(calls), crowd))
     graph = captured(calls, crowd)
     found = {"cold_us": round((replay_us(graph) - alone) / len(calls), 2)}
-    times = kernel_times(lambda: [graph.replay() for _ in range(3)])
+    runs = kernel_runs(lambda: [graph.replay() for _ in range(3)])
     for name in ("_routed_lookup_kernel", "_fetch_kernel", "_routed_fetch_kernel"):
-        own = [us for kernel, us in times if kernel.startswith(name)]
+        own = [run.end_us - run.start_us for run in runs if run.name.startswith(name)]
         if own:
             found["cold" + name] = round(median(own), 2)
     return found

@@ -136,6 +136,14 @@ class Engine:
             largest=7,
         ),
     ] = 3
+    lookahead: Annotated[
+        bool,
+        _About(
+            "On a GPU: bring experts from RAM that the next layer will probably need while one is"
+            " computed. Answers stay the same.",
+            _R,
+        ),
+    ] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,13 +55,16 @@ _STEP = """\
 A step of DeepSeek-V4-Flash's shape on {where}, {commit}, {date}: {step:.2f} ms at {hits} of
 look-ups in slots and a context of {context:,} tokens ([record](../bench/records/{name})).
 Kernels are the profiler's, per step. They add up to {sum:.2f} ms, more than the step, because
-branches of its graph run side by side.
+branches of its graph run side by side.{shared}
 
 *At least* is the larger of two times: what the kernel must read of weights, at the rate that plain
 copies reach on that card ({vram:.2f} TB/s; over PCIe {pcie:.1f} GB/s), and {launch:g} us per
 launch. A dash under MB: it reads less than 1 MB a launch, which is nothing beside that. All *at
 least* together are {least:.2f} ms. Why kernels take more:
 [gpu.md](design/gpu.md#what-a-steps-time-is-made-of)."""
+
+_SHARED = """ *Of the step* divides each instant among the kernels
+that ran in it: {busy:.2f} ms, and {idle:.2f} in which none ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,16 +288,20 @@ def step_time_page(records: Sequence[Record]) -> str:
     """Kernel by kernel, what a step takes and the least that it could take."""
     name, body = newest_step({record.name: record.body for record in records})
     dense = dense_bytes()
-    lines = [*step_text(name, body, dense), *table(_STEP_HEAD, kernel_rows(body, dense), figures=6)]
+    lines = [*step_text(name, body, dense), *table(_STEP_HEAD, kernel_rows(body, dense), figures=7)]
     return _page("A step's time", "bench/records", iter(lines))
 
 
 def newest_step(bodies: Mapping[str, Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
-    """Name and body of the newest record of the shape that has times by kernel."""
+    """Name and body of the newest record of the shape's usual step that has times by kernel: one
+    row, 2-bit, all rows in RAM.
+    """
+    usual = {"shape": STEP_SHAPE, "quality": "fast", "tokens_per_step": 1, "ram_limit_gib": None}
     found = {
         name: body
         for name, body in bodies.items()
-        if body.get("shape") == STEP_SHAPE and body["step_ms"].get("by_kernel")
+        if all(body.get(key) == value for key, value in usual.items())
+        and body["step_ms"].get("by_kernel")
     }
     name = max(found, key=lambda each: (str(found[each]["date"]), each))
     return name, found[name]
@@ -342,21 +349,23 @@ def kernel_bytes(body: Mapping[str, Any], dense: Mapping[str, int]) -> dict[str,
 
 def kernel_rows(body: Mapping[str, Any], dense: Mapping[str, int]) -> list[tuple[str, ...]]:
     """Cells of the table, and of the line for small kernels."""
-    n_bytes, rows, few = kernel_bytes(body, dense), [], [0.0, 0.0, 0.0]
+    n_bytes, rows, few = kernel_bytes(body, dense), [], [0.0] * 4
     for kernel, seen in body["step_ms"]["by_kernel"].items():
-        launches, ms = seen["launches"], seen["ms"]
+        launches, ms, share = seen["launches"], seen["ms"], seen.get("share_ms", 0.0)
         if ms < _FEW:
-            few = [few[0] + launches, few[1] + ms, few[2] + launches * LAUNCH_US / 1e3]
+            least = launches * LAUNCH_US / 1e3
+            few = [a + b for a, b in zip(few, (launches, ms, share, least), strict=True)]
             continue
         least, size = least_ms(kernel, launches, body, n_bytes), n_bytes.get(kernel)
-        rows.append((f"`{kernel}`", launches, ms, size, least))
-    rows.append(("smaller ones", few[0], few[1], None, few[2]))
+        rows.append((f"`{kernel}`", launches, ms, share, size, least))
+    rows.append(("smaller ones", few[0], few[1], few[2], None, few[3]))
     return [
         (
-            name, f"{launches:.0f}", f"{ms:.3f}", "-" if size is None else f"{size / 1e6:,.0f}",
+            name, f"{launches:.0f}", f"{ms:.3f}", f"{share:.3f}" if share else "-",
+            "-" if size is None else f"{size / 1e6:,.0f}",
             f"{least:.3f}", f"{1e3 * ms / launches:.1f}", f"{1e3 * (ms - least) / launches:.1f}",
         )
-        for name, launches, ms, size, least in rows
+        for name, launches, ms, share, size, least in rows
     ]  # fmt: skip
 
 
@@ -370,7 +379,7 @@ def least_ms(
 
 
 _STEP_HEAD = (
-    "Kernel", "launches", "ms", "MB", "at least, ms", "us per launch", "us above",
+    "Kernel", "launches", "ms", "of the step", "MB", "at least, ms", "us per launch", "us above",
 )  # fmt: skip
 
 
@@ -378,6 +387,8 @@ def step_text(name: str, body: Mapping[str, Any], dense: Mapping[str, int]) -> I
     """What stands above the table."""
     kernels, n_bytes = body["step_ms"]["by_kernel"], kernel_bytes(body, dense)
     least = sum(least_ms(k, seen["launches"], body, n_bytes) for k, seen in kernels.items())
+    busy = sum(seen.get("share_ms", 0.0) for seen in kernels.values())
+    idle = body["step_ms"]["median"] - busy
     yield from _STEP.format(
         where=f"{body['gpu']}, {body['vram_limit_gib']:g} GiB of it",
         commit=body["commit"], date=str(body["date"])[:10], step=body["step_ms"]["median"],
@@ -385,6 +396,7 @@ def step_text(name: str, body: Mapping[str, Any], dense: Mapping[str, int]) -> I
         sum=sum(seen["ms"] for seen in kernels.values()),
         vram=body["measured_bw"]["vram_bytes_per_s"] / 1e12,
         pcie=body["measured_bw"]["pcie_bytes_per_s"] / 1e9, launch=LAUNCH_US, least=least,
+        shared=_SHARED.format(busy=busy, idle=idle) if busy else "",
     ).splitlines()  # fmt: skip
     yield ""
 

@@ -25,6 +25,7 @@ from moet_desk.units import GIB, show_disk, show_memory, show_rate
 if TYPE_CHECKING:
     import torch
 
+    from moet_desk.engine.cuda.kernel_groups import KernelTime
     from moet_desk.engine.cuda.measured import Figures, Setup
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
@@ -47,6 +48,7 @@ class ShapeWishes:
     fine_slots: int
     draft_depth: int  # 0: no guesses
     acceptance: float | None
+    lookahead: bool
 
 
 def shape_options(command: _Decorated) -> _Decorated:
@@ -83,6 +85,10 @@ def shape_options(command: _Decorated) -> _Decorated:
             help="With --shape and --draft-depth: share of guesses that are right where those"
             " before them were; tokens/s are computed for it from measured times.",
         ),
+        click.option(
+            "--lookahead/--no-lookahead", default=True,
+            help="With --shape: bring experts ahead for the next layer, as the engine does.",
+        ),
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -112,6 +118,7 @@ def bench_shape(invocation: Invocation, name: str, wishes: ShapeWishes) -> None:
         rows=wishes.rows, drafts=wishes.draft_depth, prefill=wishes.prefill,
         plane=Plane.FINE if wishes.exact else Plane.BASE, fine_slots=wishes.fine_slots,
         ram_bytes=wishes.ram_limit, folder=invocation.locations.models_dir,
+        looks_ahead=wishes.lookahead,
     )  # fmt: skip
     setup.in_ram()  # refuses what is too little before anything is made
     invocation.say(f"Measuring made-up weights of {name}, {setup.n_slots()} slots")
@@ -161,13 +168,16 @@ def _gpu(device: torch.device) -> Mapping[str, Any]:
     return {"gpu": torch.cuda.get_device_name(device), "driver": driver()}
 
 
-def _by_kernel(kernels: Mapping[str, tuple[float, float]] | None) -> dict[str, Any] | None:
+def _by_kernel(kernels: Mapping[str, KernelTime] | None) -> dict[str, Any] | None:
     if kernels is None:
         return None
     return {
-        name: {"launches": rounded(launches, 1), "ms": rounded(ms, 3)}
-        for name, (launches, ms) in kernels.items()
-    }
+        name: {
+            "launches": rounded(found.launches, 1), "ms": rounded(found.ms, 3),
+            "share_ms": rounded(found.share_ms, 3), "before_ms": rounded(found.before_ms, 3),
+        }
+        for name, found in kernels.items()
+    }  # fmt: skip
 
 
 def make_record(
@@ -193,6 +203,9 @@ def make_record(
         "hit_rate": rounded(steps.hit_rate, 4),
         "misses_per_step": rounded(steps.misses),
         "fine_misses_per_step": rounded(steps.fine_misses),
+        "ahead": {
+            "rows_per_step": rounded(steps.ahead), "needed_per_step": rounded(steps.needed),
+        } if wishes.lookahead else None,
         "tokens_per_step": wishes.rows,
         "acceptance": None,
         "context": wishes.context,
@@ -294,6 +307,7 @@ def for_people(record: Mapping[str, Any]) -> str:
         *_group_lines(step),
         f"  hits           {record['hit_rate']:.1%}, {record['hit_rate_wanted']:.1%} wanted;"
         f" {record['base_slots']} slots of {record['rows']} experts",
+        *_ahead_lines(record["ahead"]),
         *_fine_lines(record),
         *_draft_lines(record["drafts"]),
         f"  VRAM           {show_disk(moved['vram'])} per step{_rates(record, 'vram')}",
@@ -333,6 +347,13 @@ def _drive_lines(record: Mapping[str, Any]) -> list[str]:
         f"  drive          {show_disk(moved)} per step ({drive['rows_per_step']:.1f} rows), reads"
         f" reach {rate}{how}"
     ]
+
+
+def _ahead_lines(ahead: Mapping[str, Any] | None) -> list[str]:
+    if ahead is None:
+        return []
+    rows, needed = ahead["rows_per_step"], ahead["needed_per_step"]
+    return [f"  ahead          {rows:.1f} rows per step, {needed:.1f} of them needed"]
 
 
 def _fine_lines(record: Mapping[str, Any]) -> list[str]:

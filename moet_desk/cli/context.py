@@ -123,6 +123,7 @@ def engine_options(settings: Settings, locations: Locations | None = None) -> En
         opportunistic=settings.engine.opportunistic,
         drafts=settings.engine.drafts,
         draft_depth=settings.engine.draft_depth,
+        lookahead=settings.engine.lookahead,
         quality=Quality(settings.answers.quality),
         gate=settings.answers.gate,
         context=memory.context,

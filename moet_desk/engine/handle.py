@@ -342,6 +342,7 @@ class EngineOptions:
     saved_prefixes: Path | None = None  # folder where they outlive the program
     saved_bytes: int = 0  # most bytes there
     opportunistic: bool = False  # see `ModelInfo`
+    lookahead: bool = False  # on a GPU: bring rows that the next layer will probably ask for
     hot_set: bool = True  # promote hot experts into spare 4-bit slots; off for comparisons
 
 

@@ -14,6 +14,7 @@ from bench import shape_table
 from moet_desk.cli import bench_shape
 from moet_desk.engine.cuda import measure as measuring
 from moet_desk.engine.cuda.bandwidth import Bandwidth
+from moet_desk.engine.cuda.kernel_groups import KernelTime
 from moet_desk.engine.cuda.measured import DraftFigures, DriveFigures, Figures, Setup, Steps
 from moet_desk.engine.cuda.shapes import KNOWN, SHAPES
 from moet_desk.errors import ExitCode
@@ -42,7 +43,10 @@ FIGURES = Figures(
     bandwidth=Bandwidth(vram=4e12, pcie=50e9),
     prefill_tok_per_s=None,
     peak_vram_bytes=31 * GIB,
-    by_kernel={"_gemv_kernel": (259.0, 3.50049), "_fetch_kernel": (43.0, 1.5)},
+    by_kernel={
+        "_gemv_kernel": KernelTime(259.0, 3.50049, 3.0, 0.25),
+        "_fetch_kernel": KernelTime(43.0, 1.5, 1.25, 0.0),
+    },
 )  # fmt: skip
 
 
@@ -197,7 +201,8 @@ def test_bench_shape__record__schema_of_the_bench_records(moet: Command, card: F
     assert record["step_ms"]["p95"] > 10.8
     assert sum(record["step_ms"]["by_group"].values()) == pytest.approx(9.5)
     assert record["step_ms"]["by_kernel"] == {
-        "_gemv_kernel": {"launches": 259, "ms": 3.5}, "_fetch_kernel": {"launches": 43, "ms": 1.5},
+        "_gemv_kernel": {"launches": 259, "ms": 3.5, "share_ms": 3, "before_ms": 0.25},
+        "_fetch_kernel": {"launches": 43, "ms": 1.5, "share_ms": 1.25, "before_ms": 0},
     }  # fmt: skip
     assert record["bytes_per_step"] == {"vram": 10**10, "pcie": 70_850_000, "nvme": None}
     assert record["measured_bw"] == {"vram_bytes_per_s": 4 * 10**12, "pcie_bytes_per_s": 5 * 10**10}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,11 @@ from moet_desk.engine.cuda.chunk_sizes import chunk_bytes, stage_bytes
 from moet_desk.engine.cuda.kernel_groups import (
     GROUP_OF_KERNEL,
     Group,
+    KernelRun,
+    KernelTime,
     by_kernel,
     group_of,
+    shares_of,
     split,
 )
 from moet_desk.engine.cuda.measured import RESERVE_BYTES, Figures, Setup, Steps
@@ -379,22 +383,39 @@ def test_groups__every_kernel_of_the_step_s_modules__is_in_the_table() -> None:
             assert kernel in GROUP_OF_KERNEL, f"{kernel} of {name}.py has no group"
 
 
+def runs_of(*lasting: tuple[str, float]) -> list[KernelRun]:
+    """Kernels one behind the other, each for so many microseconds."""
+    ends = list(accumulate(us for _, us in lasting))
+    return [KernelRun(name, end - us, end) for (name, us), end in zip(lasting, ends, strict=True)]
+
+
 def test_split__kernels__by_group_with_the_rest_as_gaps() -> None:
     times = [("_gemv_kernel", 3000.0), ("_down_kernel", 1000.0), ("Memcpy HtoD", 500.0)]
-    found = split(times, n_steps=2, step_ms=5.0)
+    found = split(runs_of(*times), n_steps=2, step_ms=5.0)
     assert found == {
         "attention": 0, "dense": 1.5, "router_lookup": 0, "fetch": 0, "experts": 0.5,
         "sampling": 0, "norms_other": 0.25, "gaps_host": 2.75,
     }  # fmt: skip
-    assert split(times, n_steps=1, step_ms=2.0)["gaps_host"] == 0
-    twice = by_kernel([*times, ("_down_kernel", 3000.0)], n_steps=2)
-    assert list(twice.items()) == [
-        ("_down_kernel", (1.0, 2.0)), ("_gemv_kernel", (0.5, 1.5)), ("Memcpy HtoD", (0.5, 0.25)),
+    assert split(runs_of(*times), n_steps=1, step_ms=2.0)["gaps_host"] == 0
+    twice = by_kernel(runs_of(*times, ("_down_kernel", 3000.0)), n_steps=2)
+    assert [(name, time.launches, time.ms) for name, time in twice.items()] == [
+        ("_down_kernel", 1.0, 2.0), ("_gemv_kernel", 0.5, 1.5), ("Memcpy HtoD", 0.5, 0.25),
     ]  # fmt: skip
-    torchs = [("void at::native::a<int>()", 1000.0), ("void at::native::b<float>()", 500.0)]
-    assert by_kernel(torchs, n_steps=1) == {"elementwise of torch": (2.0, 1.5)}
+    torchs = runs_of(("void at::native::a<int>()", 1000.0), ("void at::native::b<float>()", 500.0))
+    assert by_kernel(torchs, n_steps=1) == {"elementwise of torch": KernelTime(2.0, 1.5, 1.5, 0.0)}
     assert group_of("_rms_norm_kernel_0d1d2") is Group.OTHER
     assert group_of("_fetch_kernel_0d1") is Group.FETCH
+
+
+def test_shares__kernels_side_by_side__an_instant_is_shared_and_gaps_are_the_next_ones() -> None:
+    a, b, c = KernelRun("a", 10, 20), KernelRun("b", 14, 26), KernelRun("c", 30, 34)
+    assert shares_of([a, b, c]) == [(4 + 3, 0), (3 + 6, 0), (4, 4)]
+    inside = [KernelRun("a", 0, 14), KernelRun("b", 4, 10), KernelRun("c", 4, 10)]
+    assert shares_of(inside) == [(8 + 2, 0), (2, 0), (2, 0)]
+    assert shares_of([]) == []
+    found = by_kernel([a, b, c], n_steps=1)
+    assert sum(each.share_ms for each in found.values()) == pytest.approx(0.020)
+    assert split([a, b, c], n_steps=1, step_ms=0.024)["gaps_host"] == pytest.approx(0.004)
 
 
 # -- all of it, interpreted ------------------------------------------------------------------

@@ -164,7 +164,7 @@ GEMM_LIMIT = 1e-5
 
 
 @pytest.mark.parametrize("kind", list(WeightKind))
-@pytest.mark.parametrize(("m", "n", "k"), [(300, 4096, 4096), (65, 576, 7168), (33, 500, 528)])
+@pytest.mark.parametrize(("m", "n", "k"), [(300, 4096, 4096), (65, 576, 7168), (33, 500, 544)])
 def test_gemm__chunks_of_a_prompt__near_float64(kind: WeightKind, m: int, n: int, k: int) -> None:
     weight, x = dense_weight(n, k, kind, device=GPU), torch.randn(m, k, device=GPU)
     residual = torch.randn(m, n, device=GPU)

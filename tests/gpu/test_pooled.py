@@ -14,8 +14,8 @@ from moet_desk.kernels.triton.attention import DecodeScratch
 from moet_desk.kernels.triton.choose import list_chosen
 from moet_desk.kernels.triton.head_parts import head_parts
 from moet_desk.kernels.triton.kv_entries import KvPages
-from moet_desk.kernels.triton.pooled_keys import score_windows
-from moet_desk.kernels.triton.pooled_scores import prepare_run, rounds, score_run
+from moet_desk.kernels.triton.pooled_keys import rounds, score_windows
+from moet_desk.kernels.triton.pooled_scores import prepare_run, score_run
 from moet_desk.kernels.triton.pooling import finish, pool, pool_run
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.route import route_named

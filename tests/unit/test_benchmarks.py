@@ -81,21 +81,30 @@ def test_comparison__a_source_must_be_named() -> None:
 
 
 def test_step_time__bytes_and_launches_of_the_newest_record() -> None:
-    seen = {"_gemv_kernel": {"launches": 100.0, "ms": 3.0}, "_a": {"launches": 2.0, "ms": 0.01}}
-    seen["_fetch_kernel"] = {"launches": 43.0, "ms": 0.5}
+    seen = {
+        "_gemv_kernel": {"launches": 100.0, "ms": 3.0, "share_ms": 2.5},
+        "_a": {"launches": 2.0, "ms": 0.01, "share_ms": 0.005},
+        "_fetch_kernel": {"launches": 43.0, "ms": 0.5},
+    }
     body = {
-        "shape": made.STEP_SHAPE, "date": "2026-11-30T14:00", "hit_rate": 0.75,
+        "shape": made.STEP_SHAPE, "quality": "fast", "tokens_per_step": 1, "ram_limit_gib": None,
+        "date": "2026-11-30T14:00", "hit_rate": 0.75,
         "step_ms": {"by_kernel": seen}, "bytes_per_step": {"pcie": 20_000_000},
         "measured_bw": {"vram_bytes_per_s": 4e12, "pcie_bytes_per_s": 50e9},
     }  # fmt: skip
     older = {**body, "date": "2026-11-30T09:00"}
     without = {**body, "date": "2026-12-01", "step_ms": {"by_kernel": None}}
-    assert made.newest_step({"b": older, "a": body, "c": without}) == ("a", body)
+    others = {
+        "d": {**body, "quality": "exact"}, "e": {**body, "tokens_per_step": 2},
+        "f": {**body, "ram_limit_gib": 64.0},
+    }  # fmt: skip
+    newest = {name: {**other, "date": "2026-12-02"} for name, other in others.items()}
+    assert made.newest_step({"b": older, "a": body, "c": without, **newest}) == ("a", body)
     rows = made.kernel_rows(body, {"_gemv_kernel": 8_000_000_000})
     assert rows == [
-        ("`_gemv_kernel`", "100", "3.000", "8,000", "2.000", "30.0", "10.0"),
-        ("`_fetch_kernel`", "43", "0.500", "20", "0.400", "11.6", "2.3"),
-        ("smaller ones", "2", "0.010", "-", "0.002", "5.0", "4.0"),
+        ("`_gemv_kernel`", "100", "3.000", "2.500", "8,000", "2.000", "30.0", "10.0"),
+        ("`_fetch_kernel`", "43", "0.500", "-", "20", "0.400", "11.6", "2.3"),
+        ("smaller ones", "2", "0.010", "0.005", "-", "0.002", "5.0", "4.0"),
     ]
     seen["_routed_fetch_kernel"] = {"launches": 40.0, "ms": 0.5}
     rows = made.kernel_rows(body, {})

@@ -55,6 +55,10 @@ class Experts(Protocol):
         """Which of the codes in a step's buffers the experts read and write."""
         ...
 
+    def begin(self, buffers: StepBuffers, rows: int) -> None:
+        """Their layer's input is in `buffers`, and it is about to choose ids and weights."""
+        ...
+
     def __call__(
         self, moe_layer: int, buffers: StepBuffers, rows: int, routing: Routing | None = None
     ) -> None:
@@ -320,6 +324,7 @@ class MoeLaunches:
         x stays; what would be added is `given`.
         """
         t = slice(0, rows)
+        experts.begin(b, rows)
         if self.shared is not None:  # beside the router, the look-up and the fetch
             with self._branch.beside():
                 self.shared.launch(b, rows, out=b.shared_out[t], residual=None)

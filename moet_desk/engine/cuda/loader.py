@@ -214,7 +214,7 @@ def _load(
     model = StepModel(
         spec, dense, kv, _step_experts(opened, pools, mailbox, arena, form),
         context=plan.context, device=device, error=error, server=server,
-        with_head=opened.with_head, states=states,
+        with_head=opened.with_head, states=states, looks_ahead=options.lookahead,
     )  # fmt: skip
     report.end()
     widths = tuple(sorted({min(width, model.most_rows) for width in widths}))
@@ -351,6 +351,7 @@ def _step_experts(
         plane: PoolExperts(
             base, second, opened.reader.layout, n_layers=len(opened.spec.main_moe_layers),
             mailbox=mailbox, host=arena, form=form, n_named=opened.spec.n_named,
+            in_ram=_planes_in_ram(opened.plan, len(opened.order)),
         )
         for plane, second in ((Plane.BASE, None), (Plane.FINE, fine))
     }  # fmt: skip
@@ -367,7 +368,13 @@ def fast_reading(plan: TierPlan, n_rows: int) -> Reading:
 
 def _all_in_ram(plan: TierPlan, n_rows: int) -> bool:
     """Whether no row is on disk alone; an FP4 weight needs its rows of both planes."""
-    return min(plan.arena_base_rows, plan.arena_fine_rows) >= n_rows
+    return len(_planes_in_ram(plan, n_rows)) == len(Plane)
+
+
+def _planes_in_ram(plan: TierPlan, n_rows: int) -> list[Plane]:
+    """Planes of which no row is on disk alone."""
+    rows = {Plane.BASE: plan.arena_base_rows, Plane.FINE: plan.arena_fine_rows}
+    return [plane for plane, n in rows.items() if n >= n_rows]
 
 
 def _say_reading(plan: TierPlan, n_rows: int, reading: Reading) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from moet_desk.engine.cuda.bandwidth import copy_bandwidth
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.expert_stream import ChunkExperts, Reading, bounce_memory
-from moet_desk.engine.cuda.kernel_groups import by_kernel, kernel_times, split
+from moet_desk.engine.cuda.kernel_groups import KernelRun, by_kernel, kernel_runs, split
 from moet_desk.engine.cuda.loader import states_of
 from moet_desk.engine.cuda.mailbox_server import READERS, MailboxServer
 from moet_desk.engine.cuda.measured import (
@@ -150,11 +150,13 @@ class ShapeBench:
         experts = PoolExperts(
             self.pool, self.pools.get(Plane.FINE), setup.layout, n_layers=n_layers,
             mailbox=mailbox, host=self._host, form=self._form, n_named=spec.n_named,
+            in_ram=[plane for plane, n in setup.in_ram().items() if n == setup.n_rows],
         )  # fmt: skip
         self.model = StepModel(
             spec, self.loader, self.kv, {setup.plane: experts},
             context=self.kv.free_tokens, device=device,
             error=error, server=server, with_head=with_head, states=states,
+            looks_ahead=setup.looks_ahead,
         )  # fmt: skip
         self.loader.forget_piece()
         if device.type == "cuda":
@@ -225,7 +227,7 @@ class ShapeBench:
         steps = tried[popularity]
         if popularity != next(reversed(tried)):
             self._warm_up(popularity)
-        times, drafts, drive = self._kernel_times(), self._drafts(), self._drive_figures()
+        runs, drafts, drive = self.traced_steps(), self._drafts(), self._drive_figures()
         traced = setup.traced
         prefill_tok_per_s, of_prompt = self._prefill()
         return Figures(
@@ -238,8 +240,8 @@ class ShapeBench:
                 steps.misses * setup.layout.base_stride
                 + steps.fine_misses * setup.layout.fine_stride
             ),
-            by_group=split(times, n_steps=traced, step_ms=steps.median_ms) if times else None,
-            by_kernel=by_kernel(times, n_steps=traced) if times else None,
+            by_group=split(runs, n_steps=traced, step_ms=steps.median_ms) if runs else None,
+            by_kernel=by_kernel(runs, n_steps=traced) if runs else None,
             prefill_by_kernel=by_kernel(of_prompt, n_steps=1) if of_prompt else None,
             bandwidth=self.bandwidth,
             drive=drive,
@@ -272,13 +274,18 @@ class ShapeBench:
             times.append(1e3 * (time.perf_counter() - began))
             distinct += found  # of the last MoE layer, for all of them
         self.kv.release(sequence)
-        done = {plane: (self._counts()[plane] - before[plane]).tolist() for plane in before}
-        asked, hits, misses, _ = done[Plane.BASE]
-        fine = done[Plane.FINE][2] if Plane.FINE in done else 0
+        done = {plane: self._counts()[plane] - before[plane] for plane in before}
+        asked, hits, misses, _, ahead, needed = done[Plane.BASE].tolist()
+        fine = done[Plane.FINE][[2, 4]].sum() if Plane.FINE in done else 0
         n_layers = len(self._setup.shape.spec.main_moe_layers)
         per_step = int(distinct) * n_layers / count
-        drive = [(now - then) / count for now, then in zip(self._read(), read, strict=True)]
-        return Steps(tuple(times), hits / asked, misses / count, per_step, fine / count, *drive)
+        rows_read, bytes_read = (
+            (now - then) / count for now, then in zip(self._read(), read, strict=True)
+        )
+        return Steps(
+            tuple(times), (hits - needed) / asked, (misses + ahead) / count, per_step,
+            int(fine) / count, rows_read, bytes_read, ahead / count, needed / count,
+        )  # fmt: skip
 
     def _read(self) -> tuple[int, int]:
         """Rows and bytes that came from the drive so far."""
@@ -352,8 +359,9 @@ class ShapeBench:
         self.kv.release(sequence)
 
     def _counts(self) -> dict[Plane, NDArray[np.int64]]:
+        """By plane, what the tables count, and behind that what was brought ahead."""
         return {
-            plane: pool.tables.counters.cpu().numpy().astype(np.int64).sum(0)
+            plane: torch.cat([pool.tables.counters, pool.tables.ahead], 1).sum(0).cpu().numpy()
             for plane, pool in self.pools.items()
         }
 
@@ -369,8 +377,8 @@ class ShapeBench:
         )
         return dense_read_bytes(setup.shape, setup.rows) + round(experts) + kv
 
-    def _kernel_times(self) -> list[tuple[str, float]]:
-        """Kernels of some steps with their microseconds; none where nothing can be traced."""
+    def traced_steps(self) -> list[KernelRun]:
+        """Kernels of `Setup.traced` steps; none where nothing can be traced."""
         count = self._setup.traced
         if self._setup.device.type != "cuda":
             return []
@@ -381,9 +389,9 @@ class ShapeBench:
             for _ in range(count):
                 self._step(sequence, rows)
 
-        times = kernel_times(some_steps)
+        runs = kernel_runs(some_steps)
         self.kv.release(sequence)
-        return times
+        return runs
 
     def _bounce(self) -> Mapping[Plane, Tensor]:
         """Pinned places for a prompt's rows that are not in RAM; none if all rows are."""
@@ -398,7 +406,7 @@ class ShapeBench:
         on_card = self._setup.device.type == "cuda"
         return torch.cuda.max_memory_reserved(self._setup.device) if on_card else None
 
-    def _prefill(self) -> tuple[float | None, Sequence[tuple[str, float]]]:
+    def _prefill(self) -> tuple[float | None, Sequence[KernelRun]]:
         """Prompt tokens per second, with routing so even that every expert is needed, and the
         kernels of one prompt more.
         """
@@ -421,7 +429,7 @@ class ShapeBench:
             reading = Reading.FAST if setup.plane is Plane.BASE else Reading.EXACT
             read = partial(read_prompt, model, self.kv, prompt, reading)
             times = [read() for _ in range(PROMPTS)]
-            traced = kernel_times(read) if setup.device.type == "cuda" else ()
+            traced = kernel_runs(read) if setup.device.type == "cuda" else ()
         return setup.prefill / median(times[1:]), traced  # the first one compiles
 
 

@@ -11,6 +11,7 @@ import torch
 
 from moet_desk.engine.cuda.bandwidth import Bandwidth
 from moet_desk.engine.cuda.chunk_sizes import BLOCK_ROWS, ahead_bytes, chunk_bytes, stage_bytes
+from moet_desk.engine.cuda.kernel_groups import KernelTime
 from moet_desk.engine.cuda.shapes import Shape
 from moet_desk.engine.cuda.synthetic import dense_bytes
 from moet_desk.engine.model_shape import kv_token_bytes, slot_bytes, windows_of
@@ -52,6 +53,7 @@ class Setup:
             with none more than these every FP4 row comes from RAM.
         warm, steps, traced: steps before a measurement, in it, and under the profiler.
         attempts: most measurements in search of the hit rate.
+        looks_ahead: bring rows that the next layer will probably ask for, where all are in RAM.
     """
 
     shape: Shape
@@ -69,6 +71,7 @@ class Setup:
     steps: int = 300
     traced: int = 20
     attempts: int = 8
+    looks_ahead: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -193,10 +196,12 @@ class Steps:
 
     Attributes:
         times_ms: of each, from the tokens to the next ones.
-        hit_rate: share of look-ups that found their expert in a slot.
-        misses, fine_misses, distinct: per step, rows fetched of each plane and distinct experts
-            read.
+        hit_rate: share of look-ups that found their expert in a slot, where it was not brought
+            just before.
+        misses, fine_misses, distinct: per step, rows fetched of each plane, those brought ahead
+            too, and distinct experts read.
         drive_rows, drive_bytes: per step, of the misses those that came from the drive.
+        ahead, needed: per step, rows brought ahead, and those of them that were asked for then.
     """
 
     times_ms: tuple[float, ...]
@@ -206,6 +211,8 @@ class Steps:
     fine_misses: float = 0.0
     drive_rows: float = 0.0
     drive_bytes: float = 0.0
+    ahead: float = 0.0
+    needed: float = 0.0
 
     @property
     def median_ms(self) -> float:
@@ -239,7 +246,7 @@ class Figures:
         drafts: of steps with guesses.
         vram_bytes, pcie_bytes: per step, read in VRAM and brought over PCIe.
         by_group: milliseconds of a step by kernel group.
-        by_kernel: launches and milliseconds of a step by kernel, the longest first.
+        by_kernel: what each kernel takes of a step, the longest first.
         prefill_by_kernel: the same of the whole prompt.
         attempts: popularities tried; `popularity` is the one measured at.
         drive: what its reads reached; None if all rows are in RAM.
@@ -258,8 +265,8 @@ class Figures:
     drafts: DraftFigures | None = None
     popularity: float = 0.0
     drive: DriveFigures | None = None
-    by_kernel: Mapping[str, tuple[float, float]] | None = None
-    prefill_by_kernel: Mapping[str, tuple[float, float]] | None = None
+    by_kernel: Mapping[str, KernelTime] | None = None
+    prefill_by_kernel: Mapping[str, KernelTime] | None = None
 
     @property
     def roofline_ratio(self) -> float | None:

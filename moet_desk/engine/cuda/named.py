@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moet_desk.engine.cuda.blocks import Branch, Experts
+from moet_desk.engine.cuda.blocks import Branch
 from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers
 from moet_desk.engine.cuda.pools import FoundExperts, PoolExperts
 from moet_desk.kernels.kinds import Activations
@@ -41,12 +41,25 @@ class BroughtExperts:
         """See `Experts`."""
         return self.experts.activations
 
+    def begin(self, buffers: StepBuffers, rows: int) -> None:
+        """See `Experts`."""
+
     def __call__(
         self, moe_layer: int, buffers: StepBuffers, rows: int, routing: Routing | None = None
     ) -> None:
         """See `Experts`; a table has named them, so there is no routing."""
+        self.compute(moe_layer, buffers, rows, self.find(moe_layer, buffers, rows, routing))
+
+    def find(
+        self, moe_layer: int, buffers: StepBuffers, rows: int, routing: Routing | None = None
+    ) -> FoundExperts:
+        """Wait for the rows, which are on their way."""
         self.wait()
-        self.experts.compute(moe_layer, buffers, rows, self.found)
+        return self.found
+
+    def compute(self, moe_layer: int, buffers: StepBuffers, rows: int, found: FoundExperts) -> None:
+        """See `PoolExperts.compute`."""
+        self.experts.compute(moe_layer, buffers, rows, found)
 
 
 class NamedExperts:
@@ -70,7 +83,7 @@ class NamedExperts:
         ]
         self._branch = Branch(device)
 
-    def bring(self, tokens: Tensor, experts: PoolExperts) -> Mapping[int, Experts]:
+    def bring(self, tokens: Tensor, experts: PoolExperts) -> Mapping[int, BroughtExperts]:
         """Launch it for the layers whose rows fit the pools together, and return what computes
         them, by MoE layer; the others look up as layers without a table do.
 
@@ -78,7 +91,7 @@ class NamedExperts:
             tokens int32 [T], T = 1..8
         """
         rows = tokens.shape[0]
-        brought = dict[int, Experts]()
+        brought = dict[int, BroughtExperts]()
         n_layers = min(len(self._tables), experts.layers_ahead(rows))
         if not n_layers:  # a branch that nothing joins would spoil the capture
             return brought

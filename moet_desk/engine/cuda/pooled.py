@@ -346,11 +346,9 @@ class PooledLaunches:
             return
         one, other = (x[: rows.n] for x in (b.index_one, b.index_other))
         products(b.latent[: rows.n], self._index.w_query, one.flatten(1))
-        if rows.run is None:
-            prepare_queries(one, other, rows.memory.form, rotation=rotation)
-        else:
-            form = rows.memory.form
-            prepare_run(one, kept_queries(other, form), form, rotation=rotation)
+        prepare = prepare_queries if rows.run is None else prepare_run
+        form = rows.memory.form
+        prepare(one, kept_queries(other, form), form, rotation=rotation)
 
     def _look(
         self,
@@ -410,8 +408,9 @@ class PooledLaunches:
         assert memory.keys is not None, "of which it has keys"  # noqa: S101
         indexer, width = self._index.indexer, self._w_pool.n
         score_windows(
-            b.index_other[t], b.pooling[t, width - indexer.n_heads : width],
-            rows.pages(memory.keys), places.closed, b.scores[t],
+            kept_queries(b.index_other[t], memory.form),
+            b.pooling[t, width - indexer.n_heads : width], rows.pages(memory.keys), places.closed,
+            b.scores[t],
             scale=(indexer.n_heads * indexer.head_dim) ** -0.5,
         )  # fmt: skip
         list_chosen(

@@ -16,7 +16,8 @@ from moet_desk.engine.cuda.pooled_sizes import PooledSizes
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.triton.choose import choose
 from moet_desk.kernels.triton.kv_entries import KvPages
-from moet_desk.kernels.triton.pooled_scores import rounds, score_run
+from moet_desk.kernels.triton.pooled_keys import rounds
+from moet_desk.kernels.triton.pooled_scores import score_run
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.shared_prefill import Run, decode_seen, run_attention
 

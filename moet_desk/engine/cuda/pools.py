@@ -6,7 +6,7 @@ steps the engine thread reads them for the screens and preloads hot rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -228,6 +228,9 @@ class FoundExperts:
 class PoolExperts:
     """Routed experts of a step over 2-bit slots, or over 2-bit and fine slots together (exact).
 
+    Attributes:
+        pools_in_ram: the pools of `in_ram`.
+
     Args:
         base: the 2-bit pool; fine: the fine pool for exact answers, else None.
         layout: sizes of an expert.
@@ -236,6 +239,7 @@ class PoolExperts:
         host: the arena as the host sees it.
         form: of the experts; biases are on the device.
         n_named: MoE layers, from the first on, whose experts may be brought before any layer runs.
+        in_ram: planes of which all rows are in RAM.
     """
 
     def __init__(
@@ -249,11 +253,13 @@ class PoolExperts:
         host: HostArena,
         form: ExpertForm = PLAIN,
         n_named: int = 0,
+        in_ram: Collection[Plane] = (),
     ) -> None:
         self._base, self._fine, self._layout, self._host = base, fine, layout, host
         self._form = form
         self._n_layers, self._mailbox = n_layers, mailbox
         self._pools = (base,) if fine is None else (base, fine)
+        self.pools_in_ram = [pool for pool in self._pools if pool.plane in in_ram]
         # By layer and pool. What is found early is read late, so that each layer has its own.
         self._found_early = [
             [_outputs(pool.top_k, pool.slots.device) for pool in self._pools]
@@ -295,13 +301,23 @@ class PoolExperts:
         """
         return self._fill(ids, moe_layer, self._found_early[moe_layer], before)
 
+    def begin(self, buffers: StepBuffers, rows: int) -> None:
+        """See `Experts`."""
+
     def __call__(
         self, moe_layer: int, buffers: StepBuffers, rows: int, routing: Routing | None = None
     ) -> None:
         """See `Experts`."""
+        self.compute(moe_layer, buffers, rows, self.find(moe_layer, buffers, rows, routing))
+
+    def find(
+        self, moe_layer: int, buffers: StepBuffers, rows: int, routing: Routing | None = None
+    ) -> FoundExperts:
+        """Launch the look-up of ids in `buffers`, or of what the routing chooses, and the fetch of
+        what is missing.
+        """
         every = [pool.found for pool in self._pools]
-        found = self._fill(buffers.ids[:rows], moe_layer, every, 0, routing)
-        self.compute(moe_layer, buffers, rows, found)
+        return self._fill(buffers.ids[:rows], moe_layer, every, 0, routing)
 
     def _fill(
         self,

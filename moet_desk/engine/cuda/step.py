@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moet_desk.engine.cuda.blocks import Branch, LayerLaunches
+from moet_desk.engine.cuda.blocks import Branch, Experts, LayerLaunches, MoeLaunches
 from moet_desk.engine.cuda.buffers import (
     MAX_ROWS,
     Choices,
@@ -26,8 +26,9 @@ from moet_desk.engine.cuda.buffers import (
 from moet_desk.engine.cuda.delta import DeviceStates
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.cuda.head import HeadLaunches
+from moet_desk.engine.cuda.lookahead import Lookahead, StepAhead, following_layers
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
-from moet_desk.engine.cuda.named import NamedExperts
+from moet_desk.engine.cuda.named import BroughtExperts, NamedExperts
 from moet_desk.engine.cuda.ngrams import DeviceNgrams
 from moet_desk.engine.cuda.pool_states import PooledStates, PoolMemory
 from moet_desk.engine.cuda.pooled import PooledRows
@@ -90,9 +91,11 @@ class StepModel:
         error: int32 [1], the word in which a step's kernels report.
         server: reads rows that are not in RAM, if there can be such.
         with_head: load the model's MTP head too, for `guess`.
+        looks_ahead: bring rows that the next layer will probably ask for.
 
     Attributes:
         layers: the launches of each layer.
+        lookahead: by plane, of those whose rows are in RAM.
         most_rows: of a step.
     """
 
@@ -108,6 +111,7 @@ class StepModel:
         error: Tensor,
         server: MailboxServer | None = None,
         with_head: bool = False,
+        looks_ahead: bool = False,
         states: DeviceStates | PooledStates | None = None,
     ) -> None:
         self.spec = spec
@@ -138,6 +142,12 @@ class StepModel:
             n_moe += isinstance(layer.ffn, MoeFfn)
         tables = _tables(self.layers)
         self._named = NamedExperts(tables, device) if tables else None
+        self._following = following_layers(self.layers) if looks_ahead else {}
+        self.lookahead = {
+            plane: Lookahead(spec.moe_ffn.router, own.pools_in_ram, device)
+            for plane, own in experts.items()
+            if self._following and own.pools_in_ram
+        }
         self.end = None if spec.streams is None else made.end("model.")
         if self.end is not None:
             chain([one for one in self.layers if isinstance(one, StreamLaunches)], self.end)
@@ -263,6 +273,8 @@ class StepModel:
             raise self._reason(error)
         if error:
             self.error.zero_()  # the choice says which rows; nothing else of the step is wrong
+        if not head and plane in self.lookahead:
+            self.lookahead[plane].review()
 
     def _replay(self, count: int, plane: Plane, draws: Sequence[Draw], *, head: bool) -> None:
         """Inputs to the device, the launches, results to the host; returns when all is done."""
@@ -313,7 +325,8 @@ class StepModel:
         """All launches of a step, from the input lines to the logits."""
         b, eps, t = self.buffers, self.spec.norm_eps, slice(0, rows)
         ids, positions, lengths, table = self._inputs.unpack(rows)
-        brought = {} if self._named is None else self._named.bring(ids, self._experts[plane])
+        own, ahead = self._experts[plane], self._step_ahead(rows, plane)
+        brought = {} if self._named is None else self._named.bring(ids, own)
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])
         if self.ngrams is not None:
@@ -324,13 +337,13 @@ class StepModel:
                     spread(b.x[t], streams_of(b).x[t])
                     pooled = self._find_places(rows, positions, table)
                     layer.begin(b, rows)
-                experts = brought.get(layer.ffn.moe_layer, self._experts[plane])
+                experts = _experts_of(layer, own, brought, ahead)
                 layer.launch(b, pooled.at(self.pool_memory(i)), ids, experts)
                 continue
             if isinstance(layer, ShortcutLaunches):
                 layer.launch(
                     b, rows, eps=eps, rotation=rotation, lengths=lengths,
-                    kv=self.both(i, table), experts=self._experts[plane],
+                    kv=self.both(i, table), experts=own,
                 )  # fmt: skip
                 continue
             kv: KvPages | DeltaRows
@@ -341,11 +354,17 @@ class StepModel:
                 kv = memory
             layer.launch(
                 b, rows, eps=eps, rotation=rotation, kv=kv, lengths=lengths,
-                experts=self._experts[plane],
+                experts=_experts_of(layer, own, brought, ahead),
             )  # fmt: skip
         if self.end is not None:
             self.end.launch(b, rows)
         self._logits(b.x[t], rows)
+
+    def _step_ahead(self, rows: int, plane: Plane) -> StepAhead | None:
+        lookahead = self.lookahead.get(plane)
+        if lookahead is None or not lookahead.takes(rows):
+            return None
+        return StepAhead(lookahead, self._following)
 
     def launch_head(self, rows: int, plane: Plane) -> None:
         """All launches of the MTP head, from the input lines to the logits."""
@@ -478,6 +497,19 @@ class StepModel:
         with suppress(RuntimeError):  # of a lost card, for which the first error stands
             for experts in self._experts.values():
                 experts.forget()
+
+
+def _experts_of(
+    layer: LayerLaunches | StreamLaunches,
+    own: PoolExperts,
+    brought: Mapping[int, BroughtExperts],
+    ahead: StepAhead | None,
+) -> Experts:
+    """What computes a layer's experts: brought as the step began, or found when it asks."""
+    if not isinstance(layer.ffn, MoeLaunches):
+        return own
+    experts = brought.get(layer.ffn.moe_layer, own)
+    return experts if ahead is None else ahead.around(experts, layer.ffn.moe_layer)
 
 
 def _tables(layers: Iterable[object]) -> dict[int, Tensor]:

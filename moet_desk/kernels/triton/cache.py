@@ -50,6 +50,8 @@ class GpuTables:
         free: int32 [S], a stack of unused slots; the top is free[n_free - 1].
         n_free, hand, clock: int32 [1]; `clock` counts steps, now = clock * L + layer + 1.
         counters: int32 [L, 4]: look-ups, hits, misses, evictions since the start; they wrap.
+        ahead: int32 [L, 2]: rows that were brought before the layer asked, and those of them that
+            it then asked for, which count as hits; they wrap. Of the last layer nobody counts.
         limit: int32 [1], slots that may be used; those behind them have no memory. It is data, so
             that captured graphs follow it.
     """
@@ -65,6 +67,7 @@ class GpuTables:
     hand: Tensor
     clock: Tensor
     counters: Tensor
+    ahead: Tensor
     limit: Tensor
 
     @classmethod
@@ -96,6 +99,7 @@ class GpuTables:
             hand=ints(1, 0),
             clock=ints(1, 0),
             counters=ints(n_layers * 4, 0).view(n_layers, 4),
+            ahead=ints(n_layers * 2, 0).view(n_layers, 2),
             limit=ints(1, usable),
         )
 
@@ -177,6 +181,37 @@ def _coldest(owner, last_used, warmth, hand, since, now, n_slots):
 
 
 @triton.jit
+def give_slots(
+    n_missing, n_left, n_slots, at_slot, miss_row, miss_slot, slot_of, owner, last_used, warmth,
+    free, since, now,
+):  # fmt: skip
+    """A slot for each of the missing rows; none that was used from `since` to `now`. Returns what
+    is left of free ones, the hand, and how many rows lost theirs.
+    """
+    evicted = 0
+    m = 0
+    while m < n_missing:
+        if n_left > 0:
+            n_left -= 1
+            victim = tl.load(free + n_left)
+        else:
+            victim, at_slot = _coldest(owner, last_used, warmth, at_slot, since, now, n_slots)
+        old = tl.load(owner + victim)
+        new = tl.load(miss_row + m)
+        tl.debug_barrier()  # all have read before one writes
+        if old >= 0:
+            tl.store(slot_of + old, -1)
+            evicted += 1
+        tl.store(owner + victim, new)
+        tl.store(slot_of + new, victim)
+        tl.store(last_used + victim, now)
+        tl.store(miss_slot + m, victim)
+        tl.debug_barrier()
+        m += 1
+    return n_left, at_slot, evicted
+
+
+@triton.jit
 def _publish(pointer, value, PTX: tl.constexpr):
     """Store a word for other programs, and with it all that was stored before the last barrier."""
     if PTX:
@@ -236,26 +271,10 @@ def look_up(
     if n_missing > 0:
         tl.store(miss_row + tl.cumsum(missing, 0) - 1, row, mask=missing > 0)
         tl.debug_barrier()
-        m = 0
-        while m < n_missing:
-            if n_left > 0:
-                n_left -= 1
-                victim = tl.load(free + n_left)
-            else:
-                since = now - before
-                victim, at_slot = _coldest(owner, last_used, warmth, at_slot, since, now, n_slots)
-            old = tl.load(owner + victim)
-            new = tl.load(miss_row + m)
-            tl.debug_barrier()  # all have read before one writes
-            if old >= 0:
-                tl.store(slot_of + old, -1)
-                evicted += 1
-            tl.store(owner + victim, new)
-            tl.store(slot_of + new, victim)
-            tl.store(last_used + victim, now)
-            tl.store(miss_slot + m, victim)
-            tl.debug_barrier()
-            m += 1
+        n_left, at_slot, evicted = give_slots(
+            n_missing, n_left, n_slots, at_slot, miss_row, miss_slot, slot_of, owner, last_used,
+            warmth, free, now - before, now,
+        )  # fmt: skip
         if WAITING > 0:
             tl.store(miss_n, n_missing)
             tl.debug_barrier()

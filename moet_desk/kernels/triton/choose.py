@@ -17,154 +17,216 @@ from moet_desk.kernels.triton.portable import INTERPRETED
 from moet_desk.kernels.triton.seen import Places, Pooled
 
 _SHORT, _LONG = 2048, 8192
-"""Scores that a program holds: a row has one of these widths if it can, 4 or 16 a thread."""
+"""Scores that a program holds: a row has one of these widths if it can."""
 
-_WARPS = 16
+_RUN = 16
+"""Scores in sequence that a thread holds of the widest rows that are held."""
+
+_PAIRS = 2
+"""Pairs of bounds that are tried at once: more need fewer reductions and more comparisons."""
 
 _NEVER, _BEYOND = tl.constexpr(-2139095041), tl.constexpr(2147483647)
 """The rank of -inf, and one above all."""
 
 
 @triton.jit
-def _ranks(line, at, live):
-    """Scores as int32 in the same order; -0 as 0, NaN as infinity, what is not there as -inf."""
-    x = tl.load(line + at, mask=live, other=float("-inf"))
-    x = tl.where(x == 0.0, 0.0, x)
-    x = tl.where(x == x, x, float("inf"))
+def _fours(line, at, length, LANES: tl.constexpr, ALIGNED: tl.constexpr):
+    """Four scores from each of `at` on, as they are compared: -0 as 0, NaN as infinity, what is not
+    there as -inf.
+    """
+    place = at[:, None] + tl.arange(0, 4)[None, :]
+    here = place < length
+    if ALIGNED:  # in one piece
+        x = tl.load(line + place, mask=(at < length)[:, None], other=float("-inf"))
+        x = tl.where(here, x, float("-inf"))
+    else:
+        x = tl.load(line + place, mask=here, other=float("-inf"))
+    x = tl.where(x == x, x, float("inf")) + 0.0
+    even, odd = tl.split(tl.reshape(x, (LANES, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _held(line, start, length, B: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr):
+    """B scores from `start` on, as many tensors [LANES] as a lane has: a lane's are neighbours."""
+    RUN: tl.constexpr = B // LANES
+    x = ()
+    for r in tl.static_range(0, RUN, 4):
+        x = x + _fours(line, start + tl.arange(0, LANES) * RUN + r, length, LANES, ALIGNED)
+    return x
+
+
+@triton.jit
+def _entries(table, start, length, first, B: tl.constexpr, LANES: tl.constexpr,
+             PAGE: tl.constexpr):  # fmt: skip
+    """Numbers of the entries of `_held`, int32."""
+    RUN: tl.constexpr = B // LANES
+    EACH: tl.constexpr = (PAGE | RUN) & -(PAGE | RUN)  # of a lane that are on one page
+    entry = ()
+    for r in tl.static_range(0, RUN, EACH):
+        at = start + tl.arange(0, LANES) * RUN + r
+        number = first + tl.load(table + at // PAGE, mask=at < length, other=0) * PAGE + at % PAGE
+        for i in tl.static_range(EACH):
+            entry = entry + (number + i,)
+    return entry
+
+
+@triton.jit
+def _ranks(x):
+    """Scores as int32 in the same order."""
     bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _cuts(low, high):
-    """Two ranks at thirds between `low` and `high`, which are 2 apart at least; int64."""
-    third = tl.maximum((high - low) // 3, 1)
-    return low + third, high - third
+def _of_rank(rank):
+    """The score of a rank; of those above infinity's NaN, which no score reaches."""
+    return (rank ^ ((rank >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _narrowed(low, high, n_low, n_high, a, b, n_a, n_b, TOP_K: tl.constexpr):
-    """The part of [low, high) that `a` and `b` cut, in which the last one chosen is. Counts are
-    those of ranks from a bound on: at least TOP_K from `low`, fewer from `high`.
+def _widened(x, least, most):
+    """`least` and `most` of each lane with those of `x`, of what is above -inf."""
+    for r in tl.static_range(len(x)):
+        least = tl.minimum(least, tl.where(x[r] > float("-inf"), x[r], float("inf")))
+        most = tl.maximum(most, x[r])
+    return least, most
+
+
+@triton.jit
+def _counted(x, one, two, n_one, n_two):
+    """`n_one` and `n_two` [pairs, LANES] float32 and how many of `x` reach each of the limits `one`
+    and `two` [pairs, 1]: a comparison gives 1.0 in one instruction.
     """
-    in_b, in_a = n_b >= TOP_K, n_a >= TOP_K
-    low = tl.where(in_b, b, tl.where(in_a, a, low))
-    n_low = tl.where(in_b, n_b, tl.where(in_a, n_a, n_low))
-    n_high = tl.where(in_b, n_high, tl.where(in_a, n_b, n_a))
-    high = tl.where(in_b, high, tl.where(in_a, b, a))
-    return low, high, n_low, n_high
+    for r in tl.static_range(len(x)):
+        n_one += tl.where(x[r][None, :] >= one, 1.0, 0.0)
+        n_two += tl.where(x[r][None, :] >= two, 1.0, 0.0)
+    return n_one, n_two
 
 
 @triton.jit
-def _bounds(rank, TOP_K: tl.constexpr):
-    """(low, high, how many are above): all from `high` on are chosen, and of those in
-    [low, high) the first ones. These are of one rank, or just as many as there is room for.
+def _whole(x):
+    """Whole numbers of float32, less than 2**23: they are the last bits behind 2**23. A conversion
+    would have what they are made of done in integers.
     """
-    high = tl.max(rank, 0).to(tl.int64) + 1
-    low = tl.min(tl.where(rank > _NEVER, rank, _BEYOND), 0).to(tl.int64)
-    n_high = high.to(tl.int32) * 0
-    n_low = n_high + TOP_K + 1  # not counted yet
-    while (high - low > 1) & (n_low != TOP_K):
-        a, b = _cuts(low, high)
-        from_a = (rank >= a.to(tl.int32)).to(tl.int32)
-        from_b = (rank >= b.to(tl.int32)).to(tl.int32)
-        both = tl.sum(from_a + (from_b << 16), 0)
-        n_a, n_b = both & 65535, both >> 16
-        low, high, n_low, n_high = _narrowed(low, high, n_low, n_high, a, b, n_a, n_b, TOP_K)
-    return low.to(tl.int32), high.to(tl.int32), n_high
+    return (x + 8388608.0).to(tl.int32, bitcast=True) & 0x7FFFFF
 
 
 @triton.jit
-def _far_bounds(line, length, TOP_K: tl.constexpr, B: tl.constexpr, COMPILED: tl.constexpr):
-    """`_bounds` of a row that is read again and again."""
-    most = tl.full([B], _NEVER, tl.int32)
-    least = tl.full([B], _BEYOND, tl.int32)
-    for start in range(0, loop_bound(length, COMPILED), B):
-        at = start + tl.arange(0, B)
-        rank = _ranks(line, at, at < length)
-        most = tl.maximum(most, rank)
-        least = tl.minimum(least, tl.where(rank > _NEVER, rank, _BEYOND))
-    high = tl.max(most, 0).to(tl.int64) + 1
-    low = tl.min(least, 0).to(tl.int64)
-    n_high = length * 0
-    n_low = n_high + TOP_K + 1
-    while (high - low > 1) & (n_low != TOP_K):
-        a, b = _cuts(low, high)
-        both = tl.zeros([B], tl.int32)
+def _cut(i, low, high, step, lowest, apart):
+    """Ranks that are tried: evenly among scores from `lowest` on in the first round, when `step` is
+    0, else among ranks.
+    """
+    evenly = tl.minimum(_ranks(tl.fma(i.to(tl.float32), apart, lowest)), high)
+    return tl.where(step == 0, evenly, low + (i + 1) * step)
+
+
+@triton.jit
+def _bounds(line, length, x, TOP_K: tl.constexpr, B: tl.constexpr, LANES: tl.constexpr,
+            PAIRS: tl.constexpr, ALIGNED: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
+    """(low, high, how many are above): all ranks from `high` on are chosen, and of those in
+    [low, high) the first ones. These are of one rank, or just as many as there is room for; if
+    [low, high) is empty all are chosen that there are. Scores are `x`, or read again and again.
+
+    The first cuts divide the scores evenly, the others their ranks: of scores on both sides of
+    zero most ranks are of tiny ones, of which there may be none.
+    """
+    HELD: tl.constexpr = len(x) > 0
+    least = tl.full([LANES], float("inf"), tl.float32)
+    most = -least
+    if HELD:
+        least, most = _widened(x, least, most)
+    else:
         for start in range(0, loop_bound(length, COMPILED), B):
-            at = start + tl.arange(0, B)
-            rank = _ranks(line, at, at < length)
-            both += (rank >= a.to(tl.int32)).to(tl.int32)
-            both += (rank >= b.to(tl.int32)).to(tl.int32) << 16
-        n_a, n_b = tl.sum(both & 65535, 0), tl.sum(both >> 16, 0)
-        low, high, n_low, n_high = _narrowed(low, high, n_low, n_high, a, b, n_a, n_b, TOP_K)
-    return low.to(tl.int32), high.to(tl.int32), n_high
+            own = _held(line, start, length, B, LANES, ALIGNED)
+            least, most = _widened(own, least, most)
+    # both in one reduction
+    which = tl.arange(0, 2)
+    ends = tl.max(tl.where(which[:, None] == 0, ~_ranks(least)[None, :], _ranks(most)[None, :]), 1)
+    low = ~tl.max(tl.where(which == 0, ends, _NEVER), 0)
+    high = tl.max(tl.where(which == 1, ends, _NEVER), 0)
+    lowest = _of_rank(low)
+    apart = (_of_rank(high) - lowest) * (0.5 / PAIRS)
+    apart = tl.where(apart < float("inf"), apart, 0.0)
+    high += 1
+    n_high = high * 0
+    step = n_high  # 0: the first round, whose first cut is the lowest itself: they may be too few
+    searched = low < high
+    i = tl.arange(0, PAIRS)
+    while searched:
+        one = _of_rank(_cut(i, low, high, step, lowest, apart))[:, None]
+        two = _of_rank(_cut(i + PAIRS, low, high, step, lowest, apart))[:, None]
+        n_one = tl.zeros([PAIRS, LANES], tl.float32)
+        n_two = n_one
+        if HELD:
+            n_one, n_two = _counted(x, one, two, n_one, n_two)
+            both = tl.sum(_whole(n_one + n_two * 65536.0), 1)
+            n, m = both & 65535, both >> 16
+        else:
+            for start in range(0, loop_bound(length, COMPILED), B):
+                own = _held(line, start, length, B, LANES, ALIGNED)
+                n_one, n_two = _counted(own, one, two, n_one, n_two)
+            n, m = tl.sum(_whole(n_one), 1), tl.sum(_whole(n_two), 1)
+        n_enough = tl.sum((n >= TOP_K).to(tl.int32) + (m >= TOP_K).to(tl.int32), 0)
+        least_n = tl.minimum(tl.where(n >= TOP_K, n, _BEYOND), tl.where(m >= TOP_K, m, _BEYOND))
+        most_n = tl.maximum(tl.where(n >= TOP_K, 0, n), tl.where(m >= TOP_K, 0, m))
+        n_low = tl.min(least_n, 0)
+        n_high = tl.maximum(n_high, tl.max(most_n, 0))
+        at, behind = (
+            _cut(n_enough - 1, low, high, step, lowest, apart),
+            _cut(n_enough, low, high, step, lowest, apart),
+        )
+        low, high = tl.where(n_enough > 0, at, low), tl.where(n_enough < 2 * PAIRS, behind, high)
+        span = (high - low).to(tl.uint32, bitcast=True)
+        step = tl.maximum(span // (2 * PAIRS + 1), 1).to(tl.int32, bitcast=True)
+        searched = (span > 1) & (n_low != TOP_K)
+    return low, high, n_high
 
 
 @triton.jit
-def _take(rank, entry, to, low, high, room, sure, equal):
+def _take(x, entry, to, low, high, room, sure, equal):
     """Put entries that are chosen behind the `sure` + min(`equal`, `room`) of blocks before this
     one, and give the two counts with this one's.
     """
-    mine = rank >= high
-    tie = (rank >= low) & (rank < high)
-    packed = mine.to(tl.int32) + (tie.to(tl.int32) << 16)
-    counted = tl.cumsum(packed, 0)
-    nth = equal + (counted >> 16)
-    place = sure + (counted & 65535) + tl.minimum(nth, room) - 1
-    tl.store(to + place, entry, mask=mine | (tie & (nth <= room)))
-    total = tl.sum(packed, 0)
+    low, high = _of_rank(low), _of_rank(high)
+    passed = ()  # how many of a lane's are above, and equal
+    own = (x[0] >= high).to(tl.int32) * 0
+    for r in tl.static_range(len(x)):
+        own += tl.where(x[r] >= high, 1, tl.where(x[r] >= low, 65536, 0))
+        passed = passed + (own,)
+    before = tl.cumsum(own, 0) - own
+    for r in tl.static_range(len(x)):
+        counted = before + passed[r]
+        nth = equal + (counted >> 16)
+        place = sure + (counted & 65535) + tl.minimum(nth, room) - 1
+        chosen = (x[r] >= high) | ((x[r] >= low) & (nth <= room))
+        tl.store(to + place, entry[r], mask=chosen)
+    total = tl.sum(own, 0)
     return sure + (total & 65535), equal + (total >> 16)
 
 
 @triton.jit
-def _entries(table, at, live, first, PAGE: tl.constexpr):
-    """Numbers of entries, int32."""
-    page = tl.load(table + at // PAGE, mask=live, other=0)
-    return first + page * PAGE + at % PAGE
-
-
-@triton.jit
-def _choose_held(line, length, table, first, to, TOP_K: tl.constexpr, PAGE: tl.constexpr,
-                 B: tl.constexpr):  # fmt: skip
-    """Choose of a row of up to B scores; how many are chosen."""
-    at = tl.arange(0, B)
-    live = at < length
-    rank = _ranks(line, at, live)
-    entry = _entries(table, at, live, first, PAGE)
-    low, high, above = _bounds(rank, TOP_K)
+def _choose_scored(line, length, table, first, to, TOP_K: tl.constexpr, PAGE: tl.constexpr,
+                   B: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr, HELD: tl.constexpr,
+                   ALIGNED: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
+    """Choose of a row of up to B scores, which are HELD, or of any length; how many are chosen."""
+    x = ()
+    if HELD:
+        x = _held(line, 0, length, B, LANES, ALIGNED)
+        entry = _entries(table, 0, length, first, B, LANES, PAGE)
+    low, high, above = _bounds(line, length, x, TOP_K, B, LANES, PAIRS, ALIGNED, COMPILED)
     room = TOP_K - above
-    sure, equal = _take(rank, entry, to, low, high, room, 0, 0)
-    return sure + tl.minimum(equal, room)
-
-
-@triton.jit
-def _choose_read(line, length, table, first, to, TOP_K: tl.constexpr, PAGE: tl.constexpr,
-                 B: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
-    """`_choose_held` of a row of any length."""
-    low, high, above = _far_bounds(line, length, TOP_K, B, COMPILED)
-    room = TOP_K - above
-    sure, equal = length * 0, length * 0
-    for start in range(0, loop_bound(length, COMPILED), B):
-        at = start + tl.arange(0, B)
-        live = at < length
-        rank = _ranks(line, at, live)
-        entry = _entries(table, at, live, first, PAGE)
-        sure, equal = _take(rank, entry, to, low, high, room, sure, equal)
-    return sure + tl.minimum(equal, room)
-
-
-@triton.jit
-def _choose_long(line, length, table, first, to, TOP_K: tl.constexpr, PAGE: tl.constexpr,
-                 LONG: tl.constexpr, MOST: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
-    """The same of a row of up to MOST scores, held if it can be."""
-    if MOST <= LONG:
-        count = _choose_held(line, length, table, first, to, TOP_K, PAGE, MOST)
-    elif length <= LONG:
-        count = _choose_held(line, length, table, first, to, TOP_K, PAGE, LONG)
+    if HELD:
+        _take(x, entry, to, low, high, room, 0, 0)
     else:
-        count = _choose_read(line, length, table, first, to, TOP_K, PAGE, LONG, COMPILED)
-    return count
+        sure, equal = length * 0, length * 0
+        for start in range(0, loop_bound(length, COMPILED), B):
+            own = _held(line, start, length, B, LANES, ALIGNED)
+            entry = _entries(table, start, length, first, B, LANES, PAGE)
+            sure, equal = _take(own, entry, to, low, high, room, sure, equal)
+    return tl.where(low < high, TOP_K, above)
 
 
 @triton.jit
@@ -186,14 +248,19 @@ def _choose_kernel(
     RING: tl.constexpr,
     BK: tl.constexpr,
     BW: tl.constexpr,
+    LANES: tl.constexpr,
+    PAIRS: tl.constexpr,
     SHORT: tl.constexpr,
     LONG: tl.constexpr,
     MOST: tl.constexpr,
+    ALIGNED: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + t)
     line = scores + t * scores_stride
+    if ALIGNED:
+        line = tl.multiple_of(line, 16)
     table += t * table_stride
     to = chosen + t * chosen_stride
     near = length * 0
@@ -206,17 +273,69 @@ def _choose_kernel(
         to += near
     if length <= TOP_K:  # nothing was scored
         at = tl.arange(0, BK)
-        tl.store(to + at, _entries(table, at, at < length, first, PAGE), mask=at < length)
+        page = tl.load(table + at // PAGE, mask=at < length, other=0)
+        tl.store(to + at, first + page * PAGE + at % PAGE, mask=at < length)
         count = length
     elif MOST <= SHORT:
-        count = _choose_held(line, length, table, first, to, TOP_K, PAGE, MOST)
-    elif SHORT < LONG:
-        if length <= SHORT:
-            count = _choose_held(line, length, table, first, to, TOP_K, PAGE, SHORT)
-        else:
-            count = _choose_long(line, length, table, first, to, TOP_K, PAGE, LONG, MOST, COMPILED)
+        count = _choose_scored(
+            line, length, table, first, to, TOP_K, PAGE, MOST, LANES, PAIRS, True, ALIGNED, COMPILED
+        )
+    elif length <= SHORT:
+        count = _choose_scored(
+            line,
+            length,
+            table,
+            first,
+            to,
+            TOP_K,
+            PAGE,
+            SHORT,
+            LANES,
+            PAIRS,
+            True,
+            ALIGNED,
+            COMPILED,
+        )
+    elif MOST <= LONG:
+        count = _choose_scored(
+            line, length, table, first, to, TOP_K, PAGE, MOST, LANES, PAIRS, True, ALIGNED, COMPILED
+        )
+    elif SHORT == LONG:
+        count = _choose_scored(
+            line,
+            length,
+            table,
+            first,
+            to,
+            TOP_K,
+            PAGE,
+            LONG,
+            LANES,
+            PAIRS,
+            False,
+            ALIGNED,
+            COMPILED,
+        )
+    elif length <= LONG:
+        count = _choose_scored(
+            line, length, table, first, to, TOP_K, PAGE, LONG, LANES, PAIRS, True, ALIGNED, COMPILED
+        )
     else:
-        count = _choose_long(line, length, table, first, to, TOP_K, PAGE, LONG, MOST, COMPILED)
+        count = _choose_scored(
+            line,
+            length,
+            table,
+            first,
+            to,
+            TOP_K,
+            PAGE,
+            LONG,
+            LANES,
+            PAIRS,
+            False,
+            ALIGNED,
+            COMPILED,
+        )
     tl.store(counts + t, near + count)
 
 
@@ -265,12 +384,15 @@ def _launch(
     scores: Tensor, lengths: Tensor, kv: KvPages, places: Places | None, first: int,
     chosen: Tensor, counts: Tensor, *, top_k: int, window: int, ring: int,
 ) -> None:  # fmt: skip
-    most = triton.next_power_of_2(scores.shape[1])
+    most = max(32 * _RUN, triton.next_power_of_2(scores.shape[1]))
+    short = _SHORT if top_k < _SHORT else _LONG
+    warps = max(1, min(most, _LONG) // (32 * _RUN))
+    aligned = not (scores.shape[1] % 4 or scores.stride(0) % 4 or scores.data_ptr() % 16)
     positions, rings = (None, None) if places is None else (places.positions, places.rings)
     _choose_kernel[(chosen.shape[0],)](
         scores, scores.stride(0), lengths, kv.table, kv.table.stride(0), positions, rings, first,
         chosen, chosen.stride(0), counts, TOP_K=top_k, PAGE=kv.page_tokens, WINDOW=window,
         RING=ring, BK=triton.next_power_of_2(top_k), BW=triton.next_power_of_2(window),
-        SHORT=_SHORT if top_k < _SHORT else _LONG, LONG=_LONG, MOST=most, COMPILED=not INTERPRETED,
-        num_warps=_WARPS,
+        LANES=min(32 * warps, short // 4), PAIRS=_PAIRS, SHORT=short, LONG=_LONG, MOST=most,
+        ALIGNED=aligned, COMPILED=not INTERPRETED, num_warps=warps,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from moet_desk.kernels.kinds import SWIGLU, Glu
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.reference.experts import ExpertBias
 from moet_desk.kernels.triton.expert_math import load_tile, tile_products
+from moet_desk.kernels.triton.loads import in_order
 from moet_desk.kernels.triton.portable import PTX, product
 from moet_desk.kernels.triton.quant import (
     block_codes,
@@ -105,7 +106,7 @@ def _gate_up_kernel(
     BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr,
     FINE: tl.constexpr, LIMITED: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
-    QUANTIZE: tl.constexpr, PTX: tl.constexpr,
+    QUANTIZE: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // 32
     WORDS: tl.constexpr = 16 if FINE else 8
@@ -119,8 +120,9 @@ def _gate_up_kernel(
         rows = first + tl.arange(0, B)
         gate = load_tile(base, fine, rows, 2 * I, G, C, FINE)
         up = load_tile(base, fine, rows + I, 2 * I, G, C, FINE)
+        pairs = uniq_pair + in_order(expert * T, PTX and AHEAD)
         for t in range(T):
-            pair = tl.load(uniq_pair + expert * T + t)
+            pair = tl.load(pairs + t)
             if pair >= 0:
                 x, s = codes + t * (WORDS * G), scales + t * G
                 g = tile_products(gate, x, s, B, G, C, FINE, PTX)
@@ -160,7 +162,7 @@ def _down_kernel(
     H: tl.constexpr, I: tl.constexpr, T: tl.constexpr,
     BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
     BASE_OFFSET: tl.constexpr, FINE_OFFSET: tl.constexpr,
-    B: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr,
+    B: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = I // 32
     WORDS: tl.constexpr = 16 if FINE else 8
@@ -172,8 +174,9 @@ def _down_kernel(
             fine += tl.load(fine_slot + expert).to(tl.int64) * FINE_STRIDE + FINE_OFFSET
         rows = tl.program_id(0) * B + tl.arange(0, B)
         tile = load_tile(base, fine, rows, H, G, C, FINE)
+        pairs = uniq_pair + in_order(expert * T, PTX and AHEAD)
         for t in range(T):
-            pair = tl.load(uniq_pair + expert * T + t)
+            pair = tl.load(pairs + t)
             if pair >= 0:
                 x, s = codes + pair * (WORDS * G), scales + pair * G
                 y = tile_products(tile, x, s, B, G, C, FINE, PTX)
@@ -219,6 +222,7 @@ def experts_gate_up(
     glu: Glu = SWIGLU,
     tile: Tile | None = None,
     ptx: bool = PTX,
+    ahead: bool = True,
 ) -> None:
     """The GLU of gate x and up x of every pair; the products' bits are those of the twin.
 
@@ -227,7 +231,9 @@ def experts_gate_up(
         out float32 [P, I], rows of pairs in `uniq_pair` are written
     """
     tile = tile or tiles_of(pool).gate_up
-    _gate_up(pool, codes, scales, (out, out, out), tile, glu=glu, quantize=False, ptx=ptx)
+    _gate_up(
+        pool, codes, scales, (out, out, out), tile, glu=glu, quantize=False, ptx=ptx, ahead=ahead
+    )
 
 
 def experts_hidden(
@@ -242,6 +248,7 @@ def experts_hidden(
     arrived: Tensor | None = None,
     tile: Tile | None = None,
     ptx: bool = PTX,
+    ahead: bool = True,
 ) -> None:
     """`experts_gate_up` and its result as codes for `experts_down`, in one launch. Without
     `arrived`, in which programs count who is done, in two if a tile holds no whole block of 32
@@ -257,7 +264,10 @@ def experts_hidden(
     outs = (scratch, out_codes, out_scales)
     _check_codes(pool, out_codes)
     arrived = None if quantize else arrived
-    _gate_up(pool, codes, scales, outs, tile, glu=glu, quantize=quantize, arrived=arrived, ptx=ptx)
+    _gate_up(
+        pool, codes, scales, outs, tile, glu=glu, quantize=quantize, arrived=arrived, ptx=ptx,
+        ahead=ahead,
+    )  # fmt: skip
     if not quantize and arrived is None:
         quantize_rows(scratch, out_codes, out_scales)
 
@@ -270,6 +280,7 @@ def experts_down(
     part: Tensor,
     tile: Tile | None = None,
     ptx: bool = PTX,
+    ahead: bool = True,
 ) -> None:
     """Each pair's contribution, not yet weighted.
 
@@ -287,7 +298,7 @@ def experts_down(
         layout.hidden, layout.inter, pool.uniq_pair.shape[1],
         layout.base_stride, layout.fine_stride,
         layout.gate_up.base_bytes, layout.gate_up.fine_bytes,
-        tile.rows, _lanes(layout.inter), pool.fine is not None, ptx,
+        tile.rows, _lanes(layout.inter), pool.fine is not None, ptx, ahead,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -366,6 +377,7 @@ def _gate_up(
     quantize: bool,
     arrived: Tensor | None = None,
     ptx: bool,
+    ahead: bool,
 ) -> None:
     layout, n_experts = pool.layout, pool.uniq_slot.shape[0]
     fine, fine_slot = _fine_of(pool)
@@ -377,7 +389,7 @@ def _gate_up(
         layout.hidden, layout.inter, pool.uniq_pair.shape[1],
         layout.base_stride, layout.fine_stride,
         tile.rows, _lanes(layout.hidden),
-        pool.fine is not None, glu.limit is not None, glu.alpha, glu.shift, quantize, ptx,
+        pool.fine is not None, glu.limit is not None, glu.alpha, glu.shift, quantize, ptx, ahead,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 

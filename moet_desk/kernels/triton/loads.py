@@ -46,6 +46,9 @@ _ALL_1, _SEEN_1 = _ptx(_WORDS), _ptx(_WORDS, seen="$6")
 _ALL_2, _SEEN_2 = (_ptx(_WORDS, seen=s, turn="$5", pieces=2) for s in ("", "$6"))
 _ALL_4, _SEEN_4 = (_ptx(_WORDS, seen=s, turn="$5", pieces=4) for s in ("", "$6"))
 _IN_ORDER = tl.constexpr("{ bar.warp.sync 0xffffffff; mov.b32 $0, $1; }")
+_IN_ORDER_EIGHT = tl.constexpr(
+    "{ bar.warp.sync 0xffffffff; mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; }"
+)
 _ONE_FLOAT = tl.constexpr("ld.global.f32 $0, [$1];")
 _ONE_BF16 = tl.constexpr(
     "{ .reg .b16 zero, half; .reg .b32 w; mov.b16 zero, 0; ld.global.b16 half, [$1];"
@@ -91,6 +94,17 @@ def in_order(x, PTX: tl.constexpr):
     if PTX:
         return tl.inline_asm_elementwise(
             _IN_ORDER, "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        return x
+
+
+@triton.jit
+def in_order_halves(x, PTX: tl.constexpr):
+    """`in_order` of bfloat16, of which a thread has eight side by side: sixteen bytes."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _IN_ORDER_EIGHT, "=r,=r,=r,=r,r,r,r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=8
         )
     else:
         return x

@@ -9,6 +9,7 @@ Called on the engine thread.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,12 +18,15 @@ from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import pooled_key_bytes
 from moet_desk.kernels.triton.attention import query_scores
 from moet_desk.kernels.triton.kv_entries import KvPages, entry_of, load_vectors
+from moet_desk.kernels.triton.loads import in_order, in_order_halves
 from moet_desk.kernels.triton.numbers import bf16_code, e2m1_code, e2m1_value
 from moet_desk.kernels.triton.portable import INTERPRETED
 from moet_desk.kernels.triton.prepare import Rotation
 
-_TILE, _HEADS = 32, 16
-"""Keys that a program scores, and heads at a time."""
+HOPPER_SHAPE, CARD_SHAPE = (16, 64, 4), (32, 16, 4)
+"""Keys that a program scores, heads at a time, and warps; the former where queries are rounded and
+tensor cores take 64 heads at once.
+"""
 
 _ROUNDING_WARPS = 1
 """Of a program that rounds one vector: it waits for no other warp."""
@@ -136,7 +140,28 @@ def _query_kernel(
         nibbles, power = _rounded(x, FACTOR, D)
         scale = (power << 23).to(tl.float32, bitcast=True)
         x = tl.reshape(e2m1_value(nibbles) * scale[:, None], (D,))
-    tl.store(q_out + at + tl.arange(0, D), x)
+    tl.store(q_out + at + tl.arange(0, D), x.to(q_out.dtype.element_ty))
+
+
+@triton.jit
+def _raw_keys(pages, entry, live, D: tl.constexpr, ENTRY: tl.constexpr):
+    """Codes [S, D / 2] and exponents [S, D / 32] of rounded keys, int32."""
+    line = pages + entry * ENTRY
+    pair = tl.arange(0, D // 2)
+    codes = tl.load(line[:, None] + pair[None, :], mask=live[:, None], other=0).to(tl.int32)
+    block = D // 2 + tl.arange(0, D // 32)
+    power = tl.load(line[:, None] + block[None, :], mask=live[:, None], other=127)
+    return codes, power.to(tl.int32)
+
+
+@triton.jit
+def _decoded_keys(codes, power, D: tl.constexpr):
+    """Keys [S, D] float32."""
+    S: tl.constexpr = codes.shape[0]
+    values = tl.interleave(e2m1_value(codes & 15), e2m1_value(codes >> 4))
+    scale = (power << 23).to(tl.float32, bitcast=True)
+    blocks = tl.reshape(values, (S, D // 32, 32)) * scale[:, :, None]
+    return tl.reshape(blocks, (S, D))
 
 
 @triton.jit
@@ -145,16 +170,8 @@ def stored_keys(pages, entry, live, D: tl.constexpr, ENTRY: tl.constexpr, FORM: 
     if FORM == "f32" or FORM == "bf16":
         return load_vectors(pages, entry, live, ENTRY, 0, D, 0, D, FORM, False)
     else:
-        S: tl.constexpr = entry.shape[0]
-        line = pages + entry * ENTRY
-        pair = tl.arange(0, D // 2)
-        codes = tl.load(line[:, None] + pair[None, :], mask=live[:, None], other=0).to(tl.int32)
-        values = tl.interleave(e2m1_value(codes & 15), e2m1_value(codes >> 4))
-        block = D // 2 + tl.arange(0, D // 32)
-        power = tl.load(line[:, None] + block[None, :], mask=live[:, None], other=127)
-        scale = (power.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        blocks = tl.reshape(values, (S, D // 32, 32)) * scale[:, :, None]
-        return tl.reshape(blocks, (S, D))
+        codes, power = _raw_keys(pages, entry, live, D, ENTRY)
+        return _decoded_keys(codes, power, D)
 
 
 @triton.jit
@@ -166,6 +183,7 @@ def _score_kernel(
     pages,
     table,
     table_stride,
+    table_size,
     lengths,
     scores,
     scores_stride,
@@ -178,14 +196,20 @@ def _score_kernel(
     FORM: tl.constexpr,
     MMA: tl.constexpr,
 ):
+    ROUNDED: tl.constexpr = FORM != "f32" and FORM != "bf16"
     t = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * TILE
+    at = first + tl.arange(0, TILE)
+    page = at // PAGE  # asked for while nobody knows yet how many there are
+    page = tl.load(table + t * table_stride + page, mask=page < table_size, other=0)
     length = tl.load(lengths + t)
     if first < length:
-        at = first + tl.arange(0, TILE)
         live = at < length
-        entry = entry_of(table + t * table_stride, tl.where(live, at, first), PAGE)
-        keys = stored_keys(pages, entry, live, D, ENTRY, FORM)
+        entry = page.to(tl.int64) * PAGE + at % PAGE
+        if ROUNDED:
+            codes, power = _raw_keys(pages, entry, live, D, ENTRY)
+        else:
+            keys = stored_keys(pages, entry, live, D, ENTRY, FORM)
         j = tl.arange(0, D)
         found = tl.zeros([TILE], tl.float32)
         # All queries are asked for at once; a few heads at a time are multiplied.
@@ -197,17 +221,30 @@ def _score_kernel(
                 tl.load(q + line + j[None, :], mask=(head < N)[:, None], other=0.0),
             )
             weight = tl.load(weights + t * weights_stride + head, mask=head < N, other=0.0)
+            weight = in_order(weight.to(tl.int32, bitcast=True), MMA).to(tl.float32, bitcast=True)
             heads = heads + (weight * scale,)
-        for i in tl.static_range((N + BH - 1) // BH):
-            if MMA and FORM != "f32" and FORM != "bf16":
+        if ROUNDED and MMA:
+            asked = ()
+            for i in tl.static_range((N + BH - 1) // BH):
                 # As round as keys: bfloat16 holds all of them, and one product is exact.
-                products = tl.dot(queries[i].to(tl.bfloat16), tl.trans(keys.to(tl.bfloat16)))
+                asked = asked + (in_order_halves(queries[i].to(tl.bfloat16), MMA),)
+            queries = asked
+        if ROUNDED:
+            keys = _decoded_keys(in_order(codes, MMA), power, D)
+        for i in tl.static_range((N + BH - 1) // BH):
+            if MMA and ROUNDED:
+                products = tl.dot(queries[i], tl.trans(keys.to(tl.bfloat16)))
             else:
-                products = query_scores(queries[i], keys, FORM, MMA)
+                products = query_scores(queries[i].to(tl.float32), keys, FORM, MMA)
             # not `maximum`: that would lose a NaN
             products = tl.where(products < 0.0, 0.0, products)
             found += tl.sum(products * heads[i][:, None], 0)
         tl.store(scores + t * scores_stride + at, found, mask=live)
+
+
+def rounds(form: KvFormat) -> bool:
+    """Whether queries are rounded, as keys of this format are; then bfloat16 holds them."""
+    return form in (KvFormat.FP8, KvFormat.NVFP4)
 
 
 def store_keys(
@@ -241,12 +278,12 @@ def prepare_queries(q: Tensor, out: Tensor, form: KvFormat, *, rotation: Rotatio
     """Rotate queries, and round them where keys of this format are.
 
     Shapes:
-        q, out [T, N, D] float32, as `store_keys`
+        q [T, N, D] float32, as `store_keys`; out [T, N, D] float32, or bfloat16 where `rounds`
     """
     rows, n, d = q.shape
     _query_kernel[(rows, n)](
         q, out, rotation.cos, rotation.sin, rotation.positions, D=d, DR=2 * rotation.cos.shape[1],
-        FACTOR=d**-0.5, ROUNDS=form in (KvFormat.FP8, KvFormat.NVFP4),
+        FACTOR=d**-0.5, ROUNDS=rounds(form),
         num_warps=_ROUNDING_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -258,8 +295,8 @@ def score_windows(
     relu(q . k).
 
     Shapes:
-        q [T, N, D], weights [T, N] float32 (rows of these may lie apart); lengths [T] int32,
-        windows closed for a row
+        q [T, N, D] as `prepare_queries` gives it; weights [T, N] float32 (rows may lie apart)
+        lengths [T] int32, windows closed for a row
         scores [T, S] float32, of which row t gets the first lengths[t]
 
     Raises:
@@ -267,11 +304,19 @@ def score_windows(
     """
     rows, n, d = q.shape
     check_keys(kv, d)
-    _score_kernel[(triton.cdiv(scores.shape[1], _TILE), rows)](
-        q, weights, weights.stride(0), scale, kv.pages, kv.table, kv.table.stride(0), lengths,
-        scores, scores.stride(0), N=n, D=d, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, TILE=_TILE,
-        BH=_HEADS, FORM=kv.form.value, MMA=not INTERPRETED, num_warps=4, num_stages=1,
+    tile, heads, warps = _shape(q.device, kv.form)
+    _score_kernel[(triton.cdiv(scores.shape[1], tile), rows)](
+        q, weights, weights.stride(0), scale, kv.pages, kv.table, kv.table.stride(0),
+        kv.table.shape[1], lengths, scores, scores.stride(0), N=n, D=d, PAGE=kv.page_tokens,
+        ENTRY=kv.entry_bytes, TILE=tile, BH=heads, FORM=kv.form.value, MMA=not INTERPRETED,
+        num_warps=warps, num_stages=1,
     )  # fmt: skip
+
+
+def _shape(device: torch.device, form: KvFormat) -> tuple[int, int, int]:
+    if INTERPRETED or not rounds(form) or torch.cuda.get_device_capability(device)[0] != 9:
+        return CARD_SHAPE
+    return HOPPER_SHAPE
 
 
 def check_keys(kv: KvPages, d: int) -> None:

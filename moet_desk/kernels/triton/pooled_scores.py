@@ -20,6 +20,7 @@ from moet_desk.kernels.triton.pooled_keys import (
     block_codes,
     check_keys,
     hadamard,
+    rounds,
     stored_keys,
 )
 from moet_desk.kernels.triton.portable import INTERPRETED
@@ -147,11 +148,6 @@ def _score_run_kernel(
                 found += tl.sum(products * (weight * scale)[None, :], 1)
             seen = at < tl.load(lengths + t)
             tl.store(scores + tl.cast(t, tl.int64) * scores_stride + at, found, mask=seen)
-
-
-def rounds(form: KvFormat) -> bool:
-    """Whether queries are rounded, as keys of this format are; then bfloat16 holds them."""
-    return form in (KvFormat.FP8, KvFormat.NVFP4)
 
 
 def prepare_run(q: Tensor, out: Tensor, form: KvFormat, *, rotation: Rotation) -> None:

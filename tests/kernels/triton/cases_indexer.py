@@ -48,16 +48,18 @@ def _choose(top_k: int, most: int, *, near: bool) -> Case:
         "table_stride": "i32", "first": "i32", "chosen": "*i32", "chosen_stride": "i32",
         "counts": "*i32",
     }  # fmt: skip
+    short = choose._SHORT if top_k < choose._SHORT else choose._LONG
+    warps = min(most, choose._LONG) // (32 * choose._RUN)
     values = {
         "TOP_K": top_k, "PAGE": 64, "WINDOW": 128, "RING": 640, "BK": top_k, "BW": 128,
-        "SHORT": choose._SHORT if top_k < choose._SHORT else choose._LONG, "LONG": choose._LONG,
-        "MOST": most, "COMPILED": True, "positions": None, "rings": None,
+        "SHORT": short, "LONG": choose._LONG, "LANES": 32 * warps, "PAIRS": choose._PAIRS,
+        "MOST": most, "ALIGNED": True, "COMPILED": True, "positions": None, "rings": None,
     }  # fmt: skip
     if near:
         types |= {"positions": "*i32", "rings": "*i32"}
         del values["positions"], values["rings"]
     name = f"choose {top_k} of {most}"
-    return Case(name, choose._choose_kernel, types, values, choose._WARPS)
+    return Case(name, choose._choose_kernel, types, values, warps)
 
 
 def _chosen_decode(form: KvFormat) -> Case:

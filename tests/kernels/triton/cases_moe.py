@@ -15,6 +15,7 @@ from moet_desk.kernels.triton import (
     experts,
     fetch,
     grouped,
+    lookahead,
     quant,
     route,
     routed_lookup,
@@ -74,6 +75,7 @@ def expert_cases(
         "FINE_STRIDE": layout.fine_stride,
         "FINE": fine,
         "PTX": True,
+        "AHEAD": True,
     }
     gate_up = {"out": "*fp32", "out_codes": "*i32", "out_scales": "*fp32", "limit": "fp32"}
     for tile in {tiles.gate_up, experts.Tile(32, 8)} if name == "ds4" else {tiles.gate_up}:
@@ -200,6 +202,22 @@ def lookup_case(n_tokens: int, top_k: int) -> Case:
         constexprs,
         1 if pairs <= 16 else 4,
         NO_FUSION | {"maxnreg": 128},
+        fused=0,
+    )
+
+
+def look_ahead_case(n_tokens: int, top_k: int) -> Case:
+    tables = "slot_of owner last_used free n_free hand clock limit counters ahead"
+    others = "ids most chosen before_n before_row miss_n miss_row miss_slot"
+    pairs = triton.next_power_of_2(n_tokens * top_k)
+    constexprs: dict[str, Any] = {"L": 43, "E": 256, "T": n_tokens, "K": top_k, "PAIRS": pairs}
+    return Case(
+        f"look_ahead T={n_tokens} K={top_k}",
+        lookahead._look_ahead_kernel,
+        pointers("*i32", f"{tables} {others}") | {"warmth": "*fp32", "layer": "i32"},
+        constexprs,
+        1 if pairs <= 16 else 4,
+        {"maxnreg": 128},
         fused=0,
     )
 
@@ -362,6 +380,8 @@ CASES = [
     lookup_case(3, 8),
     lookup_case(8, 8),
     *(routed_lookup_case(*size, fetches=f) for size in ((1, 6), (2, 8)) for f in (False, True)),
+    look_ahead_case(1, 6),
+    look_ahead_case(8, 8),
     *fetch_cases(),
     route_case(256, 6, 2, 1),
     route_case(256, 8, 1, 8),

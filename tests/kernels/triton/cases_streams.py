@@ -39,6 +39,12 @@ def _cases() -> Iterator[Case]:
             name = f"shared_decode {form.value} {tile}"
             own = {**values, "SHORTEST": 32, "TILE": tile}
             yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",), only=card)
+        kernel = shared_attention._sliced_decode_kernel
+        types, words = {**types, "width": "i32"}, form is KvFormat.NVFP4
+        for round_, once, only in ((32, 1, None), (32, 2, None), (32, 0, 90), (16, 0, 120)):
+            name = f"sliced_decode {form.value} {round_} once={once}"
+            own = {**values, "SHORTEST": 32, "TILE": round_, "ONCE": once, "WORDS": words}
+            yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",), only=only)
     types = {
         **TURNS, "sums": F32, "stats": F32, "lengths": "*i32", "sink": F32, "out": F32,
         "group_stride": "i32", "row_stride": "i32",
@@ -47,7 +53,10 @@ def _cases() -> Iterator[Case]:
         "D": 512, "DR": 64, "EACH": 8, "SPLITS": 64, "SHORTEST": 32, "B": 128, "AHEAD": 24,
         "COMPILED": True,
     }  # fmt: skip
-    yield Case("join_back", shared_attention._join_back_kernel, types, values, 1, EXACT)
+    for few in (True, False):
+        own = {**values, "FEW": few}
+        kernel = shared_attention._join_back_kernel
+        yield Case(f"join_back few={few}", kernel, types, own, 1, EXACT)
     for ratio, overlap, dim in ((4, True, 512), (4, True, 128), (128, False, 512)):
         types = {
             "joined": F32, "joined_stride": "i32", "places": F32, "positions": "*i32",
@@ -167,16 +176,22 @@ def _keys() -> Iterator[Case]:
         types = {**TURNS, **pages, "vectors": F32, "weight": "*bf16", "eps": "fp32"}
         values = {**size, "D": 128, "DR": 64, "RATIO": 4, "FACTOR": 128**-0.5}
         yield Case(f"pooled_key {form.value}", pooled_keys._key_kernel, types, values, 1, EXACT)
-        types = {**TURNS, "q": F32, "q_out": F32}
+        query = "*bf16" if form is KvFormat.FP8 else F32
+        types = {**TURNS, "q": F32, "q_out": query}
         values = {"D": 128, "DR": 64, "FACTOR": 128**-0.5, "ROUNDS": form is KvFormat.FP8}
         yield Case(f"pooled_query {form.value}", pooled_keys._query_kernel, types, values, 1, EXACT)
         types = {
-            **pages, "q": F32, "weights": F32, "weights_stride": "i32", "scale": "fp32",
-            "lengths": "*i32", "scores": F32, "scores_stride": "i32",
+            **pages, "q": query, "weights": F32, "weights_stride": "i32", "scale": "fp32",
+            "table_size": "i32", "lengths": "*i32", "scores": F32, "scores_stride": "i32",
         }  # fmt: skip
-        values = {**size, "N": 64, "D": 128, "TILE": 32, "BH": 16, "MMA": True}
         name, kernel = f"pooled_score {form.value}", pooled_keys._score_kernel
-        yield Case(name, kernel, types, values, 4, ONE_STAGE, wants=("HMMA",))
+        shapes = {None: pooled_keys.CARD_SHAPE}
+        if form is KvFormat.FP8:
+            shapes = {90: pooled_keys.HOPPER_SHAPE, 120: pooled_keys.CARD_SHAPE}
+        for card, (tile, heads, warps) in shapes.items():
+            values = {**size, "N": 64, "D": 128, "TILE": tile, "BH": heads, "MMA": True}
+            wants = ("HGMMA" if card == 90 else "HMMA",)
+            yield Case(name, kernel, types, values, warps, ONE_STAGE, wants=wants, only=card)
 
 
 def _prompts() -> Iterator[Case]:

@@ -83,7 +83,7 @@ class Steps:
         b: Any = SimpleNamespace(
             ids=torch.zeros(8, TOP_K, dtype=torch.int32), codes=empty, hidden_codes=empty,
             scales=torch.empty(8), hidden=torch.empty(64), hidden_scales=torch.empty(64),
-            part=torch.empty(64),
+            part=torch.empty(64), arrived=torch.empty(64),
         )  # fmt: skip
 
         def note(pool: ExpertPool, *_: object, **__: object) -> None:

@@ -10,7 +10,12 @@ from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import pooled_key_bytes
 from moet_desk.kernels.triton.kv_entries import KvPages
-from moet_desk.kernels.triton.pooled_keys import prepare_queries, score_windows, store_keys
+from moet_desk.kernels.triton.pooled_keys import (
+    prepare_queries,
+    rounds,
+    score_windows,
+    store_keys,
+)
 from moet_desk.kernels.triton.pooled_scores import prepare_run, score_run
 from moet_desk.kernels.triton.prepare import Rotation
 
@@ -56,7 +61,7 @@ def test_store_keys__windows_that_close__near_the_twin_and_no_others(form: KvFor
 @pytest.mark.parametrize("form", FORMS)
 def test_prepare_queries__rows_and_heads__near_the_twin(form: KvFormat) -> None:
     q, rotation = _random(3, HEADS, DIM, seed=3), _rotation([0, 17, 33])
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, dtype=torch.bfloat16 if rounds(form) else torch.float32)
     prepare_queries(q, out, form, rotation=rotation)
     want = _turned(q, rotation, [0, 17, 33])
     if form in (KvFormat.FP8, KvFormat.NVFP4):

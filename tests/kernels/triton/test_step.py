@@ -63,3 +63,28 @@ def test_step__experts_promoted_between_steps__same_bits(tmp_path: Path) -> None
     assert torch.equal(*logits)
     assert hits[0] == 0
     assert hits[1] > 0
+
+
+@pytest.mark.slow
+def test_step__rows_brought_ahead_for_the_next_layer__same_bits(tmp_path: Path) -> None:
+    config = {**CONFIGS["v3_groups_yarn"], "num_hidden_layers": 4}
+    save_source(random_model(config, 0.25), tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    logits: dict[bool, list[torch.Tensor]] = {}
+    for lookahead in (False, True):
+        options = EngineOptions(
+            save_heat=False, max_running=4, vram_bytes=10**9, pool_slots=32, lookahead=lookahead,
+            **OPTIONS,
+        )  # fmt: skip
+        core = load_cuda(pack, options, device=torch.device("cpu"))
+        sequence = core.kv.reserve(8)
+        assert sequence is not None
+        found = logits[lookahead] = []
+        for token in IDS:
+            found.append(core.model.run([StepRow(token, sequence)], Plane.BASE).clone())
+            sequence.length += 1
+        brought, needed = core.pools[Plane.BASE].tables.ahead.sum(0).tolist()
+        assert (brought > 0) == lookahead
+        assert core.residency.counters(step_s=0.0).from_ram >= needed > -1
+        core.close()
+    assert all(torch.equal(a, b) for a, b in zip(*logits.values(), strict=True))

@@ -55,6 +55,37 @@ def lookup(
     for row in uniq:
         if row not in missing:
             tables.last_used[tables.slot_of[row].long()] = now
+    misses, evicted = _give_slots(tables, missing, now, before)
+    uniq_slot = torch.full((n_tokens * top_k,), -1, dtype=torch.int32)
+    uniq_slot[: len(uniq)] = tables.slot_of[torch.tensor(uniq, dtype=torch.int64)]
+    counts = [len(used), len(used) - len(misses), len(misses), len(evicted)]
+    tables.counters[layer] += torch.tensor(counts, dtype=torch.int32)
+    tables.clock.add_(int(ends_step))
+    return Found(uniq_slot, uniq_pair, misses, evicted)
+
+
+def look_ahead(
+    ids: Tensor, most: int, tables: GpuTables, layer: int, *, chosen: Tensor, brought: list[int]
+) -> list[tuple[int, int]]:
+    """Change CPU tables as that kernel does; rows to bring and their slots."""
+    now = int(tables.clock) * tables.n_layers + layer + 1
+    asked = {(layer - 1) * tables.n_experts + e for e in chosen.flatten().tolist() if e >= 0}
+    counts = [len(brought), sum(row in asked for row in brought)]
+    tables.ahead[layer - 1] += torch.tensor(counts, dtype=torch.int32)
+    likely = [layer * tables.n_experts + e for e in ids[:, :most].flatten().tolist()]
+    rows = list(dict.fromkeys(likely))
+    missing = [row for row in rows if tables.slot_of[row] == FREE]
+    for row in rows:
+        if row not in missing:
+            tables.last_used[tables.slot_of[row].long()] = now
+    misses, evicted = _give_slots(tables, missing, now, 1)
+    tables.counters[layer, 3] += len(evicted)
+    return misses
+
+
+def _give_slots(
+    tables: GpuTables, missing: list[int], now: int, before: int
+) -> tuple[list[tuple[int, int]], list[int]]:
     misses, evicted = [], []
     for row in missing:
         slot = _free_slot(tables)
@@ -67,12 +98,7 @@ def lookup(
         tables.slot_of[row] = slot
         tables.last_used[slot] = now
         misses.append((row, slot))
-    uniq_slot = torch.full((n_tokens * top_k,), -1, dtype=torch.int32)
-    uniq_slot[: len(uniq)] = tables.slot_of[torch.tensor(uniq, dtype=torch.int64)]
-    counts = [len(used), len(used) - len(misses), len(misses), len(evicted)]
-    tables.counters[layer] += torch.tensor(counts, dtype=torch.int32)
-    tables.clock.add_(int(ends_step))
-    return Found(uniq_slot, uniq_pair, misses, evicted)
+    return misses, evicted
 
 
 def _free_slot(tables: GpuTables) -> int | None:
