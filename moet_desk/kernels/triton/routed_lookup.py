@@ -24,7 +24,6 @@ MOST_ROUTED = 2
 """Tokens whose experts one program chooses: more at once are sooner done by one program each."""
 
 _PAIRS_OF_A_WARP = 16
-ROLLED = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ def _route_and_look_up(
     E2: tl.constexpr, K2: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
-    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, ROLLED: tl.constexpr,
+    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr,
     PTX: tl.constexpr, WAITING: tl.constexpr,
 ):  # fmt: skip
     # All loads come before anything is computed: what they ask for was not read since the step
@@ -76,7 +75,7 @@ def _route_and_look_up(
         x = tl.load(logits + t * E + i, mask=inside, other=-float("inf"))
         own, counts, pairs = best_experts(
             x, own_bias, pairs, scale, t * K, n_rounds, E, E2, K, K2, SCORE, BIASED,
-            GROUPS, KEPT, GROUPS2, RENORM, ROLLED, PTX,
+            GROUPS, KEPT, GROUPS2, RENORM, PTX,
         )  # fmt: skip
         tl.store(ids + t * K + k, own, mask=k < K)
         tl.store(weights + t * K + k, counts, mask=k < K)
@@ -99,7 +98,7 @@ def _routed_lookup_kernel(
     E2: tl.constexpr, K2: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
-    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, ROLLED: tl.constexpr,
+    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     _route_and_look_up(
@@ -107,7 +106,7 @@ def _routed_lookup_kernel(
         ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
         uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, None,
         E2, K2, SCORE, BIASED, GROUPS, KEPT, GROUPS2, RENORM, L, E, PER_USE, T, K, PAIRS, CELLS,
-        ADVANCE, ROLLED, PTX, 0,
+        ADVANCE, PTX, 0,
     )  # fmt: skip
 
 
@@ -120,7 +119,7 @@ def _routed_fetch_kernel(
     E2: tl.constexpr, K2: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
-    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, ROLLED: tl.constexpr,
+    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr,
     PTX: tl.constexpr,
     STRIDE: tl.constexpr, WORDS: tl.constexpr, WAITING: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +129,7 @@ def _routed_fetch_kernel(
             ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
             uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, waiting,
             E2, K2, SCORE, BIASED, GROUPS, KEPT, GROUPS2, RENORM, L, E, PER_USE, T, K, PAIRS, CELLS,
-            ADVANCE, ROLLED, PTX, WAITING,
+            ADVANCE, PTX, WAITING,
         )  # fmt: skip
     else:
         copy_when_known(
@@ -179,7 +178,7 @@ def route_and_look_up(
         triton.next_power_of_2(routing.n_groups), routing.renormalize,
         tables.n_layers, n_experts, 1.0 / (HALF_LIFE * tables.n_layers), n_tokens, top_k,
         triton.next_power_of_2(n_pairs), triton.next_power_of_2(n_pairs * n_tokens), ends_step,
-        ROLLED, PTX,
+        PTX,
     )  # fmt: skip
     options = {"num_warps": 1, "maxnreg": 128, "enable_fp_fusion": False}
     if slots is None or arena is None:
