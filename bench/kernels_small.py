@@ -145,7 +145,7 @@ def cold(calls: list[Callable[[], None]], crowd: Crowd) -> dict[str, float]:
     graph = captured(calls, crowd)
     found = {"cold_us": round((replay_us(graph) - alone) / len(calls), 2)}
     runs = kernel_runs(lambda: [graph.replay() for _ in range(3)])
-    for name in ("_routed_lookup_kernel", "_fetch_kernel"):
+    for name in ("_routed_lookup_kernel", "_fetch_kernel", "_routed_fetch_kernel"):
         own = [run.end_us - run.start_us for run in runs if run.name.startswith(name)]
         if own:
             found["cold" + name] = round(median(own), 2)

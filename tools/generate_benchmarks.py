@@ -331,14 +331,19 @@ def _reader(name: str) -> str | None:
     return "_gemv_kernel"
 
 
+_FETCHES = ("_routed_fetch_kernel", "_fetch_kernel")
+"""Kernels that read rows over PCIe; beside the first, the other reads what tables name, a few."""
+
+
 def kernel_bytes(body: Mapping[str, Any], dense: Mapping[str, int]) -> dict[str, float]:
     """Bytes that a step reads, by kernel; from VRAM, or of the fetch over PCIe."""
     experts = body["bytes_per_step"]["pcie"] / (1 - body["hit_rate"])  # of all look-ups
+    fetches = next(name for name in _FETCHES if name in body["step_ms"]["by_kernel"])
     return {
         **dense,
         "_gate_up_kernel": experts * 2 / 3,
         "_down_kernel": experts / 3,
-        "_fetch_kernel": body["bytes_per_step"]["pcie"],
+        fetches: body["bytes_per_step"]["pcie"],
     }
 
 
@@ -368,7 +373,7 @@ def least_ms(
     kernel: str, launches: float, body: Mapping[str, Any], n_bytes: Mapping[str, float]
 ) -> float:
     """The larger of what bytes and what launches take."""
-    link = "pcie" if kernel == "_fetch_kernel" else "vram"
+    link = "pcie" if kernel in _FETCHES else "vram"
     rate: float = body["measured_bw"][f"{link}_bytes_per_s"]
     return max(1e3 * n_bytes.get(kernel, 0) / rate, launches * LAUNCH_US / 1e3)
 

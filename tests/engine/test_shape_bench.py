@@ -469,7 +469,7 @@ def test_measure__tiny_model_interpreted__whole_figures(
     launched.clear()
     bench.steps(1)
     assert launched - set(GROUP_OF_KERNEL) == set()
-    own = {"_fetch_kernel", "_routed_lookup_kernel", "_swiglu_gemv_kernel", "_scan_kernel"}
+    own = {"_routed_fetch_kernel", "_swiglu_gemv_kernel", "_scan_kernel"}
     assert own <= launched
     assert "_pass_kernel" not in launched
 

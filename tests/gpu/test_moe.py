@@ -15,7 +15,7 @@ from moet_desk.kernels import reference
 from moet_desk.kernels.kinds import Activations, Glu, Score
 from moet_desk.kernels.mailbox import MAILBOX, Answer, Request, answer, read_request
 from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup
-from moet_desk.kernels.triton.experts import Tile, experts_hidden
+from moet_desk.kernels.triton.experts import Tile
 from moet_desk.kernels.triton.fetch import (
     READ_FAILED,
     TIMED_OUT,
@@ -117,24 +117,6 @@ def test_experts__any_tile__same_bits(fine: bool) -> None:
     want = run_step(step, device=GPU)
     for gate_up, down in ((Tile(4, 1), Tile(32, 4)), (Tile(32, 8), Tile(8, 2))):
         assert_same_bits(run_step(step, device=GPU, gate_up=gate_up, down=down), want)
-
-
-@pytest.mark.parametrize("fine", [False, True])
-def test_experts_hidden__programs_count_who_is_done__codes_of_two_launches(fine: bool) -> None:
-    step = random_step(2048, 512, 3, 3, fine=fine)
-    want, pool = run_step(step, device=GPU, gate_up=Tile(8, 4)), step.pool(GPU)
-    codes, scales = planar_codes(step.x.to(GPU), step.kind)
-    arrived = torch.zeros(9, 16, dtype=torch.int32, device=GPU)
-    for tile in (Tile(4, 4), Tile(8, 4), Tile(16, 4)) * 20:
-        hidden, out_scales = torch.zeros(9, 512, device=GPU), torch.zeros(9, 16, device=GPU)
-        out_codes = torch.zeros(9, *planar_shape(512, step.kind), device=GPU).int()
-        experts_hidden(
-            pool, codes, scales, scratch=hidden, out_codes=out_codes, out_scales=out_scales,
-            arrived=arrived, tile=tile,
-        )  # fmt: skip
-        assert torch.equal(out_codes.cpu(), want.codes)
-        assert torch.equal(out_scales.cpu(), want.scales)
-        assert not arrived.any()
 
 
 @pytest.mark.parametrize("fine", [False, True])

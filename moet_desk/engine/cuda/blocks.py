@@ -85,15 +85,29 @@ class Branch:
             ]
 
     @contextmanager
-    def beside(self, lane: int = 0) -> Iterator[None]:
-        """Launches inside follow what was launched so far and run beside what comes."""
+    def beside(self, lane: int = 0, *, since: Callable[[], None] | None = None) -> Iterator[None]:
+        """Launches inside follow what was launched so far, or before the fork `since`, and run
+        beside what comes.
+        """
         if not self._streams:
             yield
             return
         stream = self._streams[lane]
-        stream.wait_stream(torch.cuda.current_stream())
+        if since is None:
+            stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            if since is not None:
+                since()
             yield
+
+    def fork(self) -> Callable[[], None]:
+        """A place in the main stream, for `beside`. What is launched there before the lane is
+        comes first on the card, where both could begin: a lane that begins first fills it.
+        """
+        if not self._streams:
+            return lambda: None
+        event = torch.cuda.current_stream().record_event()
+        return lambda: torch.cuda.current_stream().wait_event(event)
 
     def mark(self, lane: int = 0) -> Callable[[], None]:
         """What lets later launches follow those that are in the lane now, but no later ones.
@@ -325,17 +339,17 @@ class MoeLaunches:
         """
         t = slice(0, rows)
         experts.begin(b, rows)
-        if self.shared is not None:  # beside the router, the look-up and the fetch
-            with self._branch.beside():
-                self.shared.launch(b, rows, out=b.shared_out[t], residual=None)
-                if self.w_shared_gate is not None:
-                    gemv(b.normed[t], self.w_shared_gate, b.shared_gate[t])
-                    gated(b.shared_out[t], b.shared_gate[t], b.shared_out[t])
-        routing = self._routing(b, rows)
+        fork, routing = self._branch.fork(), self._routing(b, rows)
         if routing is None:
             self.choose(b, rows, tokens)
         else:
             gemv(b.normed[t], self.w_router, b.router[t], bias=self.logit_bias)
+        if self.shared is not None:  # beside the router, the look-up and the fetch
+            with self._branch.beside(since=fork):
+                self.shared.launch(b, rows, out=b.shared_out[t], residual=None)
+                if self.w_shared_gate is not None:
+                    gemv(b.normed[t], self.w_shared_gate, b.shared_gate[t])
+                    gated(b.shared_out[t], b.shared_gate[t], b.shared_out[t])
         experts(self.moe_layer, b, rows, routing)
         if self.shared is not None:
             self._branch.join()

@@ -186,7 +186,6 @@ class StepBuffers:
     hidden: Tensor
     hidden_codes: Mapping[Activations, Tensor]  # likewise
     hidden_scales: Tensor
-    arrived: Tensor  # int32, zeros: programs that are done with a block of `hidden`
     part: Tensor
     shared_mid: Tensor
     shared_out: Tensor
@@ -236,7 +235,6 @@ class StepBuffers:
             hidden=f32(pairs, moe.inter),
             hidden_codes=codes(pairs, moe.inter),
             hidden_scales=f32(pairs, moe.inter // 32),
-            arrived=i32(pairs, moe.inter // 32),
             part=f32(pairs, spec.hidden),
             shared_mid=f32(rows, max([moe.shared_inter, *dense, 1])),
             shared_out=f32(rows, spec.hidden),

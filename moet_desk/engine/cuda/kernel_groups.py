@@ -68,6 +68,7 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_lookup_kernel": Group.ROUTER,
     "_routed_lookup_kernel": Group.ROUTER,
     "_fetch_kernel": Group.FETCH,
+    "_routed_fetch_kernel": Group.FETCH,
     "_post_kernel": Group.FETCH,
     "_wait_kernel": Group.FETCH,
     "_gate_up_kernel": Group.EXPERTS,

@@ -6,6 +6,7 @@ The twin is engine/blocks/pooled; rows read what rows before them left in the la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -144,7 +145,11 @@ class PooledRows:
 class Aside(Protocol):
     """Lanes for launches that need not wait for those of the main one (`blocks.Branch`)."""
 
-    def beside(self, lane: int = 0) -> AbstractContextManager[None]: ...
+    def beside(
+        self, lane: int = 0, *, since: Callable[[], None] | None = None
+    ) -> AbstractContextManager[None]: ...
+
+    def fork(self) -> Callable[[], None]: ...
 
     def join(self, lane: int = 0) -> None: ...
 
@@ -156,8 +161,13 @@ _POOLS, _INDEX = 0, 1
 class _InOrder:
     """No lanes: one launch after the other."""
 
-    def beside(self, lane: int = 0) -> AbstractContextManager[None]:
+    def beside(
+        self, lane: int = 0, *, since: Callable[[], None] | None = None
+    ) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def fork(self) -> Callable[[], None]:
+        return lambda: None
 
     def join(self, lane: int = 0) -> None:
         return
@@ -258,14 +268,15 @@ class PooledLaunches:
         aside = _InOrder() if branch is None else branch
         rotation = Rotation(places.positions, *self._turns, interleaved=True)
         looks = self._index is not None and not rows.sees_all
-        with aside.beside(_POOLS):
+        fork = aside.fork()
+        latent = NormOf(self._q_norm, mixer.norm_eps, b.latent[t], b.arrived)
+        products.normed(normed, self._w_in, b.joined[t], latent)
+        with aside.beside(_POOLS, since=fork):
             self._pool_keys(b, products, normed, rows, rotation)
             if not looks:
                 self._pool_entries(b, rows)
                 if rows.run is None:
                     self._list(b, rows)
-        latent = NormOf(self._q_norm, mixer.norm_eps, b.latent[t], b.arrived)
-        products.normed(normed, self._w_in, b.joined[t], latent)
         if looks:
             with aside.beside(_INDEX):
                 self._ask(b, products, rows, rotation)

@@ -354,6 +354,5 @@ class PoolExperts:
         experts_hidden(
             pool, codes, b.scales[t], scratch=b.hidden[pairs],
             out_codes=hidden_codes, out_scales=hidden_scales, glu=self._form.glu,
-            arrived=b.arrived[pairs],
         )  # fmt: skip
         experts_down(pool, hidden_codes, hidden_scales, part=b.part[pairs])

@@ -24,7 +24,6 @@ from moet_desk.kernels.triton.quant import (
     block_codes,
     is_wide,
     quantize_rows,
-    store_codes,
     store_planar,
 )
 from moet_desk.kernels.triton.tile_table import Tile, capability_of, decode_row
@@ -101,7 +100,7 @@ def gated(g, u, limit, LIMITED: tl.constexpr, ALPHA: tl.constexpr = 1.0, SHIFT: 
 @triton.jit
 def _gate_up_kernel(
     base, fine, uniq_slot, fine_slot, uniq_pair, codes, scales, out, out_codes, out_scales, limit,
-    bias, ids, arrived,
+    bias, ids,
     H: tl.constexpr, I: tl.constexpr, T: tl.constexpr,
     BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr,
@@ -139,21 +138,6 @@ def _gate_up_kernel(
                     tl.store(out_scales + pair * (I // 32) + block, scale)
                 else:
                     tl.store(out + pair * I + rows, h)
-        if arrived is not None:
-            # The last of the programs that share a block has it whole.
-            tl.debug_barrier()
-            count = arrived + expert * (I // 32) + first // 32
-            if tl.atomic_add(count, 1, sem="acq_rel") == 32 // B - 1:
-                tl.store(count, 0)  # for the next launch
-                block = first // 32 + tl.arange(0, 1)
-                for t in range(T):
-                    pair = tl.load(uniq_pair + expert * T + t)
-                    if pair >= 0:
-                        at = pair * I + block[:, None] * 32 + tl.arange(0, 32)[None, :]
-                        h = tl.load(out + at, cache_modifier=".cg")  # of other programs
-                        store_codes(
-                            h, block, out_codes, out_scales, pair, I // 32, 1, False, FINE, PTX
-                        )
 
 
 @triton.jit
@@ -245,30 +229,25 @@ def experts_hidden(
     out_codes: Tensor,
     out_scales: Tensor,
     glu: Glu = SWIGLU,
-    arrived: Tensor | None = None,
     tile: Tile | None = None,
     ptx: bool = PTX,
     ahead: bool = True,
 ) -> None:
-    """`experts_gate_up` and its result as codes for `experts_down`, in one launch. Without
-    `arrived`, in which programs count who is done, in two if a tile holds no whole block of 32
-    rows; the bits are the same.
+    """`experts_gate_up` and its result as codes for `experts_down`: one launch if a tile holds
+    whole blocks of 32 rows, else two with the same bits.
 
     Shapes:
         codes, scales as in `experts_gate_up`; scratch float32 [P, I]
-        arrived int32 [P, I/32], zeros before and after
         out_codes int32 [P, 8, I/32], with fine slots [P, 2, 8, I/32]; out_scales float32 [P, I/32]
     """
     tile = tile or tiles_of(pool).gate_up
     quantize = tile.rows % 32 == 0
     outs = (scratch, out_codes, out_scales)
     _check_codes(pool, out_codes)
-    arrived = None if quantize else arrived
     _gate_up(
-        pool, codes, scales, outs, tile, glu=glu, quantize=quantize, arrived=arrived, ptx=ptx,
-        ahead=ahead,
+        pool, codes, scales, outs, tile, glu=glu, quantize=quantize, ptx=ptx, ahead=ahead,
     )  # fmt: skip
-    if not quantize and arrived is None:
+    if not quantize:
         quantize_rows(scratch, out_codes, out_scales)
 
 
@@ -375,7 +354,6 @@ def _gate_up(
     *,
     glu: Glu,
     quantize: bool,
-    arrived: Tensor | None = None,
     ptx: bool,
     ahead: bool,
 ) -> None:
@@ -385,7 +363,7 @@ def _gate_up(
     _gate_up_kernel[(layout.inter // tile.rows, n_experts)](
         pool.base, fine, pool.uniq_slot, fine_slot, pool.uniq_pair, codes, scales, *outs,
         0.0 if glu.limit is None else glu.limit,
-        None if pool.bias is None else pool.bias.gate_up, pool.ids, arrived,
+        None if pool.bias is None else pool.bias.gate_up, pool.ids,
         layout.hidden, layout.inter, pool.uniq_pair.shape[1],
         layout.base_stride, layout.fine_stride,
         tile.rows, _lanes(layout.hidden),

@@ -124,7 +124,7 @@ def best_experts(
     E: tl.constexpr, E2: tl.constexpr, K: tl.constexpr, K2: tl.constexpr,
     SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
-    ROLLED: tl.constexpr, PTX: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Ids and weights [K2] of a token with the logits x, -inf from E on; and `pairs` with its ids
     at the places from `before` on. The bits are those of every kernel that does this with one
@@ -147,25 +147,19 @@ def best_experts(
     chosen_ids = tl.zeros([K2], tl.int32)
     taken = -(2**31)  # below -inf
     keys = tl.where(inside, _ordered(choice), taken)
-    if ROLLED:
-        for n in range(0, loop_bound(n_rounds, PTX)):
-            expert = tl.min(tl.where(keys == tl.max(keys, 0), i, E2 - 1), 0)
-            keys = tl.where(i == expert, taken, keys)
-            chosen_ids = tl.where(k == n, expert, chosen_ids)
-            pairs = tl.where(p == before + n, expert, pairs)
-    else:
-        for n in tl.static_range(K):
-            expert = tl.min(tl.where(keys == tl.max(keys, 0), i, E2 - 1), 0)
-            keys = tl.where(i == expert, taken, keys)
-            chosen_ids = tl.where(k == n, expert, chosen_ids)
-            pairs = tl.where(p == before + n, expert, pairs)
+    # Unrolled, the rounds are slower: their code is read once, from far away.
+    for n in range(0, loop_bound(n_rounds, PTX)):
+        expert = tl.min(tl.where(keys == tl.max(keys, 0), i, E2 - 1), 0)
+        keys = tl.where(i == expert, taken, keys)
+        chosen_ids = tl.where(k == n, expert, chosen_ids)
+        pairs = tl.where(p == before + n, expert, pairs)
     chosen = tl.where(k < K, tl.gather(scores, chosen_ids, 0), -float("inf"))
     return chosen_ids, _weighed(chosen, k, scale, spoiled, K, SCORE, RENORM, PTX), pairs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rounds"])
 def _route_kernel(
-    logits, bias, ids, weights, share, scale,
+    logits, bias, ids, weights, share, scale, n_rounds,
     E: tl.constexpr, E2: tl.constexpr, K: tl.constexpr, K2: tl.constexpr,
     SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
@@ -179,25 +173,9 @@ def _route_kernel(
     if BIASED:
         own_bias = tl.load(bias + i, mask=i < E, other=0.0)
     chosen_ids, chosen, _ = best_experts(
-        x,
-        own_bias,
-        k,
-        scale,
-        0,
-        K,
-        E,
-        E2,
-        K,
-        K2,
-        SCORE,
-        BIASED,
-        GROUPS,
-        KEPT,
-        GROUPS2,
-        RENORM,
-        False,
-        PTX,
-    )
+        x, own_bias, k, scale, 0, n_rounds, E, E2, K, K2, SCORE, BIASED, GROUPS, KEPT, GROUPS2,
+        RENORM, PTX,
+    )  # fmt: skip
     if REAL < E:
         real = chosen_ids < REAL
         tl.store(share + t, tl.sum(tl.where(real | (k >= K), 0.0, chosen), 0))
@@ -285,7 +263,7 @@ def route(
     if n_experts > MOST_EXPERTS or top_k > min(MOST_CHOSEN, n_experts):
         raise ValueError(f"cannot choose {top_k} of {n_experts} experts")
     _route_kernel[(logits.shape[0],)](
-        logits, logits if bias is None else bias, ids, weights, share, scale,
+        logits, logits if bias is None else bias, ids, weights, share, scale, top_k,
         n_experts, triton.next_power_of_2(n_experts), top_k, triton.next_power_of_2(top_k),
         SCORE_KINDS[score], bias is not None,
         n_groups, kept_groups, triton.next_power_of_2(n_groups), renormalize,

@@ -24,7 +24,6 @@ MOST_ROUTED = 2
 """Tokens whose experts one program chooses: more at once are sooner done by one program each."""
 
 _PAIRS_OF_A_WARP = 16
-ROLLED = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,74 @@ class Routing:
     scale: float
 
 
-@triton.jit(do_not_specialize=["layer", "n_rounds", "arena"])
+@triton.jit
+def _route_and_look_up(
+    logits, bias, weights, scale, n_rounds,
+    ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
+    uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, waiting,
+    E2: tl.constexpr, K2: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
+    L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
+    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr,
+    PTX: tl.constexpr, WAITING: tl.constexpr,
+):  # fmt: skip
+    # All loads come before anything is computed: what they ask for was not read since the step
+    # before and is far away. So the layer's whole tables are, not the chosen rows' alone.
+    i = tl.arange(0, E2)
+    inside = i < E
+    own_bias = None
+    if BIASED:
+        own_bias = tl.load(bias + i, mask=inside, other=0.0)
+    slots = tl.load(slot_of + layer * E + i, mask=inside, other=0)
+    heats = tl.load(warmth + layer * E + i, mask=inside, other=0.0)
+    step, counted = tl.load(clock), tl.load(counters + layer * 4 + tl.arange(0, 4))
+    n_left, n_slots, at_slot = tl.load(n_free), tl.load(limit), tl.load(hand)
+    logits = tl.multiple_of(logits + in_order(0, PTX), 16)
+
+    p = tl.arange(0, PAIRS)
+    pairs = tl.full([PAIRS], -1, tl.int32)
+    k = tl.arange(0, K2)
+    for t in tl.static_range(T):
+        x = tl.load(logits + t * E + i, mask=inside, other=-float("inf"))
+        own, counts, pairs = best_experts(
+            x, own_bias, pairs, scale, t * K, n_rounds, E, E2, K, K2, SCORE, BIASED,
+            GROUPS, KEPT, GROUPS2, RENORM, PTX,
+        )  # fmt: skip
+        tl.store(ids + t * K + k, own, mask=k < K)
+        tl.store(weights + t * K + k, counts, mask=k < K)
+    valid = pairs >= 0
+    at = tl.where(valid, pairs, 0)
+    look_up(
+        p, pairs, tl.gather(heats, at, 0), tl.where(valid, tl.gather(slots, at, 0), 0),
+        step, counted, n_left, n_slots, at_slot,
+        slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters,
+        uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, waiting, layer, 0,
+        L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX, T == 1, WAITING,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["layer", "n_rounds"])
 def _routed_lookup_kernel(
+    logits, bias, weights, scale, n_rounds,
+    ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
+    uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer,
+    E2: tl.constexpr, K2: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
+    L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
+    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    _route_and_look_up(
+        logits, bias, weights, scale, n_rounds,
+        ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
+        uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, None,
+        E2, K2, SCORE, BIASED, GROUPS, KEPT, GROUPS2, RENORM, L, E, PER_USE, T, K, PAIRS, CELLS,
+        ADVANCE, PTX, 0,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["layer", "n_rounds", "arena"])
+def _routed_fetch_kernel(
     logits, bias, weights, scale, n_rounds,
     ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
     uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer,
@@ -54,47 +119,22 @@ def _routed_lookup_kernel(
     E2: tl.constexpr, K2: tl.constexpr, SCORE: tl.constexpr, BIASED: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUPS2: tl.constexpr, RENORM: tl.constexpr,
     L: tl.constexpr, E: tl.constexpr, PER_USE: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
-    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr, ROLLED: tl.constexpr,
-    WAITING: tl.constexpr, STRIDE: tl.constexpr, WORDS: tl.constexpr, PTX: tl.constexpr,
+    PAIRS: tl.constexpr, CELLS: tl.constexpr, ADVANCE: tl.constexpr,
+    PTX: tl.constexpr,
+    STRIDE: tl.constexpr, WORDS: tl.constexpr, WAITING: tl.constexpr,
 ):  # fmt: skip
-    if WAITING > 0 and tl.program_id(0) > 0:
+    if tl.program_id(0) == 0:
+        _route_and_look_up(
+            logits, bias, weights, scale, n_rounds,
+            ids, slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters, limit,
+            uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, layer, waiting,
+            E2, K2, SCORE, BIASED, GROUPS, KEPT, GROUPS2, RENORM, L, E, PER_USE, T, K, PAIRS, CELLS,
+            ADVANCE, PTX, WAITING,
+        )  # fmt: skip
+    else:
         copy_when_known(
             pool, arena, place_of, miss_n, miss_row, miss_slot, waiting,
             tl.program_id(0) - 1, WAITING, STRIDE, WORDS, PTX,
-        )  # fmt: skip
-    else:
-        # All loads come before anything is computed: what they ask for was not read since the step
-        # before and is far away. So the layer's whole tables are, not the chosen rows' alone.
-        i = tl.arange(0, E2)
-        inside = i < E
-        own_bias = None
-        if BIASED:
-            own_bias = tl.load(bias + i, mask=inside, other=0.0)
-        slots = tl.load(slot_of + layer * E + i, mask=inside, other=0)
-        heats = tl.load(warmth + layer * E + i, mask=inside, other=0.0)
-        step, counted = tl.load(clock), tl.load(counters + layer * 4 + tl.arange(0, 4))
-        n_left, n_slots, at_slot = tl.load(n_free), tl.load(limit), tl.load(hand)
-        logits = tl.multiple_of(logits + in_order(0, PTX), 16)
-
-        p = tl.arange(0, PAIRS)
-        pairs = tl.full([PAIRS], -1, tl.int32)
-        k = tl.arange(0, K2)
-        for t in tl.static_range(T):
-            x = tl.load(logits + t * E + i, mask=inside, other=-float("inf"))
-            own, counts, pairs = best_experts(
-                x, own_bias, pairs, scale, t * K, n_rounds, E, E2, K, K2, SCORE, BIASED,
-                GROUPS, KEPT, GROUPS2, RENORM, ROLLED, PTX,
-            )  # fmt: skip
-            tl.store(ids + t * K + k, own, mask=k < K)
-            tl.store(weights + t * K + k, counts, mask=k < K)
-        valid = pairs >= 0
-        at = tl.where(valid, pairs, 0)
-        look_up(
-            p, pairs, tl.gather(heats, at, 0), tl.where(valid, tl.gather(slots, at, 0), 0),
-            step, counted, n_left, n_slots, at_slot,
-            slot_of, owner, last_used, warmth, free, n_free, hand, clock, counters,
-            uniq_slot, uniq_pair, n_uniq, miss_n, miss_row, miss_slot, waiting, layer, 0,
-            L, E, PER_USE, T, K, PAIRS, CELLS, ADVANCE, PTX, T == 1, WAITING,
         )  # fmt: skip
 
 
@@ -126,18 +166,25 @@ def route_and_look_up(
     if not does_both(n_tokens, n_experts, top_k) or n_pairs > min(MOST_PAIRS, tables.n_slots):
         raise ValueError(f"cannot choose {n_pairs} of {n_experts} and find {tables.n_slots} slots")
     logits, bias = routing.logits, routing.bias
-    fetches = slots is not None and arena is not None
-    _routed_lookup_kernel[(1 + PROGRAMS if fetches else 1,)](
+    before = (
         logits, logits if bias is None else bias, routing.weights, routing.scale, top_k,
         ids, tables.slot_of, tables.owner, tables.last_used, tables.warmth, tables.free,
         tables.n_free, tables.hand, tables.clock, tables.counters, tables.limit,
         out.uniq_slot, out.uniq_pair, out.n_uniq, out.miss_n, out.miss_row, out.miss_slot, layer,
-        out.waiting, slots, arena.address if arena else 0, arena.place_of if arena else None,
+    )  # fmt: skip
+    sizes = (
         triton.next_power_of_2(n_experts), triton.next_power_of_2(top_k),
         SCORE_KINDS[routing.score], bias is not None, routing.n_groups, routing.kept_groups,
         triton.next_power_of_2(routing.n_groups), routing.renormalize,
         tables.n_layers, n_experts, 1.0 / (HALF_LIFE * tables.n_layers), n_tokens, top_k,
         triton.next_power_of_2(n_pairs), triton.next_power_of_2(n_pairs * n_tokens), ends_step,
-        ROLLED, PROGRAMS if fetches else 0, arena.stride if arena else 0, CHUNK_WORDS, PTX,
-        num_warps=1, maxnreg=128, enable_fp_fusion=False,
+        PTX,
+    )  # fmt: skip
+    options = {"num_warps": 1, "maxnreg": 128, "enable_fp_fusion": False}
+    if slots is None or arena is None:
+        _routed_lookup_kernel[(1,)](*before, *sizes, **options)
+        return
+    _routed_fetch_kernel[(1 + PROGRAMS,)](
+        *before, out.waiting, slots, arena.address, arena.place_of,
+        *sizes, arena.stride, CHUNK_WORDS, PROGRAMS, **options,
     )  # fmt: skip

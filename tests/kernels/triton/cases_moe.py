@@ -82,12 +82,11 @@ def expert_cases(
         quantize = tile.rows % 32 == 0
         own = {"B": tile.rows, "C": experts._lanes(hidden), "QUANTIZE": quantize}
         own |= {"LIMITED": True, "ALPHA": 1.702 if oss else 1.0, "SHIFT": float(oss)}
-        counted = {"arrived": None} if quantize else {}
         yield Case(
             f"experts_gate_up {label}{' quantising' if quantize else ''}",
             experts._gate_up_kernel,
-            tables | gate_up | ({} if quantize else {"arrived": "*i32"}),
-            shape | own | counted,
+            tables | gate_up,
+            shape | own,
             tile.warps,
             NO_FUSION,
             decode=measured or not (quantize and fine),  # a tile that the rule does not give
@@ -273,7 +272,8 @@ def route_case(
     return Case(
         f"route E={n_experts} K={top_k} groups={groups}",
         route._route_kernel,
-        pointers("*fp32", "logits bias weights share") | {"ids": "*i32", "scale": "fp32"},
+        pointers("*fp32", "logits bias weights share")
+        | {"ids": "*i32", "scale": "fp32", "n_rounds": "i32"},
         constexprs,
         1 if n_experts <= 256 else 2 if n_experts <= 512 else 4,
         NO_FUSION,
@@ -283,19 +283,18 @@ def route_case(
 
 def routed_lookup_case(n_tokens: int, top_k: int, *, fetches: bool) -> Case:
     alone, chosen = lookup_case(n_tokens, top_k), route_case(256, top_k, 2, 1)
-    helps: dict[str, Any] = {"WAITING": 132 if fetches else 0, "STRIDE": 7077888, "WORDS": 1024}
     types = {**alone.signature, **pointers("*fp32", "logits bias weights")}
-    types |= {"scale": "fp32", "n_rounds": "i32", "arena": "i64", "waiting": "*i32"}
+    types |= {"scale": "fp32", "n_rounds": "i32"}
+    helps: dict[str, Any] = {}
     if fetches:
-        types |= {"pool": "*u8", "place_of": "*i32"}
-    else:
-        helps |= {"pool": None, "place_of": None}
+        types |= {"arena": "i64", "waiting": "*i32", "pool": "*u8", "place_of": "*i32"}
+        helps = {"WAITING": 132, "STRIDE": 7077888, "WORDS": 1024}
     return Case(
-        f"routed_lookup T={n_tokens} K={top_k}{' fetching' if fetches else ''}",
-        routed_lookup._routed_lookup_kernel,
+        f"{'routed_fetch' if fetches else 'routed_lookup'} T={n_tokens} K={top_k}",
+        routed_lookup._routed_fetch_kernel if fetches else routed_lookup._routed_lookup_kernel,
         types,
         {name: v for name, v in chosen.constexprs.items() if name != "REAL"}
-        | {**alone.constexprs, **helps, "ROLLED": True},
+        | {**alone.constexprs, **helps},
         1,
         NO_FUSION | {"maxnreg": 128},
         wants=("LDG.E.128", "STG.E.128") if fetches else ("LDG.E.128",),

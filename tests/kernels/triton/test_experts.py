@@ -8,14 +8,7 @@ import torch
 from moet_desk.kernels import reference
 from moet_desk.kernels.kinds import Activations, Glu
 from moet_desk.kernels.layouts import ExpertLayout, pack_expert
-from moet_desk.kernels.triton.experts import (
-    Tile,
-    combine,
-    experts_gate_up,
-    experts_hidden,
-    tiles_for,
-)
-from moet_desk.kernels.triton.quant import planar_shape
+from moet_desk.kernels.triton.experts import Tile, combine, experts_gate_up, tiles_for
 from tests.kernels.makers import Expert, quads_expert
 from tests.kernels.triton.moe_makers import (
     down_columns,
@@ -185,28 +178,3 @@ def test_tiles_for__known_shapes__divide_them(hidden: int, inter: int, fine: boo
     assert inter % tiles.gate_up.rows == 0
     assert hidden % tiles.down.rows == 0
     assert {tiles.gate_up.warps, tiles.down.warps} <= {1, 2, 4, 8}
-
-
-@pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize("tile", [Tile(8, 4), Tile(16, 4)], ids=str)
-def test_experts_hidden__programs_count_who_is_done__codes_of_two_launches(
-    tile: Tile, fine: bool
-) -> None:
-    step = random_step(64, 64, 3, 2, fine=fine)
-    pool = step.pool("cpu")
-    codes, scales = planar_codes(step.x, step.kind)
-    arrived = torch.zeros(6, 2, dtype=torch.int32)
-    found = []
-    for counts in (None, arrived, arrived):
-        hidden, out_scales = torch.zeros(6, 64), torch.zeros(6, 2)
-        out_codes = torch.zeros(6, *planar_shape(64, step.kind), dtype=torch.int32)
-        experts_hidden(
-            pool, codes, scales, scratch=hidden, out_codes=out_codes, out_scales=out_scales,
-            tile=tile, arrived=counts,
-        )  # fmt: skip
-        assert not arrived.any()
-        found.append((out_codes, out_scales))
-    assert found[0][1].all()
-    for some in found[1:]:
-        assert torch.equal(some[0], found[0][0])
-        assert torch.equal(some[1], found[0][1])
