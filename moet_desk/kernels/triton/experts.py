@@ -93,9 +93,28 @@ def gated(g, u, limit, LIMITED: tl.constexpr, ALPHA: tl.constexpr = 1.0, SHIFT: 
 
 
 @triton.jit
+def _quantize_last(
+    out, out_codes, out_scales, done, pair, block,
+    G: tl.constexpr, SHARE: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Of the SHARE programs that make a block of 32, the last to come here quantises it.
+
+    `done` counts who came, and goes on counting: nobody has to clear it.
+    """
+    tl.debug_barrier()  # all threads have stored
+    before = tl.atomic_add(done + block, 1, sem="acq_rel")
+    if before % SHARE == SHARE - 1:
+        h = tl.load(out + block * 32 + tl.arange(0, 32)[None, :], cache_modifier=".cg")
+        q, scale = block_codes(h, FINE, PTX)
+        at = block + tl.arange(0, 1)
+        store_planar(out_codes, at, q, pair, G, 1, FINE)
+        tl.store(out_scales + at, scale)
+
+
+@triton.jit
 def _gate_up_kernel(
     base, fine, uniq_slot, fine_slot, uniq_pair, codes, scales, out, out_codes, out_scales, limit,
-    bias, ids,
+    bias, ids, done,
     H: tl.constexpr, I: tl.constexpr, T: tl.constexpr,
     BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr,
@@ -133,6 +152,11 @@ def _gate_up_kernel(
                     tl.store(out_scales + pair * (I // 32) + block, scale)
                 else:
                     tl.store(out + pair * I + rows, h)
+                if done is not None:
+                    _quantize_last(
+                        out + pair * I, out_codes, out_scales + pair * (I // 32),
+                        done + pair * (I // 32), pair, first // 32, I // 32, 32 // B, FINE, PTX,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -227,6 +251,7 @@ def experts_hidden(
     tile: Tile | None = None,
     ptx: bool = PTX,
     ahead: bool = True,
+    done: Tensor | None = None,
 ) -> None:
     """`experts_gate_up` and its result as codes for `experts_down`: one launch if a tile holds
     whole blocks of 32 rows, else two with the same bits.
@@ -239,8 +264,11 @@ def experts_hidden(
     quantize = tile.rows % 32 == 0
     outs = (scratch, out_codes, out_scales)
     _check_codes(pool, out_codes)
-    _gate_up(pool, codes, scales, outs, tile, glu=glu, quantize=quantize, ptx=ptx, ahead=ahead)
-    if not quantize:
+    last = done if 32 % tile.rows == 0 and not quantize else None
+    _gate_up(
+        pool, codes, scales, outs, tile, glu=glu, quantize=quantize, ptx=ptx, ahead=ahead, done=last
+    )
+    if not quantize and last is None:
         quantize_rows(scratch, out_codes, out_scales)
 
 
@@ -349,6 +377,7 @@ def _gate_up(
     quantize: bool,
     ptx: bool,
     ahead: bool,
+    done: Tensor | None = None,
 ) -> None:
     layout, n_experts = pool.layout, pool.uniq_slot.shape[0]
     fine, fine_slot = _fine_of(pool)
@@ -356,7 +385,7 @@ def _gate_up(
     _gate_up_kernel[(layout.inter // tile.rows, n_experts)](
         pool.base, fine, pool.uniq_slot, fine_slot, pool.uniq_pair, codes, scales, *outs,
         0.0 if glu.limit is None else glu.limit,
-        None if pool.bias is None else pool.bias.gate_up, pool.ids,
+        None if pool.bias is None else pool.bias.gate_up, pool.ids, done,
         layout.hidden, layout.inter, pool.uniq_pair.shape[1],
         layout.base_stride, layout.fine_stride,
         tile.rows, _lanes(layout.hidden),

@@ -80,6 +80,7 @@ def expert_cases(
     for tile in {tiles.gate_up, experts.Tile(32, 8)} if name == "ds4" else {tiles.gate_up}:
         quantize = tile.rows % 32 == 0
         own = {"B": tile.rows, "C": experts._lanes(hidden), "QUANTIZE": quantize}
+        own["done"] = None
         own |= {"LIMITED": True, "ALPHA": 1.702 if oss else 1.0, "SHIFT": float(oss)}
         yield Case(
             f"experts_gate_up {label}{' quantising' if quantize else ''}",

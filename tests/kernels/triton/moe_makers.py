@@ -235,6 +235,7 @@ def run_step(
     ptx: bool | None = None,
     gate_up: Tile | None = None,
     down: Tile | None = None,
+    last: bool = False,
 ) -> StepOutput:
     """All expert kernels of a step. Interpreted, few large programs are quicker than many small."""
     if device == "cpu":
@@ -247,9 +248,10 @@ def run_step(
     code_shape = (n_pairs, *planar_shape(layout.inter, step.kind))
     out_codes = torch.empty(code_shape, dtype=torch.int32, device=device)
     out_scales = torch.empty(n_pairs, layout.inter // 32, device=device)
+    done = torch.zeros(out_scales.shape, dtype=torch.int32, device=device) if last else None
     experts_hidden(
         pool, codes, scales, scratch=hidden, out_codes=out_codes, out_scales=out_scales,
-        glu=glu, tile=gate_up, **branch,
+        glu=glu, tile=gate_up, done=done, **branch,
     )  # fmt: skip
     experts_gate_up(pool, codes, scales, out=hidden, glu=glu, tile=gate_up, **branch)
     part = torch.empty(n_pairs, layout.hidden, device=device)

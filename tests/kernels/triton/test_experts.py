@@ -97,8 +97,9 @@ def test_step__tokens_together__each_as_alone(fine: bool) -> None:
 def test_step__any_tile__same_bits(fine: bool) -> None:
     step = random_step(64, 64, 2, 2, fine=fine)
     want = run_step(step)
-    for gate_up, down in ((Tile(8, 1), Tile(16, 2)), (Tile(64, 4), Tile(64, 1))):
-        got = run_step(step, gate_up=gate_up, down=down)
+    tiles = Tile(8, 1), Tile(16, 2)
+    for gate_up, down, last in ((*tiles, False), (*tiles, True), (Tile(64, 4), Tile(64, 1), False)):
+        got = run_step(step, gate_up=gate_up, down=down, last=last)
         assert torch.equal(got.codes, want.codes)
         assert torch.equal(got.scales, want.scales)
         assert torch.equal(got.out, want.out)
