@@ -219,39 +219,36 @@ def _word_bytes(pages, entry, live, ENTRY: tl.constexpr, D: tl.constexpr, W: tl.
 
 def _nibbles_ptx() -> str:
     """Eight numbers as bfloat16 in $0 .. $3, two each: e2m1 codes $4 times the e4m3 code $6, or the
-    e4m3 codes $4, $5 where $7 is not 0.
-
-    Each is a product that bfloat16 holds: e4m3 bits, whose exponent falls short by 120, times a
-    number of e2m1 over 64, or one, 2**120 as large. By integers, as a card converts four e4m3 codes
-    in the time of 32 operations. A NaN among a lane's codes makes its eight numbers NaN: as key or
-    value of an entry one is enough.
+    e4m3 codes $4, $5 where $7 is not 0. A product has 6 bits of its own, so it is exact.
     """
     lines = [
-        "{ .reg .b32 m, s, h, l, t, u, f, c, z; .reg .pred p, q;",
-        "setp.ne.s32 p, $7, 0; mov.b32 z, 0x80008000;",
-        "mul.lo.u32 f, $6, 0x00100010; selp.b32 f, 0x7B807B80, f, p; selp.b32 c, $4, $6, p;",
-        "and.b32 c, c, 0x7F7F7F7F; add.u32 c, c, 0x01010101;",
-        "and.b32 t, $5, 0x7F7F7F7F; add.u32 t, t, 0x01010101;",
-        "or.b32 c, c, t; and.b32 c, c, 0x80808080;",
-        "setp.ne.u32 q, c, 0; selp.b32 f, 0x7FFF7FFF, f, q;",
-        "and.b32 m, $4, 0x77777777; and.b32 s, $4, 0x88888888;",
+        "{ .reg .b32 m, s, h, l, t, z, f; .reg .b16 a, b; .reg .f32 x, y; .reg .pred p;",
+        "setp.ne.s32 p, $7, 0;",
+        "shl.b32 t, $6, 8; or.b32 t, t, $6; cvt.u16.u32 a, t; cvt.rn.f16x2.e4m3x2 t, a;",
+        "mov.b32 {a, b}, t; cvt.f32.f16 x, a; cvt.rn.bf16x2.f32 f, x, x;",
+        "and.b32 m, $4, 0x77777777; and.b32 s, $4, 0x88888888; mov.b32 z, 0x80008000;",
     ]
     for pair in range(4):
         if pair == 2:
             lines.append("shr.u32 m, m, 16;")
-        if pair % 2 == 0:  # upper and lower bytes of 0 .5 1 1.5 2 3 4 6 as above
+        if pair % 2 == 0:  # upper and lower bytes of bfloat16: 0 .5 1 1.5 2 3 4 6, over 64
             lines += [
-                "mov.b32 h, 0x78787800; mov.b32 t, 0x79797979; prmt.b32 h, h, t, m;",
+                "mov.b32 h, 0x3C3C3C00; mov.b32 t, 0x3D3D3D3D; prmt.b32 h, h, t, m;",
                 "mov.b32 l, 0xC0800000; mov.b32 t, 0xC0804000; prmt.b32 l, l, t, m;",
             ]
         lines += [
+            f"prmt.b32 ${pair}, l, h, {0x7362 if pair % 2 else 0x5140};",
             f"prmt.b32 t, s, 0, {0x4440 + pair}; mul.lo.u32 t, t, 0x01001000;",
-            f"prmt.b32 u, l, h, {0x7362 if pair % 2 else 0x5140};",
-            "lop3.b32 u, t, z, u, 0x6A;",  # (t & z) ^ u
-            f"prmt.b32 t, ${4 + pair // 2}, 0, {0x3424 if pair % 2 else 0x1404};",
-            "shr.u32 c, t, 4; and.b32 t, t, z; lop3.b32 t, c, 0x07F007F0, t, 0xEA;",
-            "selp.b32 u, t, u, p;",
-            f"fma.rn.bf16x2 ${pair}, u, f, z;",
+            f"lop3.b32 ${pair}, t, z, ${pair}, 0x6A;",  # (t & z) ^ number
+            f"fma.rn.bf16x2 ${pair}, ${pair}, f, z;",
+        ]
+    for pair in range(4):
+        lines += [
+            f"mov.b32 {{a, b}}, ${4 + pair // 2};",
+            f"cvt.rn.f16x2.e4m3x2 t, {'ab'[pair % 2]};",
+            "mov.b32 {a, b}, t; cvt.f32.f16 x, a; cvt.f32.f16 y, b;",
+            "cvt.rn.bf16x2.f32 t, y, x;",
+            f"selp.b32 ${pair}, t, ${pair}, p;",
         ]
     return " ".join([*lines, "}"])
 
