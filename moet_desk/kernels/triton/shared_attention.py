@@ -43,10 +43,16 @@ _HEADS, _TILE, _HOPPER_TILE = 16, 16, 32
 
 _SHORTEST = 32
 """Entries of a part while 64 of them are enough: few, since a step waits for the longest chain of
-reads and products, not for the card's bandwidth.
+reads and products, not for the card's bandwidth. A program takes a part of so many in one round; of
+one round of 16 Triton 3.6 makes a kernel that reads wrong values on an H200.
 """
 
-_JOIN_FLOATS, _JOIN_AHEAD = 128, 24
+_ONCE_WARPS = 4
+"""Of a program that works in one round: fewer do less twice. On an H200, 640 entries of NVFP4: 8.8
+us with 4 warps, 10.3 with 8; two rows 11.9 and 16.6. With bfloat16 entries they would spill.
+"""
+
+_JOIN_FLOATS, _JOIN_AHEAD, _JOIN_FEW = 128, 24, 8
 """Numbers that a program joins, of one warp, and parts that it reads at once (640 entries: 20)."""
 
 
@@ -95,105 +101,6 @@ def _values(raw, D: tl.constexpr, W: tl.constexpr, FORM: tl.constexpr, HARDWARE:
     else:
         values = decoded((raw[0], raw[1]), D, FORM, HARDWARE)
         return tl.where(still, values, e4m3_value(raw[2], HARDWARE))
-
-
-@triton.jit
-def _scores(q, keys, unit, FORM: tl.constexpr, MMA: tl.constexpr):
-    """[H, D] x [S, D] times `unit` [H] -> [H, S], as close as float32.
-
-    Each bfloat16 part of the queries is scaled on its own: the compiler would make a sum of their
-    products one chain, in which each waits for the one before.
-    """
-    k = tl.trans(keys)
-    unit = unit[:, None]
-    if MMA and FORM == "f32":
-        return tl.dot(q, k, input_precision="tf32x3") * unit
-    elif MMA:
-        high = bf16_part(q)
-        middle = bf16_part(q - high)
-        low = q - high - middle
-        scores = tl.dot(middle.to(tl.bfloat16), k) * unit + tl.dot(low.to(tl.bfloat16), k) * unit
-        return tl.dot(high.to(tl.bfloat16), k) * unit + scores
-    else:
-        return tl.dot(q, k, input_precision="ieee") * unit
-
-
-@triton.jit
-def _shared_decode_kernel(
-    q,
-    cos,
-    sin,
-    positions,
-    eps,
-    pages,
-    table,
-    table_stride,
-    lengths,
-    sums,
-    stats,
-    scale,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    PAGE: tl.constexpr,
-    ENTRY: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    TILE: tl.constexpr,
-    BH: tl.constexpr,
-    FORM: tl.constexpr,
-    MMA: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    R: tl.constexpr = D - W
-    split = tl.program_id(0)
-    t = tl.program_id(2)
-    length = tl.load(lengths + t)
-    part = part_length(length, SPLITS, SHORTEST)
-    first = split * part
-    if first < length:
-        last = tl.minimum(first + part, length)
-        head = tl.program_id(1) * BH + tl.arange(0, BH)
-        live_head = (head < N)[:, None]
-        line = q + ((t * N + head) * D)[:, None]
-        j = tl.arange(0, D)
-        own = table + t * table_stride
-        at = first + tl.arange(0, TILE)
-        entry = entry_of(own, tl.where(at < last, at, first), PAGE)
-        heads = tl.load(line + j[None, :], mask=live_head, other=0.0)
-        pair = tl.arange(0, D // 2)
-        angle = tl.load(positions + t) * (W // 2) + pair - R // 2
-        raw = _raw(pages, entry, at < last, ENTRY, D, W, FORM)
-        c = tl.load(cos + angle, mask=pair >= R // 2, other=1.0)[None, :]
-        s = tl.load(sin + angle, mask=pair >= R // 2, other=0.0)[None, :]
-        # A head of RMS 1: its factor counts the same before and after the products.
-        unit = tl.rsqrt(tl.sum(heads * heads, 1) / D + eps) * scale
-        even, odd = tl.split(tl.reshape(heads, (BH, D // 2, 2)))
-        heads = tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), (BH, D))
-        largest = tl.full([BH], float("-inf"), tl.float32)
-        total = tl.zeros([BH], tl.float32)
-        acc = tl.zeros([BH, D], tl.float32)
-        # The compiler puts queries into shared memory: in registers over the loop they would spill.
-        low, high = loop_bound(first, MMA), loop_bound(last, MMA)
-        for start in tl.range(low, high, TILE, disable_licm=True):
-            at = start + tl.arange(0, TILE)
-            if FORM == "f32":  # a card has no room to ask for these ahead
-                entry = entry_of(own, tl.where(at < last, at, first), PAGE)
-                raw = _raw(pages, entry, at < last, ENTRY, D, W, FORM)
-            values = _values(raw, D, W, FORM, HARDWARE)
-            if MMA and FORM != "f32":
-                values = values.to(tl.bfloat16)
-            scores = _scores(heads, values, unit, FORM, MMA)
-            scores = tl.where((at < last)[None, :], scores, float("-inf"))
-            at += TILE
-            entry = entry_of(own, tl.where(at < last, at, first), PAGE)
-            raw = _raw(pages, entry, at < last, ENTRY, D, W, FORM)
-            p, factor, largest, total = running_weights(scores, largest, total)
-            acc = mix_values(p, values, acc * factor[:, None], FORM, MMA)
-        row = (t * SPLITS + split) * N + head
-        tl.store(stats + row * 2, largest, mask=head < N)
-        tl.store(stats + row * 2 + 1, total, mask=head < N)
-        tl.store(sums + (row.to(tl.int64) * D)[:, None] + j[None, :], acc, mask=live_head)
 
 
 @triton.jit
@@ -288,7 +195,7 @@ def _bytes_of(
 
 
 @triton.jit
-def _sliced_values(
+def _slices(
     raw, D: tl.constexpr, W: tl.constexpr, FORM: tl.constexpr, MMA: tl.constexpr,
     HARDWARE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -302,8 +209,41 @@ def _sliced_values(
         return tl.permute(tl.reshape(values, (values.shape[0], D // W, W)), (1, 0, 2))
 
 
+@triton.jit
+def _close_dot(a, b, acc):
+    """acc + a x b of float32, as close as float32: parts that leave out 2**-24 and less.
+
+    By bfloat16: halves of tf32 would lie in shared memory twice, which is more than cards have.
+    """
+    a_high, b_high = bf16_part(a), bf16_part(b)
+    a_middle, b_middle = bf16_part(a - a_high), bf16_part(b - b_high)
+    a_low, b_low = (a - a_high - a_middle).to(tl.bfloat16), (b - b_high - b_middle).to(tl.bfloat16)
+    a_high, b_high = a_high.to(tl.bfloat16), b_high.to(tl.bfloat16)
+    a_middle, b_middle = a_middle.to(tl.bfloat16), b_middle.to(tl.bfloat16)
+    acc = tl.dot(a_low, b_high, tl.dot(a_high, b_low, tl.dot(a_middle, b_middle, acc)))
+    return tl.dot(a_high, b_high, tl.dot(a_middle, b_high, tl.dot(a_high, b_middle, acc)))
+
+
+@triton.jit
+def _scores(q, keys, unit, FORM: tl.constexpr, MMA: tl.constexpr):
+    """[C, H, W] x [C, S, W] times `unit` [H] -> [C, H, S]."""
+    k = tl.permute(keys, (0, 2, 1))
+    unit = unit[None, :, None]
+    if MMA and FORM == "f32":
+        none = tl.zeros([q.shape[0], q.shape[1], k.shape[2]], tl.float32)
+        return _close_dot(q, k, none) * unit
+    elif MMA:
+        high = bf16_part(q)
+        middle = bf16_part(q - high)
+        low = q - high - middle
+        scores = tl.dot(middle.to(tl.bfloat16), k) * unit + tl.dot(low.to(tl.bfloat16), k) * unit
+        return tl.dot(high.to(tl.bfloat16), k) * unit + scores
+    else:
+        return tl.dot(q, k, input_precision="ieee") * unit
+
+
 @triton.jit(do_not_specialize=["width"])
-def _sliced_decode_kernel(
+def _shared_decode_kernel(
     q,
     cos,
     sin,
@@ -332,6 +272,8 @@ def _sliced_decode_kernel(
     ONCE: tl.constexpr,
     WORDS: tl.constexpr,
 ):
+    # Numbers come in C slices of W, each a warp's: else all warps would take all queries apart, and
+    # products of few entries would be chains of D / 16 in few of them.
     R: tl.constexpr = D - W
     C: tl.constexpr = D // W
     split = tl.program_id(0)
@@ -345,7 +287,7 @@ def _sliced_decode_kernel(
     position = tl.load(positions + t)
     at = split * SHORTEST + tl.arange(0, TILE)
     if ONCE:  # nothing that is read here waits for the length
-        named = tl.load(own + at // PAGE, mask=at < width, other=0)
+        named = tl.load(own + at // PAGE, mask=at // PAGE < width, other=0)
     part = part_length(length, SPLITS, SHORTEST)
     first = split * part
     if first < length:
@@ -368,28 +310,18 @@ def _sliced_decode_kernel(
         largest = tl.full([BH], float("-inf"), tl.float32)
         total = tl.zeros([BH], tl.float32)
         acc = tl.zeros([C, BH, W], tl.float32)
-        low, high = loop_bound(first, MMA), loop_bound(last, MMA)
-        if ONCE == 1:
-            values = _sliced_values(raw, D, W, FORM, MMA, HARDWARE, WORDS)
-            scores = tl.sum(_sliced_scores(heads, values, unit, FORM, MMA), 0)
+        if ONCE:
+            values = _slices(raw, D, W, FORM, MMA, HARDWARE, WORDS)
+            scores = tl.sum(_scores(heads, values, unit, FORM, MMA), 0)
             scores = tl.where((at < last)[None, :], scores, float("-inf"))
-            p, factor, largest, total = running_weights(scores, largest, total)
+            p, _, largest, total = running_weights(scores, largest, total)
             p = tl.broadcast_to(p[None, :, :], (C, BH, TILE))
             acc = mix_values(p, values, acc, FORM, MMA)
-        elif ONCE:
-            # A loop of one round, of which ptxas does not know: else it would decode, and wait for
-            # the bytes, before it makes the queries ready.
-            for _ in tl.range(low, high, TILE, disable_licm=True):
-                values = _sliced_values(raw, D, W, FORM, MMA, HARDWARE, WORDS)
-                scores = tl.sum(_sliced_scores(heads, values, unit, FORM, MMA), 0)
-                scores = tl.where((at < last)[None, :], scores, float("-inf"))
-                p, factor, largest, total = running_weights(scores, largest, total)
-                p = tl.broadcast_to(p[None, :, :], (C, BH, TILE))
-                acc = mix_values(p, values, acc, FORM, MMA)
         else:
+            low, high = loop_bound(first, MMA), loop_bound(last, MMA)
             for start in tl.range(low, high, TILE):
-                values = _sliced_values(raw, D, W, FORM, MMA, HARDWARE, WORDS)
-                scores = tl.sum(_sliced_scores(heads, values, unit, FORM, MMA), 0)
+                values = _slices(raw, D, W, FORM, MMA, HARDWARE, WORDS)
+                scores = tl.sum(_scores(heads, values, unit, FORM, MMA), 0)
                 at = start + tl.arange(0, TILE)
                 scores = tl.where((at < last)[None, :], scores, float("-inf"))
                 p, factor, largest, total = running_weights(scores, largest, total)
@@ -406,39 +338,6 @@ def _sliced_decode_kernel(
         tl.store(stats + row * 2, largest, mask=head < N)
         tl.store(stats + row * 2 + 1, total, mask=head < N)
         tl.store(sums + (row.to(tl.int64) * D)[None, :, None] + column, acc, mask=live_head)
-
-
-@triton.jit
-def _close_dot(a, b, acc):
-    """acc + a x b of float32, as close as float32: parts that leave out 2**-24 and less.
-
-    By bfloat16: halves of tf32 would lie in shared memory twice, which is more than cards have.
-    """
-    a_high, b_high = bf16_part(a), bf16_part(b)
-    a_middle, b_middle = bf16_part(a - a_high), bf16_part(b - b_high)
-    a_low, b_low = (a - a_high - a_middle).to(tl.bfloat16), (b - b_high - b_middle).to(tl.bfloat16)
-    a_high, b_high = a_high.to(tl.bfloat16), b_high.to(tl.bfloat16)
-    a_middle, b_middle = a_middle.to(tl.bfloat16), b_middle.to(tl.bfloat16)
-    acc = tl.dot(a_low, b_high, tl.dot(a_high, b_low, tl.dot(a_middle, b_middle, acc)))
-    return tl.dot(a_high, b_high, tl.dot(a_middle, b_high, tl.dot(a_high, b_middle, acc)))
-
-
-@triton.jit
-def _sliced_scores(q, keys, unit, FORM: tl.constexpr, MMA: tl.constexpr):
-    """[C, H, W] x [C, S, W] times `unit` [H] -> [C, H, S]."""
-    k = tl.permute(keys, (0, 2, 1))
-    unit = unit[None, :, None]
-    if MMA and FORM == "f32":
-        none = tl.zeros([q.shape[0], q.shape[1], k.shape[2]], tl.float32)
-        return _close_dot(q, k, none) * unit
-    elif MMA:
-        high = bf16_part(q)
-        middle = bf16_part(q - high)
-        low = q - high - middle
-        scores = tl.dot(middle.to(tl.bfloat16), k) * unit + tl.dot(low.to(tl.bfloat16), k) * unit
-        return tl.dot(high.to(tl.bfloat16), k) * unit + scores
-    else:
-        return tl.dot(q, k, input_precision="ieee") * unit
 
 
 @triton.jit
@@ -552,20 +451,23 @@ def shared_decode(
     scratch.check(rows, n, d, splits)
     turns = rotation.cos, rotation.sin, rotation.positions
     parts = most_parts(kv, splits=splits, shortest=_SHORTEST)
-    once = kv.form is not KvFormat.F32 and kv.table.shape[1] <= _SHORTEST * splits
-    _sliced_decode_kernel[(parts, triton.cdiv(n, _HEADS), rows)](
+    once = kv.form is not KvFormat.F32 and (
+        kv.table.shape[1] * kv.page_tokens <= _SHORTEST * splits
+    )
+    _shared_decode_kernel[(parts, triton.cdiv(n, _HEADS), rows)](
         q, *turns, eps, kv.pages, kv.table, kv.table.stride(0), lengths, scratch.sums,
         scratch.stats, scale, kv.table.shape[1], N=n, D=d, W=SHARED_BLOCK, PAGE=kv.page_tokens,
         ENTRY=kv.entry_bytes, SPLITS=splits, SHORTEST=_SHORTEST,
         TILE=_SHORTEST if once else _tile(kv), BH=_HEADS, FORM=kv.form.value,
-        MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), ONCE=2 * once,
-        WORDS=kv.form is KvFormat.NVFP4 and has_e4m3(q.device), num_warps=8, num_stages=1,
+        MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), ONCE=once,
+        WORDS=kv.form is KvFormat.NVFP4 and has_e4m3(q.device),
+        num_warps=_ONCE_WARPS if once and kv.form is not KvFormat.BF16 else 8, num_stages=1,
     )  # fmt: skip
     block = min(_JOIN_FLOATS, triton.next_power_of_2(d))
     _join_back_kernel[(triton.cdiv(d, block), n, rows)](
         scratch.sums, scratch.stats, lengths, sink, *turns, out, out.stride(0), out.stride(1), D=d,
         DR=SHARED_BLOCK, EACH=n // out.shape[0], SPLITS=splits, SHORTEST=_SHORTEST, B=block,
-        AHEAD=8 if parts <= 8 else _JOIN_AHEAD, FEW=parts <= _JOIN_AHEAD,
+        AHEAD=_JOIN_FEW if parts <= _JOIN_FEW else _JOIN_AHEAD, FEW=parts <= _JOIN_AHEAD,
         COMPILED=not INTERPRETED, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 

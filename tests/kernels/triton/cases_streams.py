@@ -28,23 +28,21 @@ TURNS = {"cos": F32, "sin": F32, "positions": "*i32"}
 
 def _cases() -> Iterator[Case]:
     yield from _streams()
-    for form in (KvFormat.NVFP4, KvFormat.FP8, KvFormat.BF16):
+    for form in KvFormat:
         values = {
             **PARTS, **DEVICE, "N": 64, "D": 512, "W": 64, "PAGE": 1, "FORM": form.value,
             "ENTRY": shared_entry_bytes(form, 512, 64),
         }  # fmt: skip
         kernel = shared_attention._shared_decode_kernel
-        types = {**DECODE, "q": F32, **TURNS, "eps": "fp32"}
-        for tile, card in ((32, 90), (16, 120)):
-            name = f"shared_decode {form.value} {tile}"
-            own = {**values, "SHORTEST": 32, "TILE": tile}
-            yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",), only=card)
-        kernel = shared_attention._sliced_decode_kernel
-        types, words = {**types, "width": "i32"}, form is KvFormat.NVFP4
-        for round_, once, only in ((32, 1, None), (32, 2, None), (32, 0, 90), (16, 0, 120)):
-            name = f"sliced_decode {form.value} {round_} once={once}"
-            own = {**values, "SHORTEST": 32, "TILE": round_, "ONCE": once, "WORDS": words}
-            yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",), only=only)
+        types = {**DECODE, "q": F32, **TURNS, "eps": "fp32", "width": "i32"}
+        for tile, once, card in ((32, True, None), (32, False, 90), (16, False, 120)):
+            name = f"shared_decode {form.value} {tile}{' once' if once else ''}"
+            own = {**values, "SHORTEST": 32, "TILE": tile, "ONCE": once}
+            own["WORDS"] = form is KvFormat.NVFP4
+            if form is KvFormat.F32 and tile == 32:
+                continue
+            warps = 4 if once and form is not KvFormat.BF16 else 8
+            yield Case(name, kernel, types, own, warps, ONE_STAGE, wants=("HMMA",), only=card)
     types = {
         **TURNS, "sums": F32, "stats": F32, "lengths": "*i32", "sink": F32, "out": F32,
         "group_stride": "i32", "row_stride": "i32",
