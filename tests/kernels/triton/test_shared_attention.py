@@ -35,15 +35,22 @@ def rotated(x: Tensor, rotation: Rotation, t: int, *, back: bool = False) -> Ten
 
 
 @pytest.mark.parametrize(
-    ("form", "splits"), [*((form, 64) for form in KvFormat), (KvFormat.BF16, 1)]
+    ("form", "splits", "width"),
+    [
+        *((form, 64, HELD) for form in KvFormat),
+        (KvFormat.BF16, 1, HELD),
+        (KvFormat.NVFP4, 64, 800),
+        (KvFormat.FP8, 64, 2100),
+    ],
 )
 def test_shared_decode__lists_of_all_lengths__as_the_twins_and_each_row_alone(
-    form: KvFormat, splits: int
+    form: KvFormat, splits: int, width: int
 ) -> None:
     source = torch.Generator().manual_seed(3)
     entries = ref.shared_write(torch.randn(HELD, DIM, generator=source), form, ROTARY)
     q, sink = 3 * torch.randn(3, HEADS, DIM, generator=source), torch.randn(HEADS, generator=source)
-    table = torch.stack([torch.randperm(HELD, generator=source) for _ in LENGTHS]).int()
+    table = torch.full((len(LENGTHS), width), 2**20, dtype=torch.int32)  # nothing lies there
+    table[:, :HELD] = torch.stack([torch.randperm(HELD, generator=source) for _ in LENGTHS])
     kv = KvPages(entries[:, None].contiguous(), table, form)
     lengths, rotation = torch.tensor(LENGTHS, dtype=torch.int32), turns()
     scratch = DecodeScratch.make(3, HEADS, DIM, device=torch.device("cpu"))
