@@ -87,7 +87,9 @@ def bench() -> Bench:
         device=device,
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32)
-    nobody: Any = dict.fromkeys(Plane, SimpleNamespace(pools_in_ram=[]))
+    nobody: Any = dict.fromkeys(
+        Plane, SimpleNamespace(pools_in_ram=[], recover=lambda: None, forget=lambda: None)
+    )
     model = StepModel(
         spec, SyntheticLoader(spec, device), kv, nobody, context=64, device=device, error=error
     )
