@@ -10,7 +10,6 @@ compared with the twins, or bit for bit. Needs a CUDA device; writes nothing.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -29,10 +28,6 @@ from moet_desk.kernels.triton.seen import Places, Pooled, find_places
 
 HEADS, D, LAYERS, WINDOWS, TOP_K, WINDOW, RING = 64, 128, 8, 2048, 512, 128, 640
 FORM = KvFormat.FP8
-
-
-def say(kernel: str, **facts: object) -> None:
-    print(json.dumps({"kernel": kernel, **facts}), flush=True)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -61,13 +56,17 @@ def queries(rows: int) -> None:
     old, new = torch.empty_like(q), torch.empty_like(q, dtype=torch.bfloat16)
     old_pooled_keys.prepare_queries(q, old, FORM, rotation=rotation)
     run = partial(pooled_keys.prepare_queries, q, new, FORM, rotation=rotation)
-    run()
-    say("query", rows=rows, same=bool(torch.equal(old, new.float())))
     report(
         "query", [partial(old_pooled_keys.prepare_queries, q, old, FORM, rotation=rotation)],
         rows=rows, way="old",
     )  # fmt: skip
-    report("query", [run], rows=rows, way="new")
+    kept = pooled_keys.QUERY_WARPS
+    for warps in (1, 2, 4):
+        pooled_keys.QUERY_WARPS = warps
+        run()
+        off = int((old != new.float()).sum())
+        report("query", [run], rows=rows, way=f"new warps={warps}", off=off)
+    pooled_keys.QUERY_WARPS = kept
 
 
 def scores(rows: int) -> None:
