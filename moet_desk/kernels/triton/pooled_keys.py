@@ -23,16 +23,13 @@ from moet_desk.kernels.triton.numbers import bf16_code, e2m1_code, e2m1_value
 from moet_desk.kernels.triton.portable import INTERPRETED
 from moet_desk.kernels.triton.prepare import Rotation
 
-HOPPER_SHAPE, CARD_SHAPE = (16, 64, 4), (32, 16, 4)
+HOPPER_SHAPE, CARD_SHAPE = (32, 64, 4), (32, 16, 4)
 """Keys that a program scores, heads at a time, and warps; the former where queries are rounded and
 tensor cores take 64 heads at once.
 """
 
 _ROUNDING_WARPS = 1
 """Of a program that rounds one vector: it waits for no other warp."""
-
-QUERY_WARPS = 1
-"""Of a program that rounds one query."""
 
 
 @triton.jit
@@ -289,7 +286,7 @@ def prepare_queries(q: Tensor, out: Tensor, form: KvFormat, *, rotation: Rotatio
     _query_kernel[(rows, n)](
         q, out, rotation.cos, rotation.sin, rotation.positions, D=d, DR=2 * rotation.cos.shape[1],
         FACTOR=d**-0.5, ROUNDS=rounds(form),
-        num_warps=QUERY_WARPS, enable_fp_fusion=False,
+        num_warps=_ROUNDING_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
