@@ -1,12 +1,12 @@
 """When each kernel of a decode step begins and ends, on a GPU with made-up weights.
 
     python3 -m bench.step_timeline FILE.csv [--shape NAME] [--vram-limit 32GiB] [--rows 1]
-        [--popularity 0.00132]
+        [--popularity 0.00132] [--lookahead PROGRAMS]
 
 One line per kernel of one step: microseconds from the step's beginning to the kernel's beginning and
 end, and its name. On the screen: what each kernel has of the step when instants are shared, and how
 long nothing ran before it. The popularity is the one at which `moet-desk bench --shape` found its
-hit rate. Needs torch, triton and a card.
+hit rate. PROGRAMS copy what is brought ahead. Needs torch, triton and a card.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from moet_desk.engine.cuda import lookahead
 from moet_desk.engine.cuda.kernel_groups import KernelRun, by_kernel
 from moet_desk.engine.cuda.measure import Setup, ShapeBench
 from moet_desk.engine.cuda.pinned import PinnedMemory
@@ -36,10 +37,13 @@ def main() -> None:
     parser.add_argument("--vram-limit", default="32GiB", type=parse_bytes)
     parser.add_argument("--rows", default=1, type=int)
     parser.add_argument("--popularity", default=0.00132, type=float)
+    parser.add_argument("--lookahead", default=0, type=int, metavar="PROGRAMS")
     given = parser.parse_args()
     setup = Setup(
-        SHAPES[given.shape](8192), torch.device("cuda"), given.vram_limit, 8192, rows=given.rows
-    )
+        SHAPES[given.shape](8192), torch.device("cuda"), given.vram_limit, 8192, rows=given.rows,
+        looks_ahead=given.lookahead > 0,
+    )  # fmt: skip
+    lookahead.PROGRAMS = given.lookahead
     pinned = PinnedMemory()
     try:
         with ExitStack() as undo:
@@ -50,7 +54,8 @@ def main() -> None:
             runs = bench.traced_steps()
     finally:
         pinned.release()
-    print(f"{steps.median_ms:.3f} ms per step, {steps.hit_rate:.2%} hits")
+    ahead = f"{steps.ahead:.1f} rows ahead, {steps.needed:.1f} needed"
+    print(f"{steps.median_ms:.3f} ms per step, {steps.hit_rate:.2%} hits, {ahead}")
     for name, time in by_kernel(runs, n_steps=setup.traced).items():
         print(
             f"{time.launches:6.0f} {time.ms:7.3f} {time.share_ms:7.3f} {time.before_ms:7.3f} {name}"

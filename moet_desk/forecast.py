@@ -36,6 +36,12 @@ data-centre card (bench/records): 0.05 to 0.11 ms, but for the 128 latent heads 
 8,192 tokens, 0.14 to 0.19. On two CPU cores about 0.5 ms.
 """
 
+HIDDEN = (0.0, 0.5)
+"""Part of the rows over PCIe that come while layers compute, slow and quick, where all are in RAM:
+half on an H200, and with the demo model's routing too (bench/lookahead.py). Tables of tokens and
+shortcuts help as well.
+"""
+
 EXPAND_BYTES_PER_S = (1.4 * GB, 4.0 * GB)
 """Expanding a row into a CPU slot: 1.4 GB/s on two cores (record of 2026-11-29), more on more."""
 
@@ -218,7 +224,8 @@ def forecast_device(work: TokenWork, speeds: Speeds) -> Forecast:
         missed = read = 0.0
         for plane in work.planes:
             hit, near = _hits(plane, work.n_rows, curve)
-            missed += work.pairs * (1 - hit) * plane.row_bytes
+            shown = 1 - HIDDEN[end] if plane.in_ram >= work.n_rows else 1
+            missed += work.pairs * (1 - hit) * plane.row_bytes * shown
             read += work.pairs * (1 - near) * plane.row_bytes
         parts.append(
             {

@@ -289,13 +289,13 @@ def _of_quality(quality: Quality, fast: Forecast, exact: Forecast) -> Forecast:
 
 def fixed_parts(spec: Spec) -> int:
     """Attentions with what follows them, the forecast's unit of fixed time. Residual streams, mixed
-    before and behind both halves of a layer, take half as long again, and an indexer that scores a
-    sequence's entries and chooses of them a third (bench/records).
+    before and behind both halves of a layer, take a fifth as long again, and an indexer that scores
+    a sequence's entries and chooses of them a third (bench/records).
     """
     attentions = sum(layer.n_mixers for layer in spec.layers)
     mixers = (layer.mixer for layer in spec.layers)
     choosing = sum(isinstance(one, Mla) and one.indexer is not None for one in mixers)
-    return round(attentions * (1 if spec.streams is None else 1.5) + choosing / 3)
+    return round(attentions * (1 if spec.streams is None else 1.2) + choosing / 3)
 
 
 def _work(

@@ -53,7 +53,6 @@ from moet_desk.ui.widgets.gauges import History
 from moet_desk.ui.widgets.problem import ConfirmDialog
 
 _WAIT_S = 0.25  # at most, of gauges for text
-_TURNS = 4  # of the event loop, until all widgets have told the screen that they need a layout
 
 
 class AppCore(App[int]):
@@ -111,7 +110,8 @@ class AppCore(App[int]):
             self._starts_in = "cache"
         self._jobs: tuple[JobView, ...] = ()
         self._history = History()
-        self._pulls: tuple[Timer, ...] = ()
+        self._pulls: tuple[Timer, ...] = ()  # every turn, every second turn
+        self._is_seldom = False  # which of the two timers runs
         self._gauges_due_s = 0.0
         self._store_reported = False
         self._says = False  # tabs may show a line of a recording
@@ -164,7 +164,8 @@ class AppCore(App[int]):
                 f'"{name}" under [keys] is not an action.', markup=False, severity="warning"
             )
         if self._pulls_itself:
-            self._pulls = (self.set_interval(TEXT_PERIOD_S, self._tick),)
+            rarely = self.set_interval(2 * TEXT_PERIOD_S, self._tick, pause=True)
+            self._pulls = (self.set_interval(TEXT_PERIOD_S, self._tick), rarely)
             self.call_after_refresh(gc.freeze)
             self._watch_terminal()
         self.pull_gauges()
@@ -184,18 +185,24 @@ class AppCore(App[int]):
         """Draw text and gauges; while an answer is written in one repaint, which costs half."""
         if not self.is_running:
             return
-        if not (self.chat.busy and self.chat.pace.is_due):
-            await self._draw_due()
-            return
-        with self.batch_update():
-            if await self._draw_due() and self.chat.pace.grew:
-                for _ in range(_TURNS):
-                    await asyncio.sleep(0)
-        self.chat.measure_flush()
-        if isinstance(self.screen, LeanScreen):
-            self.screen.paint()
+        screen = self.screen
+        if self.chat.busy and isinstance(screen, LeanScreen):
+            with screen.held():
+                drawn = await self._draw_due()
+            self.chat.painted(text=drawn)
         else:
-            self.screen.check_idle()  # which paints
+            await self._draw_due()
+        self._choose_timer()
+
+    def _choose_timer(self) -> None:
+        """Turns in which nothing is drawn are wake-ups as well: none between two of text."""
+        chat = self.chat
+        is_seldom = chat.busy and chat.is_current and self.player is None and chat.pace.skips_turns
+        if is_seldom is not self._is_seldom and self._pulls:
+            self._is_seldom = is_seldom
+            often, rarely = self._pulls
+            (often if is_seldom else rarely).pause()
+            (rarely if is_seldom else often).reset()
 
     async def _draw_due(self) -> bool:
         """Draw what it is time for; gauges wait a little for text. Returns whether text came."""

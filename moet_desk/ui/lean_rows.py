@@ -7,6 +7,7 @@ drawn is the same. UI thread.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self, cast
 
@@ -36,6 +37,9 @@ else:
 
 _MOST_STYLES = 1000
 
+is_one_row = re.compile(r"[^\n\t]*").fullmatch
+"""Whether a text is one row, if that has the cells for it."""
+
 
 class Growing(_Widget):
     """A widget in a `Transcript` that may become taller: one layout, not two.
@@ -57,6 +61,10 @@ class Framed(_Widget):
     """
 
     _drawn_look: object = None
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._drawn_look = None
 
     def _has_new_look(self) -> bool:
         app, rules = self.app, self.styles._cache_key
@@ -89,6 +97,8 @@ class Rows(Framed):
     _left = _right = Strip([])
     _filters: Sequence[LineFilter] = ()
     _ground: Color = Color(0, 0, 0)
+    _base = Look()
+    _named: dict[str, Look] = {}  # noqa: RUF012  # replaced for each look
     _unchanged: dict[int, Style] = {}  # noqa: RUF012  # replaced for each look
 
     def refresh(
@@ -129,6 +139,7 @@ class Rows(Framed):
         width = self.outer_size.width - self.scrollbar_size_vertical  # the bar is in front
         gutter = self.styles.gutter
         self._filters, self._unchanged = self.get_line_filters(), {}
+        self._base, self._named = self.visual_style, {}
         _, self._ground = self.background_colors
         if gutter.width:
             row = self._any_row(0)
@@ -136,6 +147,23 @@ class Rows(Framed):
             self._right = row.crop(width - gutter.right, width)
         else:
             self._left = self._right = Strip([])
+
+    def _look_of(self, name: str | Look) -> Look:
+        """The look that a name in a text stands for."""
+        if not isinstance(name, str):
+            return name
+        if name not in self._named:
+            self._named[name] = self._get_style(name)
+        return self._named[name]
+
+    def _line(self, text: Content, width: int) -> Strip:
+        """One row of text, cut or filled up to `width` cells."""
+        base, look_of = self._base, self._look_of
+        if text.cell_length > width:
+            (row, *_) = text.render_strips(width, 1, base, RenderOptions(look_of, {}))
+        else:
+            row = one_row(text, base, look_of)
+        return row.adjust_cell_length(width, base.rich_style)
 
     def _framed(self, row: Strip) -> Strip:
         if not self._is_filtered(row):
@@ -162,16 +190,6 @@ class Rows(Framed):
         return True
 
 
-def draw_line(widget: Widget, line: Content, width: int) -> Strip:
-    """One row of text in the look of a widget, cut or filled up to `width` cells."""
-    style = widget.visual_style
-    if line.cell_length > width:
-        (row, *_) = line.render_strips(width, 1, style, RenderOptions(widget._get_style, {}))
-        return row.adjust_cell_length(width, style.rich_style)
-    row = one_row(line, style, widget._get_style)
-    return row.adjust_cell_length(width, style.rich_style)
-
-
 def one_row(line: Content, style: Look, get_style: Callable[[str | Look], Look]) -> Strip:
     """A text that fits into a row, without all that Textual does to wrap it."""
     parts = line.render(style, end="", parse_style=get_style)
@@ -185,17 +203,24 @@ class Words(Rows, Static):
     _strips: Sequence[Strip] = ()
 
     def row(self, y: int) -> Strip:
+        return self.rows(range(y, y + 1))[0]
+
+    def rows(self, lines: range) -> Sequence[Strip]:
         content = self.content
         if self.text_selection is not None or not isinstance(content, Content):
-            return super().row(y)
-        width, style = self.size.width, self.visual_style
+            return [super(Words, self).row(y) for y in lines]
+        width, style = self.size.width, self._base
         drawn = self._words
         if drawn is None or drawn[0] is not content or drawn[1:] != (width, style):
-            options = RenderOptions(self._get_style, {})
-            rows = content.render_strips(width, None, style, options)
-            self._words = (content, width, style)
-            self._strips = [row.adjust_cell_length(width, style.rich_style) for row in rows]
-        return self._strips[y] if y < len(self._strips) else Strip.blank(width, style.rich_style)
+            self._words, self._strips = (content, width, style), self._draw(content, width)
+        blank = Strip.blank(width, style.rich_style)
+        return [self._strips[y] if y < len(self._strips) else blank for y in lines]
+
+    def _draw(self, content: Content, width: int) -> list[Strip]:
+        if content.cell_length <= width and is_one_row(content.plain):
+            return [self._line(content, width)]
+        rows = content.render_strips(width, None, self._base, RenderOptions(self._look_of, {}))
+        return [row.adjust_cell_length(width, self._base.rich_style) for row in rows]
 
     def render_line(self, y: int) -> Strip:
         return self.row(y).apply_offsets(0, y)
@@ -266,4 +291,6 @@ class LeanBar(Rows, ScrollBar):
         size = self.size
         if len(self._cells) != size.height:
             self._draw()
-        return [Strip([self._cells[y]], size.width) for y in lines]
+        kinds = {id(cell): cell for cell in self._cells}
+        strips = {at: Strip([cell], size.width) for at, cell in kinds.items()}
+        return [strips[id(self._cells[y])] for y in lines]

@@ -9,14 +9,18 @@ the same: of two widgets the one in front is seen. UI thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.control import Control
 from rich.segment import Segment
+from textual import events
 from textual._compositor import Compositor, CompositorUpdate
 from textual.geometry import Region
+from textual.map_geometry import MapGeometry
 from textual.screen import Screen
+from textual.scrollbar import ScrollBar
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -25,9 +29,17 @@ _MANY_SEGMENTS = 8
 Piece = tuple[int, int, Strip]
 """Row, column and cells of what is sent."""
 
+Seen = tuple[Widget, Region, Region, int]
+"""A widget, its place, and what is seen of that, also as bits of columns."""
+
 
 class LeanScreen(Screen[None]):
     """A screen on a `LeanCompositor`."""
+
+    _is_held = False  # what changes waits
+    _grown: Widget | None = None  # in which something has become taller
+
+    _compositor: LeanCompositor
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,12 +51,71 @@ class LeanScreen(Screen[None]):
         """
         if widget in self._compositor:
             self._dirty_widgets.add(widget)
-            self.check_idle()
+            if not self._is_held:
+                self.check_idle()
 
-    def paint(self) -> None:
-        """Paint now what has changed; else a timer does, some milliseconds later."""
-        with self._context():
-            self._on_timer_update()
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Paint nothing meanwhile, and then at once all that has changed: the screen's queue and
+        timer, by which Textual comes to paint, take a quarter of what words in few rows cost.
+        """
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        must_paint = self._dirty_widgets or self._layout_required or self._scroll_required
+        if must_paint or self._repaint_required:
+            with self._context():
+                self._on_timer_update()
+        elif self._callbacks:
+            self.check_idle()  # which calls them
+
+    def grow(self, widget: Widget) -> None:
+        """A widget needs other rows. If the nearest container that keeps its size is enough for
+        them, all outside of it stays where it is.
+        """
+        ancestors = [each for each in widget.ancestors if isinstance(each, Widget)]
+        last = next((i for i, each in enumerate(ancestors) if not each.styles.auto_dimensions), -1)
+        if widget not in self._compositor or last < 0:
+            widget.refresh(layout=True, repaint=False)
+            return
+        widget._layout_cache.clear()
+        widget._layout_updates += 1
+        for ancestor in ancestors[: last + 1]:
+            ancestor._clear_arrangement_cache()
+            ancestor._layout_updates += 1
+        self._layout_required |= self._grown not in (None, ancestors[last])
+        self._grown = ancestors[last]
+        self.repaint(widget)
+
+    async def _on_idle(self, event: events.Idle) -> None:
+        if self._is_held:
+            event.prevent_default()  # Textual's, which is called next
+            await self._invoke_and_clear_callbacks()
+
+    def _on_timer_update(self) -> None:
+        if self._is_held:
+            self._update_timer.pause()
+            return
+        if self._grown is not None and self.is_current and not self.app._batch_count:
+            part, self._grown = self._grown, None
+            changes_all = self._layout_required or self._scroll_required
+            self._layout_required |= changes_all or not self._lay_out(part)
+        super()._on_timer_update()
+
+    def _lay_out(self, part: Widget) -> bool:
+        """Lay out what is in a container. False: it takes a layout of the screen."""
+        places = self._compositor.reflow_part(part)
+        if places is None:
+            return False
+        for widget, place in places:
+            size, virtual_size, outer = place.region.size, place.virtual_size, place.container_size
+            if widget.outer_size != size:
+                widget.post_message(events.Resize(size, virtual_size, outer))
+            widget._size_updated(size, virtual_size, outer)
+        self.screen_layout_refresh_signal.publish(self)
+        return True
 
 
 class LeanUpdate(CompositorUpdate):
@@ -75,6 +146,40 @@ class LeanUpdate(CompositorUpdate):
 class LeanCompositor(Compositor):
     """A compositor that renders only what is repainted and seen."""
 
+    _viewed: object = None
+    _seen: Sequence[Seen] = ()
+
+    def reflow_part(self, part: Widget) -> Sequence[tuple[Widget, MapGeometry]] | None:
+        """Arrange what is in a container that keeps its place. A layout of the screen arranges all
+        of it, which costs twice as much.
+
+        Returns:
+            The places of all that is in it, front to back; None: this is not enough, because there
+            are other widgets than before or it is not known where they were.
+        """
+        places = self._full_map
+        if self._full_map_invalidated or part not in places:
+            return None
+        frame = places[part]
+        if not frame.clip.contains_region(frame.region):
+            return None
+        arranged, _ = self._arrange_root(part, frame.region.size, visible_only=False)
+        depth = len(frame.order)
+        inside = [widget for widget, at in places.items() if at.order[:depth] == frame.order]
+        if arranged.keys() != set(inside):
+            return None
+        for widget in inside:
+            place = arranged[widget]
+            if widget is part:
+                places[widget] = frame._replace(virtual_size=place.virtual_size)
+            else:
+                places[widget] = _moved_into(frame, widget, place)
+        self._dirty_regions.add(frame.region)
+        self._cuts = self._layers = self._layers_visible = None
+        self._visible_widgets = self._visible_map = None
+        found = [(widget, places[widget]) for widget in inside]
+        return sorted(found, key=lambda each: each[1].order, reverse=True)
+
     def render_full_update(self, simplify: bool = False) -> CompositorUpdate:  # type: ignore[override]
         """What is sent for the whole screen; to simplify is for pictures of it."""
         if simplify:
@@ -95,7 +200,7 @@ class LeanCompositor(Compositor):
         self._dirty_regions.clear()
         return LeanUpdate(self._pieces(wanted)) if wanted else None
 
-    def _pieces(self, wanted: dict[int, int]) -> Iterator[Piece]:
+    def _pieces(self, wanted: Mapping[int, int]) -> Iterator[Piece]:
         """The stretches of each row in which one widget is seen, if something of them is wanted.
 
         Stretches are sent whole, so that no character of two cells is cut through.
@@ -104,10 +209,13 @@ class LeanCompositor(Compositor):
             wanted: columns of each row, as bits.
         """
         free = dict.fromkeys(wanted, _columns(self.size.region))  # no widget in front covers them
-        for widget, (region, clip) in self.visible_widgets.items():  # front to back
-            seen = region.intersection(clip)
-            columns = _columns(seen)
-            rows = [y for y in seen.line_range if y in wanted and free[y] & columns & wanted[y]]
+        left = sorted(wanted)  # rows of which something that is wanted is free
+        for widget, region, seen, columns in self._view():  # front to back
+            top, bottom = seen.y, seen.bottom
+            here = [y for y in left if top <= y < bottom]
+            if not here:
+                continue
+            rows = [y for y in here if free[y] & columns & wanted[y]]
             for first, stop in _runs(rows):
                 part = Region(seen.x - region.x, first - region.y, seen.width, stop - first)
                 for y, strip in enumerate(widget.render_lines(part), first):
@@ -116,9 +224,37 @@ class LeanCompositor(Compositor):
                         yield y, seen.x, strip
                     else:
                         yield from _parts(y, seen.x, strip, shown, wanted[y])
-            for y in seen.line_range:
-                if y in free:
-                    free[y] &= ~columns
+            for y in here:
+                free[y] &= ~columns
+            if rows:
+                left = [y for y in left if free[y] & wanted[y]]
+
+    def _view(self) -> Sequence[Seen]:
+        """What is seen of each widget, front to back; the same until the next layout."""
+        places = self.visible_widgets
+        if places is not self._viewed:
+            found = ((w, region, region.intersection(clip)) for w, (region, clip) in places.items())
+            self._seen = [(w, region, seen, _columns(seen)) for w, region, seen in found]
+            self._viewed = places
+        return self._seen
+
+
+def _moved_into(frame: MapGeometry, widget: Widget, place: MapGeometry) -> MapGeometry:
+    """A place on the screen, from that in a container which was arranged as if it were all.
+
+    Args:
+        frame: where the container is.
+        widget: something in it.
+        place: of that.
+    """
+    (x, y), (*_, (_, _, first)) = frame.region.offset, frame.order
+    region = place.region.translate((x, y))
+    return place._replace(
+        region=region,
+        order=(*frame.order, *((layer, z, first + n) for layer, z, n in place.order[1:])),
+        clip=place.clip.translate((x, y)),
+        virtual_region=region if isinstance(widget, ScrollBar) else place.virtual_region,
+    )
 
 
 def _columns(region: Region) -> int:

@@ -149,23 +149,18 @@ class LiveAnswer:
 
 def _joined(events: Sequence[Event]) -> Iterator[Event]:
     """Events in their order; neighbouring pieces of text without marks become one."""
-    run: list[TextDelta] = []
+    texts: list[str] = []
+    n_tokens, n_reran, rerun_s = 0, 0, 0.0
     for event in events:
         if isinstance(event, TextDelta) and not event.reran:
-            run.append(event)
+            texts.append(event.text)
+            n_tokens += event.n_tokens
+            n_reran += event.n_reran
+            rerun_s += event.rerun_s
             continue
-        if run:
-            yield _one(run)
-            run = []
+        if texts:
+            yield TextDelta("".join(texts), n_tokens=n_tokens, n_reran=n_reran, rerun_s=rerun_s)
+            texts, n_tokens, n_reran, rerun_s = [], 0, 0, 0.0
         yield event
-    if run:
-        yield _one(run)
-
-
-def _one(run: Sequence[TextDelta]) -> TextDelta:
-    return TextDelta(
-        "".join(each.text for each in run),
-        n_tokens=sum(each.n_tokens for each in run),
-        n_reran=sum(each.n_reran for each in run),
-        rerun_s=sum(each.rerun_s for each in run),
-    )
+    if texts:
+        yield TextDelta("".join(texts), n_tokens=n_tokens, n_reran=n_reran, rerun_s=rerun_s)

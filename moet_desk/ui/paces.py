@@ -10,9 +10,12 @@ START_PERIOD_S = 0.25
 CALM_PERIOD_S = 1.0
 """Of the gauges: usually, while a model is loaded and on screens of lists, and with less motion."""
 
-_TEXT_SHARE, _LAYOUT_SHARE = 0.008, 0.003
+_TEXT_SHARE, _LAYOUT_SHARE = 0.008, 0.0025
 """Of a core: what flushes of text may take, and what those may that change the layout."""
 _SLOWEST_TEXT_S, _SLOWEST_LAYOUT_S = 0.2, 3.0
+_MOST_TEXT_SHARE, _STRETCHED_TEXT_S = 0.02, 0.3
+"""Where flushes of text five times a second would take more than this, they are more seldom."""
+_EARLY = 0.9  # of a period: a timer that fires early must not skip a turn
 _HIDDEN_S = 0.5  # between two looks for text while another screen is in front
 
 
@@ -63,7 +66,7 @@ class PicturePace:
         """Whether a picture may be drawn now; if so, sets the time of the next one."""
         if now_s < self._due_s:
             return False
-        self._due_s = now_s + self.period_s * 0.9  # a timer that fires early must not skip a turn
+        self._due_s = now_s + self.period_s * _EARLY
         return True
 
     def record(self, cpu_s: float) -> None:
@@ -82,6 +85,7 @@ class AnswerPace:
         self._clock = clock
         self._flush = FlushPace()
         self._text = PicturePace(TEXT_PERIOD_S, share=_TEXT_SHARE, slowest_s=_SLOWEST_TEXT_S)
+        self._most = PicturePace(TEXT_PERIOD_S, share=_MOST_TEXT_SHARE, slowest_s=_STRETCHED_TEXT_S)
         self._layout = PicturePace(0.0, share=_LAYOUT_SHARE, slowest_s=_SLOWEST_LAYOUT_S)
         self._due_s = 0.0
         self._began: tuple[float, float] = (0.0, 0.0)  # clock and CPU when drawing began
@@ -99,17 +103,20 @@ class AnswerPace:
         self._flush.reset()
 
     @property
-    def is_due(self) -> bool:
-        """Whether text may be drawn now."""
-        return self._clock.monotonic() >= self._due_s
+    def _period_s(self) -> float:
+        return max(self._flush.period_s, self._text.period_s, self._most.period_s)
+
+    @property
+    def skips_turns(self) -> bool:
+        """Whether text is drawn in every second turn of a timer of `TEXT_PERIOD_S`."""
+        return TEXT_PERIOD_S < self._period_s * _EARLY <= 2 * TEXT_PERIOD_S
 
     def due(self, *, in_front: bool) -> bool:
         """Whether text may be drawn now; if so, sets the time of the next one."""
-        if not self.is_due:
-            return False
         now_s = self._clock.monotonic()
-        period_s = max(self._flush.period_s, self._text.period_s) if in_front else _HIDDEN_S
-        self._due_s = now_s + period_s * 0.9  # a timer that fires early must not skip a turn
+        if now_s < self._due_s:
+            return False
+        self._due_s = now_s + (self._period_s if in_front else _HIDDEN_S) * _EARLY
         return True
 
     def room(self, n_rows: int, seconds: float, most: int) -> int:
@@ -131,22 +138,12 @@ class AnswerPace:
         """It was drawn; `grew`: it needs another layout."""
         self._grew = grew
 
-    @property
-    def grew(self) -> bool:
-        """Whether what was drawn last, and is not painted yet, needs another layout."""
-        return self._grew is True
-
-    @property
-    def waits(self) -> bool:
-        """Whether something was drawn that is not painted yet."""
-        return self._grew is not None
-
     def painted(self) -> None:
         """It is on the screen: take into account what that has cost."""
         if self._grew is None:
             return
         began_s, cpu_s = self._began
         self._flush.record(self._clock.monotonic() - began_s)
-        pace = self._layout if self._grew else self._text
-        pace.record(self._clock.cpu() - cpu_s)
+        for pace in (self._layout,) if self._grew else (self._text, self._most):
+            pace.record(self._clock.cpu() - cpu_s)
         self._grew = None

@@ -52,12 +52,14 @@ def test_answer_pace__what_drawing_costs__decides_when_and_how_much_room() -> No
         return now[0] - began
 
     assert wait_s(in_front=True) == pytest.approx(0.1, abs=0.02)
+    assert not pace.skips_turns
     assert wait_s(in_front=False) == pytest.approx(0.45, abs=0.02)
     assert pace.room(40, 4.0, 20) == 0
     for _ in range(12):
         draw(0.0016, grew=False)  # 0.8 % of a core five times a second
-        draw(0.003, grew=True)  # 0.3 % once a second
+        draw(0.0025, grew=True)  # 0.25 % once a second
     assert wait_s(in_front=True) == pytest.approx(0.18, abs=0.02)
+    assert pace.skips_turns
     assert pace.room(40, 4.0, 20) == 10
     assert pace.room(400, 4.0, 20) == 20
     assert not pace.slow
@@ -67,6 +69,14 @@ def test_answer_pace__what_drawing_costs__decides_when_and_how_much_room() -> No
     pace.reset()
     assert not pace.slow
     assert pace.n_flushes == 26
+    for _ in range(12):
+        draw(0.0038, grew=False)  # 1.9 % of a core five times a second
+    assert wait_s(in_front=True) == pytest.approx(0.18, abs=0.02)
+    for _ in range(12):
+        draw(0.006, grew=False)  # 3 % would be too much, 2 % three times a second is not
+    assert wait_s(in_front=True) == pytest.approx(0.27, abs=0.02)
+    assert not pace.skips_turns
+    assert not pace.slow
 
 
 def poll_until(bridge: Bridge, phase: Phase, step: Callable[[], None] = lambda: None) -> None:

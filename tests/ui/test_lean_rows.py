@@ -12,7 +12,7 @@ from textual.widget import Widget
 
 from moet_desk.engine.scripted import DEFAULT_ANSWER, Script
 from moet_desk.marked_text import MarkedText
-from moet_desk.ui.lean_rows import Framed, LeanBar, draw_line
+from moet_desk.ui.lean_rows import Framed, LeanBar
 from moet_desk.ui.look import Look
 from moet_desk.ui.widgets.blocks import AnswerBlock
 from moet_desk.ui.widgets.code_colours import CodeColours
@@ -193,15 +193,15 @@ async def test_code__any_language__colours_of_textual(language: str) -> None:
         assert [line.text for line in colours.lines("", "pyth", style)] == [""]
 
 
-async def test_draw_line__too_long_or_short__as_wide_as_asked() -> None:
+async def test_line__too_long_or_short__as_wide_as_asked() -> None:
     stage = Stage(look=Look(motion="none", glyphs="unicode"))
     async with stage.open(80, 30) as pilot:
         await stage.ready(pilot)
         widget = stage.app.screen.query_one(StatusLine)
         line = Content("a ") + Content.styled("bold", "bold $accent")
-        row = draw_line(widget, line, 10)
+        row = widget._line(line, 10)
         assert row.text == "a bold    "
         assert [bool(part.style and part.style.bold) for part in row if "bold" in part.text] == [
             True
         ]
-        assert draw_line(widget, Content("one two three"), 8).text == "one two "
+        assert widget._line(Content("one two three"), 8).text == "one two "

@@ -67,6 +67,9 @@ class Asked:
     wait_rows: Callable[[], None]
 
 
+PROGRAMS = 64
+"""That copy rows: fewer than where all wait for them, as others compute meanwhile."""
+
 _SCORES, _ROWS = 0, 1
 """Lanes: a router is not to wait until rows have come."""
 
@@ -145,7 +148,10 @@ class Lookahead:
                 )  # fmt: skip
             wait_slots = self._branch.mark(_ROWS)
             for pool, out in zip(self._pools, outputs, strict=True):
-                fetch(pool.slots, pool.arena, out.n, miss_row=out.row, miss_slot=out.slot)
+                fetch(
+                    pool.slots, pool.arena, out.n, miss_row=out.row, miss_slot=out.slot,
+                    programs=PROGRAMS,
+                )  # fmt: skip
         return Asked(outputs, wait_slots, self._branch.mark(_ROWS))
 
 

@@ -105,7 +105,7 @@ def _gate_up_kernel(
     BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr,
     FINE: tl.constexpr, LIMITED: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
-    QUANTIZE: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
+    QUANTIZE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // 32
     WORDS: tl.constexpr = 16 if FINE else 8
@@ -119,7 +119,8 @@ def _gate_up_kernel(
         rows = first + tl.arange(0, B)
         gate = load_tile(base, fine, rows, 2 * I, G, C, FINE)
         up = load_tile(base, fine, rows + I, 2 * I, G, C, FINE)
-        pairs = uniq_pair + in_order(expert * T, PTX and AHEAD)
+        # All of a program's weights are asked for before the first is multiplied.
+        pairs = uniq_pair + in_order(expert * T, PTX)
         for t in range(T):
             pair = tl.load(pairs + t)
             if pair >= 0:
@@ -146,7 +147,7 @@ def _down_kernel(
     H: tl.constexpr, I: tl.constexpr, T: tl.constexpr,
     BASE_STRIDE: tl.constexpr, FINE_STRIDE: tl.constexpr,
     BASE_OFFSET: tl.constexpr, FINE_OFFSET: tl.constexpr,
-    B: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
+    B: tl.constexpr, C: tl.constexpr, FINE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = I // 32
     WORDS: tl.constexpr = 16 if FINE else 8
@@ -158,9 +159,8 @@ def _down_kernel(
             fine += tl.load(fine_slot + expert).to(tl.int64) * FINE_STRIDE + FINE_OFFSET
         rows = tl.program_id(0) * B + tl.arange(0, B)
         tile = load_tile(base, fine, rows, H, G, C, FINE)
-        pairs = uniq_pair + in_order(expert * T, PTX and AHEAD)
         for t in range(T):
-            pair = tl.load(pairs + t)
+            pair = tl.load(uniq_pair + expert * T + t)
             if pair >= 0:
                 x, s = codes + pair * (WORDS * G), scales + pair * G
                 y = tile_products(tile, x, s, B, G, C, FINE, PTX)
@@ -206,7 +206,6 @@ def experts_gate_up(
     glu: Glu = SWIGLU,
     tile: Tile | None = None,
     ptx: bool = PTX,
-    ahead: bool = True,
 ) -> None:
     """The GLU of gate x and up x of every pair; the products' bits are those of the twin.
 
@@ -215,9 +214,7 @@ def experts_gate_up(
         out float32 [P, I], rows of pairs in `uniq_pair` are written
     """
     tile = tile or tiles_of(pool).gate_up
-    _gate_up(
-        pool, codes, scales, (out, out, out), tile, glu=glu, quantize=False, ptx=ptx, ahead=ahead
-    )
+    _gate_up(pool, codes, scales, (out, out, out), tile, glu=glu, quantize=False, ptx=ptx)
 
 
 def experts_hidden(
@@ -231,7 +228,6 @@ def experts_hidden(
     glu: Glu = SWIGLU,
     tile: Tile | None = None,
     ptx: bool = PTX,
-    ahead: bool = True,
 ) -> None:
     """`experts_gate_up` and its result as codes for `experts_down`: one launch if a tile holds
     whole blocks of 32 rows, else two with the same bits.
@@ -245,7 +241,7 @@ def experts_hidden(
     outs = (scratch, out_codes, out_scales)
     _check_codes(pool, out_codes)
     _gate_up(
-        pool, codes, scales, outs, tile, glu=glu, quantize=quantize, ptx=ptx, ahead=ahead,
+        pool, codes, scales, outs, tile, glu=glu, quantize=quantize, ptx=ptx,
     )  # fmt: skip
     if not quantize:
         quantize_rows(scratch, out_codes, out_scales)
@@ -259,7 +255,6 @@ def experts_down(
     part: Tensor,
     tile: Tile | None = None,
     ptx: bool = PTX,
-    ahead: bool = True,
 ) -> None:
     """Each pair's contribution, not yet weighted.
 
@@ -277,7 +272,7 @@ def experts_down(
         layout.hidden, layout.inter, pool.uniq_pair.shape[1],
         layout.base_stride, layout.fine_stride,
         layout.gate_up.base_bytes, layout.gate_up.fine_bytes,
-        tile.rows, _lanes(layout.inter), pool.fine is not None, ptx, ahead,
+        tile.rows, _lanes(layout.inter), pool.fine is not None, ptx,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -355,7 +350,6 @@ def _gate_up(
     glu: Glu,
     quantize: bool,
     ptx: bool,
-    ahead: bool,
 ) -> None:
     layout, n_experts = pool.layout, pool.uniq_slot.shape[0]
     fine, fine_slot = _fine_of(pool)
@@ -367,7 +361,7 @@ def _gate_up(
         layout.hidden, layout.inter, pool.uniq_pair.shape[1],
         layout.base_stride, layout.fine_stride,
         tile.rows, _lanes(layout.hidden),
-        pool.fine is not None, glu.limit is not None, glu.alpha, glu.shift, quantize, ptx, ahead,
+        pool.fine is not None, glu.limit is not None, glu.alpha, glu.shift, quantize, ptx,
         num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
 

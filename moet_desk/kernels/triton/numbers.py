@@ -20,6 +20,9 @@ _EVEN = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding and taking away rounds |x| < 2**22 to a whole number, halves to even."""
 
 
+_COMPILED = tl.constexpr(not INTERPRETED)
+
+
 @cache
 def has_e4m3(device: torch.device) -> bool:
     """Whether kernels on `device` can convert e4m3 in hardware (SM89 and later)."""
@@ -131,8 +134,19 @@ def halving_rows(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def bf16_part(x):
-    """float32 nearest x that bfloat16 can hold (the interpreter cuts instead of rounding)."""
-    return x.to(tl.bfloat16).to(tl.float32)
+    """float32 nearest x that bfloat16 can hold (the interpreter cuts instead of rounding).
+
+    A pair of x and 0 is converted: ptxas makes of one number alone an instruction that takes eight
+    times as long (F2F), and the pair's bits are those of the float32.
+    """
+    if _COMPILED:
+        bits = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [x],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit

@@ -392,16 +392,35 @@ def _sliced_decode_kernel(
                 scores = tl.sum(_sliced_scores(heads, values, unit, FORM, MMA), 0)
                 at = start + tl.arange(0, TILE)
                 scores = tl.where((at < last)[None, :], scores, float("-inf"))
+                p, factor, largest, total = running_weights(scores, largest, total)
+                p = tl.broadcast_to(p[None, :, :], (C, BH, TILE))
                 at += TILE
                 entry = entry_of(own, tl.where(at < last, at, first), PAGE)
                 raw = _bytes_of(pages, entry, at < last, ENTRY, D, W, FORM, WORDS)
-                p, factor, largest, total = running_weights(scores, largest, total)
-                p = tl.broadcast_to(p[None, :, :], (C, BH, TILE))
-                acc = mix_values(p, values, acc * factor[None, :, None], FORM, MMA)
+                acc *= factor[None, :, None]
+                if MMA and FORM == "f32":
+                    acc = _close_dot(p, values, acc)
+                else:
+                    acc = mix_values(p, values, acc, FORM, MMA)
         row = (t * SPLITS + split) * N + head
         tl.store(stats + row * 2, largest, mask=head < N)
         tl.store(stats + row * 2 + 1, total, mask=head < N)
         tl.store(sums + (row.to(tl.int64) * D)[None, :, None] + column, acc, mask=live_head)
+
+
+@triton.jit
+def _close_dot(a, b, acc):
+    """acc + a x b of float32, as close as float32: parts that leave out 2**-24 and less.
+
+    By bfloat16: halves of tf32 would lie in shared memory twice, which is more than cards have.
+    """
+    a_high, b_high = bf16_part(a), bf16_part(b)
+    a_middle, b_middle = bf16_part(a - a_high), bf16_part(b - b_high)
+    a_low, b_low = (a - a_high - a_middle).to(tl.bfloat16), (b - b_high - b_middle).to(tl.bfloat16)
+    a_high, b_high = a_high.to(tl.bfloat16), b_high.to(tl.bfloat16)
+    a_middle, b_middle = a_middle.to(tl.bfloat16), b_middle.to(tl.bfloat16)
+    acc = tl.dot(a_low, b_high, tl.dot(a_high, b_low, tl.dot(a_middle, b_middle, acc)))
+    return tl.dot(a_high, b_high, tl.dot(a_middle, b_high, tl.dot(a_high, b_middle, acc)))
 
 
 @triton.jit
@@ -410,7 +429,8 @@ def _sliced_scores(q, keys, unit, FORM: tl.constexpr, MMA: tl.constexpr):
     k = tl.permute(keys, (0, 2, 1))
     unit = unit[None, :, None]
     if MMA and FORM == "f32":
-        return tl.dot(q, k, input_precision="tf32x3") * unit
+        none = tl.zeros([q.shape[0], q.shape[1], k.shape[2]], tl.float32)
+        return _close_dot(q, k, none) * unit
     elif MMA:
         high = bf16_part(q)
         middle = bf16_part(q - high)

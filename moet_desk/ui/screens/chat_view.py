@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from textual.app import ComposeResult
@@ -86,6 +87,7 @@ class ChatView(LeanScreen):
         self._blink = blink
         self.pace = AnswerPace(bridge.clock)
         self._rail_pace = PicturePace(0.0, share=_RAIL_SHARE)
+        self._rail_began_s: float | None = None  # CPU time before it was drawn, until it is painted
         self._figures_due_s = 0.0
         self._is_placing = False  # blocks of a new turn are on their way to the screen
         self._draft_due_s: float | None = None
@@ -127,20 +129,24 @@ class ChatView(LeanScreen):
         if self._drawn_once:
             self.prompt.cursor_blink = blink
 
-    @property
+    @cached_property
     def prompt(self) -> Prompt:
         """Where messages are written."""
         return self.query_one(Prompt)
 
-    @property
+    @cached_property
     def transcript(self) -> Transcript:
         """The conversation as drawn."""
         return self.query_one(Transcript)
 
-    @property
+    @cached_property
     def chips(self) -> Chips:
         """The files that go with the next message."""
         return self.query_one(Chips)
+
+    @cached_property
+    def _below(self) -> Static:
+        return self.query_one("#below", Static)
 
     # -- timers --------------------------------------------------------------------------------
 
@@ -148,19 +154,19 @@ class ChatView(LeanScreen):
         """Take and draw new text; called ten times a second."""
         if not self._drawn_once or self._is_placing:  # the text waits where it is
             return
-        conversation = self._conversation
+        conversation, is_current = self._conversation, self.is_current
         self._save_draft_if_due()
         self.prompt.cursor_blink = self._blink and not conversation.busy  # each blink is a repaint
-        if not self.pace.due(in_front=self.is_current):
+        if not self.pace.due(in_front=is_current):
             return
         if conversation.busy:
             pulled = conversation.pull()
-            if self.is_current or pulled.ended:
+            if is_current or pulled.ended:
                 await self._flush(is_new=bool(pulled.text or pulled.thought))
             if pulled.ended:
                 await self._end_answer()
         await self._send_queued()
-        if self.is_current:
+        if is_current:
             self._draw_below()
 
     async def _send_queued(self) -> None:
@@ -206,8 +212,8 @@ class ChatView(LeanScreen):
         elif self._bridge.clock.monotonic() >= self._figures_due_s:
             self._figures_due_s = self._bridge.clock.monotonic() + _FIGURES_S * 0.9
             snapshot = self._bridge.snapshot()
-            answer.set_closing(live_closing_line(live, snapshot, self._glyphs))
-            self._keep_end()
+            if answer.set_closing(live_closing_line(live, snapshot, self._glyphs)):
+                self._keep_end()
 
     async def _draw_text(self, answer: AnswerBlock, turn: Turn) -> None:
         self.pace.begin()
@@ -216,13 +222,16 @@ class ChatView(LeanScreen):
         if grew:
             self._keep_end()
 
-    def measure_flush(self) -> None:
-        """What was drawn is about to be painted: measure what that costs."""
-        if self.pace.waits:
-            self.call_after_refresh(self.pace.painted)
+    def painted(self, *, text: bool = False) -> None:
+        """What was drawn is on the screen, perhaps text: take into account what that has cost."""
+        if text:
+            self.pace.painted()
+        if self._rail_began_s is not None:
+            self._rail_pace.record(self._bridge.clock.cpu() - self._rail_began_s)
+            self._rail_began_s = None
 
     def _room(self, answer: AnswerBlock) -> int:
-        live, most = self._conversation.live, self.transcript.size.height * 2 // 3
+        live, most = self._conversation.live, self.transcript.outer_size.height * 2 // 3
         if live is None or answer.live is None:
             return 0
         seconds = self._bridge.clock.monotonic() - live.started_s - (live.first_token_s or 0.0)
@@ -247,9 +256,10 @@ class ChatView(LeanScreen):
     def _draw_rail(self, snapshot: EngineSnapshot) -> None:
         rail, clock = self.query_one(Rail), self._bridge.clock
         if rail.display and self._rail_pace.due(clock.monotonic()):
-            cpu_s = clock.cpu()
+            self._rail_began_s = clock.cpu()
             rail.show(snapshot)
-            self.call_after_refresh(lambda: self._rail_pace.record(clock.cpu() - cpu_s))
+            if not self.busy:  # else the app says when it is painted
+                self.call_after_refresh(self.painted)
 
     @property
     def busy(self) -> bool:
@@ -435,7 +445,7 @@ class ChatView(LeanScreen):
             line.update(Content(f" {words}"))
 
     def _draw_below(self) -> None:
-        transcript, below = self.transcript, self.query_one("#below", Static)
+        transcript, below = self.transcript, self._below
         shown = not transcript.following and transcript.display and bool(transcript.blocks)
         below.display = shown
         if shown:

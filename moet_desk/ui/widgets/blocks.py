@@ -347,10 +347,12 @@ class AnswerBlock(Block):
             if self.live is not None:
                 self.live.show_marks(shown)
 
-    def set_closing(self, closing: Content) -> None:
-        """Replace the line under the answer."""
+    def set_closing(self, closing: Content) -> bool:
+        """Replace the line under the answer. Returns whether it needs another layout."""
+        grows = self._foot.display is not bool(closing) or needs_other_rows(self._foot, closing)
         self._foot.display = bool(closing)
-        self._foot.update(closing, layout=needs_other_rows(self._foot, closing))
+        self._foot.update(closing, layout=grows)
+        return grows
 
     def show_reading(self, prompt: PrefillProgress, *, elapsed_s: float) -> None:
         """While the prompt is read: a bar with its numbers, in place of the closing line."""

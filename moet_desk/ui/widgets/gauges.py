@@ -17,7 +17,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from moet_desk.telemetry import TIER_LETTERS, EngineSnapshot, EngineState, LoadStep, Tier
-from moet_desk.ui.lean_rows import Rows, draw_line
+from moet_desk.ui.lean_rows import Rows
 from moet_desk.ui.theme import Glyphs, status_variable, tier_variable
 from moet_desk.units import show_count, show_disk, show_duration, show_memory, show_rate
 
@@ -152,10 +152,14 @@ class _Gauge(Rows, Widget):
         return Content("\n").join(self._lines)
 
     def row(self, y: int) -> Strip:
+        return self.rows(range(y, y + 1))[0]
+
+    def rows(self, lines: range) -> Sequence[Strip]:
         if self.text_selection is not None:
-            return super().row(y)
-        line = self._lines[y] if y < len(self._lines) else Content("")
-        return draw_line(self, line, self.size.width)
+            return [super(_Gauge, self).row(y) for y in lines]
+        width, none = self.size.width, Content("")
+        here = (self._lines[y] if y < len(self._lines) else none for y in lines)
+        return [self._line(line, width) for line in here]
 
     def render_line(self, y: int) -> Strip:
         return self.row(y).apply_offsets(0, y)

@@ -22,6 +22,7 @@ from textual.widgets import Markdown
 
 from moet_desk.marked_text import MarkedText
 from moet_desk.ui.lean_rows import Growing, Rows
+from moet_desk.ui.lean_screen import LeanScreen
 from moet_desk.ui.markdown_marks import MARKS, mark_tokens
 from moet_desk.ui.text import SEGMENT_CHARS, last_block, markdown_parser, shown_length
 from moet_desk.ui.widgets.code_colours import CodeColours, plain_lines
@@ -30,8 +31,9 @@ from moet_desk.ui.widgets.marked_markdown import PLAIN_BULLETS, underlined
 from moet_desk.ui.widgets.open_rows import OpenCode, OpenRows, has_fence
 from moet_desk.ui.widgets.segments import cut_segments
 
-_COLOUR_AGAIN, _COLOUR_STEP = 1.25, 40
-"""When growing code is coloured anew: longer by this factor, and by so many characters."""
+_COLOUR_AGAIN, _COLOUR_STEP, _COLOUR_TURNS = 1.25, 40, 2
+"""When growing code is coloured anew: longer by this factor, and by so many characters, and by what
+comes in so many turns; code that is complete is in any case."""
 
 
 class LiveText(Growing, Rows, Widget):
@@ -55,6 +57,7 @@ class LiveText(Growing, Rows, Widget):
         self._rows = 1  # its height
         self._code = ""  # what of the last block is coloured, in whole lines
         self._code_rows: list[Strip] = []
+        self._n_new = 0  # characters that came last
         self._grows = False  # what is drawn now may go on
         self._open: OpenRows | None = None
         self._shown_end = 0  # of the text that is drawn
@@ -85,7 +88,7 @@ class LiveText(Growing, Rows, Widget):
             text: what was shown before, and more.
             room: blank rows to take as well if the widget has to become taller.
         """
-        self._text = text
+        self._n_new, self._text = len(text) - len(self._text), text
         self._draw(room)
 
     def show_marks(self, shown: bool) -> None:
@@ -131,7 +134,9 @@ class LiveText(Growing, Rows, Widget):
         self.refresh()
 
     def _draw(self, room: int) -> None:
-        self._width = self.size.width
+        self._width = (
+            self.outer_size.width - self.styles.gutter.width
+        )  # `size` takes ten times as long
         if not self._width:  # drawn once it has its place
             return
         if not self._much_is_new() and self._extend(room):
@@ -159,8 +164,8 @@ class LiveText(Growing, Rows, Widget):
 
     def _extend(self, room: int) -> bool:
         """Draw what was added if it goes on with what was there. False: the block is drawn anew."""
-        text, width = self._text.text, self.size.width
-        if self._open is None or width != self._width or (self._text.marks and self._shows_marks):
+        text = self._text.text
+        if self._open is None or (self._text.marks and self._shows_marks):
             return False
         end = self._kept_chars + shown_length(text[self._kept_chars :])
         new, self._drawn_chars = text[self._shown_end : end], len(text)
@@ -190,8 +195,8 @@ class LiveText(Growing, Rows, Widget):
         return self._drawer.code_rows(lines, self._width)
 
     def _code_waits(self, n_chars: int) -> bool:
-        n_done = len(self._code)
-        return n_chars < max(n_done * _COLOUR_AGAIN, n_done + _COLOUR_STEP)
+        n_done, step = len(self._code), max(_COLOUR_STEP, _COLOUR_TURNS * self._n_new)
+        return n_chars < max(n_done * _COLOUR_AGAIN, n_done + step)
 
     def _keep(self, tokens: Sequence[Token], n_chars: int) -> None:
         """Draw blocks that have ended, once and for all."""
@@ -218,10 +223,17 @@ class LiveText(Growing, Rows, Widget):
         same = next((y for y, (old, new) in pairs if old != new), min(len(before), len(now)))
         if self.n_rows > self._rows:
             self._rows = self.n_rows + room
-            self.refresh(layout=True, repaint=False)
+            self._take_rows()
         changed = max(len(before), len(now)) - same
         if changed:
             self.refresh(Region(0, first + same, self._width, changed))
+
+    def _take_rows(self) -> None:
+        screen = self.screen
+        if isinstance(screen, LeanScreen):
+            screen.grow(self)
+        else:
+            self.refresh(layout=True, repaint=False)
 
     def _code_lines(self, token: Token, style: Style) -> list[Strip]:
         """The lines of a block of code in colour; while it grows, the last ones wait for theirs."""

@@ -17,6 +17,7 @@ from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
 from moet_desk.marked_text import Ranges, cut_ranges
+from moet_desk.ui.lean_rows import is_one_row
 from moet_desk.ui.markdown_marks import DRAWN, MARKS, mark_tokens
 from moet_desk.ui.text import find_all, markdown_parser
 
@@ -67,6 +68,8 @@ def needs_other_rows(widget: Widget, content: Content) -> bool:
     To lay a long chat out anew is most of what a flush of a few words costs.
     """
     width, rows = widget.content_size
+    if rows == 1 and content.cell_length <= width and is_one_row(content.plain):
+        return False
     return not width or content.get_height(cast("RulesMap", widget.styles), width) != rows
 
 

@@ -75,7 +75,6 @@ def expert_cases(
         "FINE_STRIDE": layout.fine_stride,
         "FINE": fine,
         "PTX": True,
-        "AHEAD": True,
     }
     gate_up = {"out": "*fp32", "out_codes": "*i32", "out_scales": "*fp32", "limit": "fp32"}
     for tile in {tiles.gate_up, experts.Tile(32, 8)} if name == "ds4" else {tiles.gate_up}:

@@ -161,8 +161,8 @@ class Steps:
         patch.setattr(pools, "experts_hidden", note)
         patch.setattr(pools, "experts_down", lambda *_, **__: None)
         patch.setattr(lookahead, "gemv", lambda *_, **__: None)
-        for module in (pools, lookahead):
-            patch.setattr(module, "fetch", partial(fetch, programs=2))
+        patch.setattr(pools, "fetch", partial(fetch, programs=2))
+        patch.setattr(lookahead, "PROGRAMS", 2)
         behind = {layer - 1: following(layer) for layer in range(1, N_LAYERS)}
         step = StepAhead(self.lookahead, behind)
         for layer in range(N_LAYERS):
