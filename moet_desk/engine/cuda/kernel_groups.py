@@ -55,6 +55,7 @@ GROUP_OF_KERNEL: Mapping[str, Group] = {
     "_query_kernel": Group.ATTENTION,
     "_score_kernel": Group.ATTENTION,
     "_shared_decode_kernel": Group.ATTENTION,
+    "_sliced_decode_kernel": Group.ATTENTION,
     "_advance_kernel": Group.OTHER,  # of streams, as the next three
     "_enter_kernel": Group.OTHER,
     "_many_kernel": Group.OTHER,
