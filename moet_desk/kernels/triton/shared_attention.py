@@ -558,8 +558,9 @@ def shared_decode(
         scratch.stats, scale, kv.table.shape[1], N=n, D=d, W=SHARED_BLOCK, PAGE=kv.page_tokens,
         ENTRY=kv.entry_bytes, SPLITS=splits, SHORTEST=_SHORTEST,
         TILE=_SHORTEST if once else _tile(kv), BH=_HEADS, FORM=kv.form.value,
-        MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), ONCE=2 * once,
-        WORDS=kv.form is KvFormat.NVFP4 and has_e4m3(q.device), num_warps=8, num_stages=1,
+        MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), ONCE=int(once),
+        WORDS=kv.form is KvFormat.NVFP4 and has_e4m3(q.device), num_warps=_warps(kv.form, once),
+        num_stages=1,
     )  # fmt: skip
     block = min(_JOIN_FLOATS, triton.next_power_of_2(d))
     _join_back_kernel[(triton.cdiv(d, block), n, rows)](
@@ -568,6 +569,11 @@ def shared_decode(
         AHEAD=8 if parts <= 8 else _JOIN_AHEAD, FEW=parts <= _JOIN_AHEAD,
         COMPILED=not INTERPRETED, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _warps(form: KvFormat, once: bool) -> int:
+    """Fewer have more to do at once, as long as registers hold it."""
+    return 4 if once and form in (KvFormat.NVFP4, KvFormat.FP8) else 8
 
 
 def _tile(kv: KvPages) -> int:

@@ -41,10 +41,11 @@ def _cases() -> Iterator[Case]:
             yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",), only=card)
         kernel = shared_attention._sliced_decode_kernel
         types, words = {**types, "width": "i32"}, form is KvFormat.NVFP4
-        for round_, once, only in ((32, 1, None), (32, 2, None), (32, 0, 90), (16, 0, 120)):
+        for round_, once, only in ((32, 1, None), (32, 0, 90), (16, 0, 120)):
             name = f"sliced_decode {form.value} {round_} once={once}"
             own = {**values, "SHORTEST": 32, "TILE": round_, "ONCE": once, "WORDS": words}
-            yield Case(name, kernel, types, own, 8, ONE_STAGE, wants=("HMMA",), only=only)
+            warps = shared_attention._warps(form, once > 0)
+            yield Case(name, kernel, types, own, warps, ONE_STAGE, wants=("HMMA",), only=only)
     types = {
         **TURNS, "sums": F32, "stats": F32, "lengths": "*i32", "sink": F32, "out": F32,
         "group_stride": "i32", "row_stride": "i32",
