@@ -1,34 +1,31 @@
-"""Times of one-program kernels of a step, and of the experts' kernels around their quantiser.
+"""Times of small kernels of a step that share a launch, and alone.
 
     python -m bench.kernels_small
 
 One JSON line per variant: `us` back to back in a graph, `cold_us` as the profiler sees the kernel
-alone between others that take the caches. `same` says whether results equal the old way's.
+alone between others that take the caches. `same` says whether results equal the first way's.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench import old_routed_lookup
-from bench.kernels_moe import SHAPES, Layers
 from bench.timing import DEVICE, per_call_us
 from moet_desk.engine.cuda.kernel_groups import kernel_runs
 from moet_desk.kernels.kinds import Score
 from moet_desk.kernels.layouts import ExpertLayout
-from moet_desk.kernels.triton import routed_lookup
-from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim
+from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup
 from moet_desk.kernels.triton.dense import DenseWeight, NormOf, gemv
-from moet_desk.kernels.triton.experts import Tile, experts_down, experts_hidden, tiles_for
 from moet_desk.kernels.triton.fetch import Arena, fetch
 from moet_desk.kernels.triton.norms import rms_norm
-from moet_desk.kernels.triton.routed_lookup import Routing
+from moet_desk.kernels.triton.route import route
+from moet_desk.kernels.triton.routed_lookup import Routing, route_and_look_up
 
 LAYERS, EXPERTS, TOP_K = 43, 256, 6
 
@@ -74,17 +71,20 @@ class Lookups:
         )
         found, ends = self.out[at], at == LAYERS - 1
         args = (routing, self.ids[at], self.tables)
-        routed_lookup.ROLLED = self.way != "unrolled"
         if self.way == "one launch":
-            routed_lookup.route_and_look_up(
+            route_and_look_up(
                 *args, layer=at, out=found, ends_step=ends, slots=self.rows.slots,
                 arena=self.rows.arena,
             )  # fmt: skip
             return
-        if self.way == "old":
-            old_routed_lookup.route_and_look_up(*args, layer=at, out=found, ends_step=ends)
+        if self.way == "three launches":
+            route(
+                routing.logits, routing.bias, ids=self.ids[at], weights=routing.weights,
+                score=routing.score, renormalize=True, scale=routing.scale,
+            )  # fmt: skip
+            lookup(self.ids[at], self.tables, layer=at, out=found, ends_step=ends)
         else:
-            routed_lookup.route_and_look_up(*args, layer=at, out=found, ends_step=ends)
+            route_and_look_up(*args, layer=at, out=found, ends_step=ends)
         fetch(
             self.rows.slots, self.rows.arena, found.miss_n, miss_row=found.miss_row,
             miss_slot=found.miss_slot,
@@ -145,18 +145,24 @@ def cold(calls: list[Callable[[], None]], crowd: Crowd) -> dict[str, float]:
     graph = captured(calls, crowd)
     found = {"cold_us": round((replay_us(graph) - alone) / len(calls), 2)}
     runs = kernel_runs(lambda: [graph.replay() for _ in range(3)])
-    for name in ("_routed_lookup_kernel", "_fetch_kernel", "_routed_fetch_kernel"):
+    for name in (
+        "_route_kernel",
+        "_lookup_kernel",
+        "_routed_lookup_kernel",
+        "_fetch_kernel",
+        "_routed_fetch_kernel",
+    ):
         own = [run.end_us - run.start_us for run in runs if run.name.startswith(name)]
         if own:
             found["cold" + name] = round(median(own), 2)
     return found
 
 
-def lookups(crowd: Crowd, ways: Sequence[str]) -> None:
+def lookups(crowd: Crowd) -> None:
     for n_tokens in (1, 2):
         for n_slots in (LAYERS * EXPERTS, 100):
             want: list[Tensor] = []
-            for way in ways[: 3 if n_tokens == 1 else 2]:
+            for way in ("three launches", "two launches", "one launch"):
                 hits = n_slots > 100
                 look = Lookups(n_tokens, n_slots, way, Rows(1 if hits else n_slots))
                 for _ in range(3):
@@ -172,46 +178,6 @@ def lookups(crowd: Crowd, ways: Sequence[str]) -> None:
                     "routed_lookup and fetch", way=way, tokens=n_tokens, all_hit=hits, same=same,
                     us=round(us, 2), **facts,
                 )  # fmt: skip
-
-
-def hidden() -> None:
-    for n_tokens in (1, 2):
-        layers = Layers(SHAPES["ds4"], n_tokens, fine=False, pool_bytes=2 << 30)
-        tiles = tiles_for(layers.layout, fine=False, tokens=n_tokens, capability="9.0")
-        arrived = torch.zeros(
-            layers.n_pairs, layers.layout.inter // 32, dtype=torch.int32, device=DEVICE
-        )
-        want: list[Tensor] = []
-        for way, tile in (
-            ("old", tiles.gate_up), ("arrived", tiles.gate_up), ("arrived", Tile(16, 4)),
-        )[: 3 if n_tokens == 1 else 2]:  # fmt: skip
-
-            def one(pool, *, tile=tile, way=way) -> None:  # type: ignore[no-untyped-def]
-                experts_hidden(
-                    pool, layers.codes, layers.scales, scratch=layers.hidden,
-                    out_codes=layers.out_codes, out_scales=layers.out_scales, tile=tile,
-                    arrived=arrived if way == "arrived" else None,
-                )  # fmt: skip
-
-            def both(pool, *, one=one) -> None:  # type: ignore[no-untyped-def]
-                one(pool)
-                experts_down(
-                    pool, layers.out_codes, layers.out_scales, part=layers.part, tile=tiles.down
-                )
-
-            left = []
-            for pool in layers.pools[:4]:
-                one(pool)
-                left += [layers.out_codes.clone(), layers.out_scales.clone()]
-            want = want or left
-            same = all(torch.equal(a, b) for a, b in zip(left, want, strict=True))
-            same = same and not arrived.any()
-            us = per_call_us([lambda p=p: one(p) for p in layers.pools], repeats=5)
-            whole = per_call_us([lambda p=p: both(p) for p in layers.pools], repeats=5)
-            line(
-                "experts_hidden", way=way, tile=str(tile), tokens=n_tokens, same=same,
-                us=round(us, 2), with_down_us=round(whole, 2),
-            )  # fmt: skip
 
 
 def normed() -> None:
@@ -247,11 +213,8 @@ def normed() -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    crowd = Crowd()
-    lookups(crowd, ("old", "rolled", "unrolled"))
+    lookups(Crowd())
     normed()
-    hidden()
-    lookups(crowd, ("rolled", "one launch"))
 
 
 if __name__ == "__main__":

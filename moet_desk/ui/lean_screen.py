@@ -56,8 +56,8 @@ class LeanScreen(Screen[None]):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Paint nothing meanwhile, and then at once all that has changed: the screen's queue and
-        timer, by which Textual comes to paint, take a quarter of what words in few rows cost.
+        """Paint nothing meanwhile, and then at once all that has changed: the queues and the timer
+        by which Textual comes to paint take a sixth of what some words cost.
         """
         self._is_held = True
         try:
@@ -150,8 +150,7 @@ class LeanCompositor(Compositor):
     _seen: Sequence[Seen] = ()
 
     def reflow_part(self, part: Widget) -> Sequence[tuple[Widget, MapGeometry]] | None:
-        """Arrange what is in a container that keeps its place. A layout of the screen arranges all
-        of it, which costs twice as much.
+        """Arrange what is in a container that keeps its place.
 
         Returns:
             The places of all that is in it, front to back; None: this is not enough, because there

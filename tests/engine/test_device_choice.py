@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,8 +87,11 @@ def bench() -> Bench:
         device=device,
     )  # fmt: skip
     error = torch.zeros(1, dtype=torch.int32)
+    nobody: Any = dict.fromkeys(
+        Plane, SimpleNamespace(pools_in_ram=[], recover=lambda: None, forget=lambda: None)
+    )
     model = StepModel(
-        spec, SyntheticLoader(spec, device), kv, {}, context=64, device=device, error=error
+        spec, SyntheticLoader(spec, device), kv, nobody, context=64, device=device, error=error
     )
     model.layers.clear()
     return Bench(model, kv)

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
 from rich.console import Console
 from textual.app import App
+from textual.screen import Screen
 
 from moet_desk.engine.handle import EngineHandle
 from moet_desk.engine.scripted import Script, ScriptedEngine
@@ -269,3 +271,13 @@ def dump(app: App[Any]) -> str:
     console.print(render)
     lines = console.export_text(styles=False).split("\n")
     return "\n".join(line.rstrip() for line in lines).rstrip("\n") + "\n"
+
+
+def count_layouts(monkeypatch: pytest.MonkeyPatch, screen: Screen[Any]) -> list[str]:
+    """A list that gets longer with each layout of the screen, or of what has grown in it."""
+    layouts: list[str] = []
+    for name in ("_refresh_layout", "_lay_out"):
+        intact = getattr(screen, name)
+        counted = lambda *a, do=intact, name=name, **k: (layouts.append(name), do(*a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(screen, name, counted)
+    return layouts

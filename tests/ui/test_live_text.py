@@ -19,7 +19,7 @@ from moet_desk.ui.widgets.blocks import AnswerBlock
 from moet_desk.ui.widgets.live_text import LiveText
 from moet_desk.ui.widgets.segments import Segment
 from moet_desk.ui.widgets.transcript import Transcript
-from tests.ui.support import Stage, dump
+from tests.ui.support import Stage, count_layouts, dump
 
 pytestmark = pytest.mark.asyncio
 
@@ -152,11 +152,7 @@ async def test_answer__grows_and_ends__few_layouts_no_jump_and_the_same_words(
         await settle(stage, pilot)
         free = live.n_rows_held - live.n_rows
         assert free == 8
-        layouts: list[bool] = []
-        screen, intact = type(stage.app.screen), stage.app.screen._refresh_layout
-        monkeypatch.setattr(
-            screen, "_refresh_layout", lambda self, *a, **k: (layouts.append(True), intact(*a, **k))
-        )
+        layouts = count_layouts(monkeypatch, stage.app.screen)
         for start in range(-100, 0, 20):
             await block.append(MarkedText(text[start : start + 20 or None]))
             await stage.settle(pilot)

@@ -25,7 +25,7 @@ from moet_desk.ui.widgets.blocks import AnswerBlock
 from moet_desk.ui.widgets.marked_markdown import MarkedMarkdown
 from moet_desk.ui.widgets.segments import Segment
 from moet_desk.ui.widgets.transcript import Transcript
-from tests.ui.support import Stage, dump
+from tests.ui.support import Stage, count_layouts, dump
 
 EVERYTHING = """\
 # A *head* with `code` ##
@@ -354,11 +354,7 @@ async def test_growing_text__same_rows__not_laid_out_anew(monkeypatch: pytest.Mo
         block = stage.app.chat.query_one(AnswerBlock)
         await block.append(MarkedText("some words"))
         await pilot.pause()
-        layouts: list[bool] = []
-        screen, intact = type(stage.app.screen), stage.app.screen._refresh_layout
-        monkeypatch.setattr(
-            screen, "_refresh_layout", lambda self, *a, **k: (layouts.append(True), intact(*a, **k))
-        )
+        layouts = count_layouts(monkeypatch, stage.app.screen)
         await block.append(MarkedText(" and more"))
         await pilot.pause()
         assert "some words and more" in dump(stage.app)

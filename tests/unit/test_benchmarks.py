@@ -108,8 +108,8 @@ def test_step_time__bytes_and_launches_of_the_newest_record() -> None:
     ]
     seen["_routed_fetch_kernel"] = {"launches": 40.0, "ms": 0.5}
     rows = made.kernel_rows(body, {})
-    assert rows[1][:5] == ("`_fetch_kernel`", "43", "0.500", "-", "0.043")
-    assert rows[2][:5] == ("`_routed_fetch_kernel`", "40", "0.500", "20", "0.400")
+    assert rows[1][:6] == ("`_fetch_kernel`", "43", "0.500", "-", "-", "0.043")
+    assert rows[2][:6] == ("`_routed_fetch_kernel`", "40", "0.500", "-", "20", "0.400")
     parts = made.kernel_bytes(body, {})
     assert parts["_gate_up_kernel"] + parts["_down_kernel"] == 80_000_000
 

@@ -72,7 +72,7 @@ class Branch:
     """More streams, for launches that need not wait for those of the main one: lanes, by number.
 
     Between `beside` and `join` the main stream goes on; a capture records them as parallel branches
-    of the graph. Where launches wait for room on the card, those of lane 1 come first: it is for
+    of the graph. Where launches wait for room on the card, those of higher lanes come first, for
     short ones that a long chain hangs on. On a CPU everything runs in order.
     """
 

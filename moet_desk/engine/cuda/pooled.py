@@ -154,8 +154,10 @@ class Aside(Protocol):
     def join(self, lane: int = 0) -> None: ...
 
 
-_POOLS, _INDEX = 0, 1
-"""Lanes: of what is kept of the rows, and of what an indexer chooses for them."""
+_POOLS, _INDEX = 1, 2
+"""Lanes: of what is kept of the rows, and of what an indexer chooses for them. Both come before the
+product for the queries, which takes all the card: attention waits for their short launches.
+"""
 
 
 class _InOrder:

@@ -131,7 +131,7 @@ class StepModel:
         self.cos, self.sin = rope.cos.to(device), rope.sin.to(device)
         self.interleaved = spec.attention.rope.interleaved
         self.layers: list[LayerLaunches | ShortcutLaunches | StreamLaunches] = []
-        n_moe, branch = 0, Branch(device)
+        n_moe, branch = 0, Branch(device, lanes=3)
         made = StreamMaker(spec, load, branch, Turns(context, device), context)
         for layer in spec.layers:
             if spec.streams is not None:

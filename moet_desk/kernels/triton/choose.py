@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.triton.kv_entries import KvPages
+from moet_desk.kernels.triton.loads import in_order
 from moet_desk.kernels.triton.numbers import loop_bound
 from moet_desk.kernels.triton.portable import INTERPRETED
 from moet_desk.kernels.triton.seen import Places, Pooled
@@ -19,28 +20,21 @@ from moet_desk.kernels.triton.seen import Places, Pooled
 _SHORT, _LONG = 2048, 8192
 """Scores that a program holds: a row has one of these widths if it can."""
 
-_RUN = 16
-"""Scores in sequence that a thread holds of the widest rows that are held."""
-
-_PAIRS = 2
-"""Pairs of bounds that are tried at once: more need fewer reductions and more comparisons."""
+_RUN, _MOST_WARPS = 8, 16
+"""Scores in sequence that a thread holds, or more where a program would have too many warps."""
 
 _NEVER, _BEYOND = tl.constexpr(-2139095041), tl.constexpr(2147483647)
 """The rank of -inf, and one above all."""
 
 
 @triton.jit
-def _fours(line, at, length, LANES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Four scores from each of `at` on, as they are compared: -0 as 0, NaN as infinity, what is not
-    there as -inf.
+def _fours(line, at, size, LANES: tl.constexpr, ALIGNED: tl.constexpr):
+    """Four scores from each of `at` on, as they are compared: -0 as 0, NaN as infinity, -inf behind
+    `size`, of which an ALIGNED one and its line are whole fours.
     """
     place = at[:, None] + tl.arange(0, 4)[None, :]
-    here = place < length
-    if ALIGNED:  # in one piece
-        x = tl.load(line + place, mask=(at < length)[:, None], other=float("-inf"))
-        x = tl.where(here, x, float("-inf"))
-    else:
-        x = tl.load(line + place, mask=here, other=float("-inf"))
+    here = (at < size)[:, None] if ALIGNED else place < size
+    x = tl.load(line + place, mask=here, other=float("-inf"))
     x = tl.where(x == x, x, float("inf")) + 0.0
     even, odd = tl.split(tl.reshape(x, (LANES, 2, 2)))
     first, third = tl.split(even)
@@ -49,17 +43,27 @@ def _fours(line, at, length, LANES: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _held(line, start, length, B: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr):
+def _held(line, start, size, B: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr):
     """B scores from `start` on, as many tensors [LANES] as a lane has: a lane's are neighbours."""
     RUN: tl.constexpr = B // LANES
     x = ()
     for r in tl.static_range(0, RUN, 4):
-        x = x + _fours(line, start + tl.arange(0, LANES) * RUN + r, length, LANES, ALIGNED)
+        x = x + _fours(line, start + tl.arange(0, LANES) * RUN + r, size, LANES, ALIGNED)
     return x
 
 
 @triton.jit
-def _entries(table, start, length, first, B: tl.constexpr, LANES: tl.constexpr,
+def _seen(x, start, length, LANES: tl.constexpr):
+    """The same with -inf behind the row's length."""
+    seen = ()
+    for r in tl.static_range(len(x)):
+        at = start + tl.arange(0, LANES) * len(x) + r
+        seen = seen + (tl.where(at < length, x[r], float("-inf")),)
+    return seen
+
+
+@triton.jit
+def _entries(table, start, size, first, B: tl.constexpr, LANES: tl.constexpr,
              PAGE: tl.constexpr):  # fmt: skip
     """Numbers of the entries of `_held`, int32."""
     RUN: tl.constexpr = B // LANES
@@ -67,14 +71,14 @@ def _entries(table, start, length, first, B: tl.constexpr, LANES: tl.constexpr,
     entry = ()
     for r in tl.static_range(0, RUN, EACH):
         at = start + tl.arange(0, LANES) * RUN + r
-        number = first + tl.load(table + at // PAGE, mask=at < length, other=0) * PAGE + at % PAGE
+        number = first + tl.load(table + at // PAGE, mask=at < size, other=0) * PAGE + at % PAGE
         for i in tl.static_range(EACH):
             entry = entry + (number + i,)
     return entry
 
 
 @triton.jit
-def _ranks(x):
+def _rank(x):
     """Scores as int32 in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -96,14 +100,18 @@ def _widened(x, least, most):
 
 
 @triton.jit
-def _counted(x, one, two, n_one, n_two):
-    """`n_one` and `n_two` [pairs, LANES] float32 and how many of `x` reach each of the limits `one`
-    and `two` [pairs, 1]: a comparison gives 1.0 in one instruction.
+def _reached(x, limit):
+    """How many of each lane's scores reach a limit, float32: a comparison gives 1.0 in one
+    instruction. Four sums, because an addition waits for the one before.
     """
-    for r in tl.static_range(len(x)):
-        n_one += tl.where(x[r][None, :] >= one, 1.0, 0.0)
-        n_two += tl.where(x[r][None, :] >= two, 1.0, 0.0)
-    return n_one, n_two
+    a, b = tl.where(x[0] >= limit, 1.0, 0.0), tl.where(x[1] >= limit, 1.0, 0.0)
+    c, d = tl.where(x[2] >= limit, 1.0, 0.0), tl.where(x[3] >= limit, 1.0, 0.0)
+    for r in tl.static_range(4, len(x), 4):
+        a += tl.where(x[r] >= limit, 1.0, 0.0)
+        b += tl.where(x[r + 1] >= limit, 1.0, 0.0)
+        c += tl.where(x[r + 2] >= limit, 1.0, 0.0)
+        d += tl.where(x[r + 3] >= limit, 1.0, 0.0)
+    return (a + b) + (c + d)
 
 
 @triton.jit
@@ -115,23 +123,15 @@ def _whole(x):
 
 
 @triton.jit
-def _cut(i, low, high, step, lowest, apart):
-    """Ranks that are tried: evenly among scores from `lowest` on in the first round, when `step` is
-    0, else among ranks.
-    """
-    evenly = tl.minimum(_ranks(tl.fma(i.to(tl.float32), apart, lowest)), high)
-    return tl.where(step == 0, evenly, low + (i + 1) * step)
-
-
-@triton.jit
 def _bounds(line, length, x, TOP_K: tl.constexpr, B: tl.constexpr, LANES: tl.constexpr,
-            PAIRS: tl.constexpr, ALIGNED: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
+            ALIGNED: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
     """(low, high, how many are above): all ranks from `high` on are chosen, and of those in
     [low, high) the first ones. These are of one rank, or just as many as there is room for; if
     [low, high) is empty all are chosen that there are. Scores are `x`, or read again and again.
 
-    The first cuts divide the scores evenly, the others their ranks: of scores on both sides of
-    zero most ranks are of tiny ones, of which there may be none.
+    The first cuts are at the lowest score, since they may be too few, and halfway to the highest;
+    the others at thirds of what is left, of ranks: of scores on both sides of zero most ranks are
+    of tiny ones, of which there may be none.
     """
     HELD: tl.constexpr = len(x) > 0
     least = tl.full([LANES], float("inf"), tl.float32)
@@ -140,48 +140,39 @@ def _bounds(line, length, x, TOP_K: tl.constexpr, B: tl.constexpr, LANES: tl.con
         least, most = _widened(x, least, most)
     else:
         for start in range(0, loop_bound(length, COMPILED), B):
-            own = _held(line, start, length, B, LANES, ALIGNED)
+            own = _seen(_held(line, start, length, B, LANES, ALIGNED), start, length, LANES)
             least, most = _widened(own, least, most)
     # both in one reduction
     which = tl.arange(0, 2)
-    ends = tl.max(tl.where(which[:, None] == 0, ~_ranks(least)[None, :], _ranks(most)[None, :]), 1)
+    ends = tl.max(tl.where(which[:, None] == 0, ~_rank(least)[None, :], _rank(most)[None, :]), 1)
     low = ~tl.max(tl.where(which == 0, ends, _NEVER), 0)
     high = tl.max(tl.where(which == 1, ends, _NEVER), 0)
-    lowest = _of_rank(low)
-    apart = (_of_rank(high) - lowest) * (0.5 / PAIRS)
-    apart = tl.where(apart < float("inf"), apart, 0.0)
+    searched = low <= high
+    middle = 0.5 * _of_rank(tl.minimum(low, high)) + 0.5 * _of_rank(high)
+    a, b = low, tl.minimum(_rank(middle), high)
     high += 1
     n_high = high * 0
-    step = n_high  # 0: the first round, whose first cut is the lowest itself: they may be too few
-    searched = low < high
-    i = tl.arange(0, PAIRS)
     while searched:
-        one = _of_rank(_cut(i, low, high, step, lowest, apart))[:, None]
-        two = _of_rank(_cut(i + PAIRS, low, high, step, lowest, apart))[:, None]
-        n_one = tl.zeros([PAIRS, LANES], tl.float32)
-        n_two = n_one
+        one, two = _of_rank(a), _of_rank(b)
         if HELD:
-            n_one, n_two = _counted(x, one, two, n_one, n_two)
-            both = tl.sum(_whole(n_one + n_two * 65536.0), 1)
-            n, m = both & 65535, both >> 16
+            both = tl.sum(_whole(_reached(x, one) + _reached(x, two) * 65536.0), 0)
+            n_a, n_b = both & 65535, both >> 16
         else:
+            n_one = tl.zeros([LANES], tl.float32)
+            n_two = n_one
             for start in range(0, loop_bound(length, COMPILED), B):
-                own = _held(line, start, length, B, LANES, ALIGNED)
-                n_one, n_two = _counted(own, one, two, n_one, n_two)
-            n, m = tl.sum(_whole(n_one), 1), tl.sum(_whole(n_two), 1)
-        n_enough = tl.sum((n >= TOP_K).to(tl.int32) + (m >= TOP_K).to(tl.int32), 0)
-        least_n = tl.minimum(tl.where(n >= TOP_K, n, _BEYOND), tl.where(m >= TOP_K, m, _BEYOND))
-        most_n = tl.maximum(tl.where(n >= TOP_K, 0, n), tl.where(m >= TOP_K, 0, m))
-        n_low = tl.min(least_n, 0)
-        n_high = tl.maximum(n_high, tl.max(most_n, 0))
-        at, behind = (
-            _cut(n_enough - 1, low, high, step, lowest, apart),
-            _cut(n_enough, low, high, step, lowest, apart),
-        )
-        low, high = tl.where(n_enough > 0, at, low), tl.where(n_enough < 2 * PAIRS, behind, high)
+                own = _seen(_held(line, start, length, B, LANES, ALIGNED), start, length, LANES)
+                n_one += _reached(own, one)
+                n_two += _reached(own, two)
+            n_a, n_b = tl.sum(_whole(n_one), 0), tl.sum(_whole(n_two), 0)
+        in_a, in_b = n_a >= TOP_K, n_b >= TOP_K
+        low = tl.where(in_b, b, tl.where(in_a, a, low))
+        n_high = tl.where(in_b, n_high, tl.where(in_a, n_b, n_a))
+        high = tl.where(in_b, high, tl.where(in_a, b, a))
         span = (high - low).to(tl.uint32, bitcast=True)
-        step = tl.maximum(span // (2 * PAIRS + 1), 1).to(tl.int32, bitcast=True)
-        searched = (span > 1) & (n_low != TOP_K)
+        third = tl.maximum(span // 3, 1).to(tl.int32, bitcast=True)
+        a, b = low + third, high - third
+        searched = (span > 1) & (n_a != TOP_K) & (n_b != TOP_K)
     return low, high, n_high
 
 
@@ -208,34 +199,43 @@ def _take(x, entry, to, low, high, room, sure, equal):
 
 
 @triton.jit
-def _choose_scored(line, length, table, first, to, TOP_K: tl.constexpr, PAGE: tl.constexpr,
-                   B: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr, HELD: tl.constexpr,
-                   ALIGNED: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
-    """Choose of a row of up to B scores, which are HELD, or of any length; how many are chosen."""
-    x = ()
+def _choose_held(x, entry, line, length, to, TOP_K: tl.constexpr, B: tl.constexpr,
+                 LANES: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
+    """Choose of a row of up to B scores; how many are chosen."""
+    x = _seen(x, 0, length, LANES)
+    low, high, above = _bounds(line, length, x, TOP_K, B, LANES, False, COMPILED)
+    _take(x, entry, to, low, high, TOP_K - above, 0, 0)
+    return tl.where(low < high, TOP_K, above)
+
+
+@triton.jit
+def _choose_long(line, length, table, first, to, TOP_K: tl.constexpr, PAGE: tl.constexpr,
+                 B: tl.constexpr, LANES: tl.constexpr, HELD: tl.constexpr, ALIGNED: tl.constexpr,
+                 COMPILED: tl.constexpr):  # fmt: skip
+    """The same, if they are HELD, or of a row of any length."""
     if HELD:
         x = _held(line, 0, length, B, LANES, ALIGNED)
         entry = _entries(table, 0, length, first, B, LANES, PAGE)
-    low, high, above = _bounds(line, length, x, TOP_K, B, LANES, PAIRS, ALIGNED, COMPILED)
-    room = TOP_K - above
-    if HELD:
-        _take(x, entry, to, low, high, room, 0, 0)
+        return _choose_held(x, entry, line, length, to, TOP_K, B, LANES, COMPILED)
     else:
+        low, high, above = _bounds(line, length, (), TOP_K, B, LANES, ALIGNED, COMPILED)
         sure, equal = length * 0, length * 0
         for start in range(0, loop_bound(length, COMPILED), B):
-            own = _held(line, start, length, B, LANES, ALIGNED)
+            own = _seen(_held(line, start, length, B, LANES, ALIGNED), start, length, LANES)
             entry = _entries(table, start, length, first, B, LANES, PAGE)
-            sure, equal = _take(own, entry, to, low, high, room, sure, equal)
-    return tl.where(low < high, TOP_K, above)
+            sure, equal = _take(own, entry, to, low, high, TOP_K - above, sure, equal)
+        return tl.where(low < high, TOP_K, above)
 
 
 @triton.jit
 def _choose_kernel(
     scores,
     scores_stride,
+    size,
     lengths,
     table,
     table_stride,
+    table_size,
     positions,
     rings,
     first,
@@ -249,7 +249,6 @@ def _choose_kernel(
     BK: tl.constexpr,
     BW: tl.constexpr,
     LANES: tl.constexpr,
-    PAIRS: tl.constexpr,
     SHORT: tl.constexpr,
     LONG: tl.constexpr,
     MOST: tl.constexpr,
@@ -257,19 +256,22 @@ def _choose_kernel(
     COMPILED: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths + t)
     line = scores + t * scores_stride
     if ALIGNED:
         line = tl.multiple_of(line, 16)
     table += t * table_stride
+    if MOST <= SHORT:  # asked for while nobody knows yet how many there are
+        x = _held(line, 0, size, MOST, LANES, ALIGNED)
+        entry = _entries(table, 0, table_size * PAGE, first, MOST, LANES, PAGE)
+    length = in_order(tl.load(lengths + t), COMPILED)
     to = chosen + t * chosen_stride
     near = length * 0
     if positions is not None:
         position = tl.load(positions + t)
         near = tl.minimum(position + 1, WINDOW)
         place = tl.arange(0, BW)
-        entry = tl.load(rings + t) + (position + 1 - near + place) % RING
-        tl.store(to + place, entry, mask=place < near)
+        own = tl.load(rings + t) + (position + 1 - near + place) % RING
+        tl.store(to + place, own, mask=place < near)
         to += near
     if length <= TOP_K:  # nothing was scored
         at = tl.arange(0, BK)
@@ -277,64 +279,26 @@ def _choose_kernel(
         tl.store(to + at, first + page * PAGE + at % PAGE, mask=at < length)
         count = length
     elif MOST <= SHORT:
-        count = _choose_scored(
-            line, length, table, first, to, TOP_K, PAGE, MOST, LANES, PAIRS, True, ALIGNED, COMPILED
-        )
+        count = _choose_held(x, entry, line, length, to, TOP_K, MOST, LANES, COMPILED)
     elif length <= SHORT:
-        count = _choose_scored(
-            line,
-            length,
-            table,
-            first,
-            to,
-            TOP_K,
-            PAGE,
-            SHORT,
-            LANES,
-            PAIRS,
-            True,
-            ALIGNED,
-            COMPILED,
+        count = _choose_long(
+            line, length, table, first, to, TOP_K, PAGE, SHORT, LANES, True, ALIGNED, COMPILED
         )
     elif MOST <= LONG:
-        count = _choose_scored(
-            line, length, table, first, to, TOP_K, PAGE, MOST, LANES, PAIRS, True, ALIGNED, COMPILED
+        count = _choose_long(
+            line, length, table, first, to, TOP_K, PAGE, MOST, LANES, True, ALIGNED, COMPILED
         )
     elif SHORT == LONG:
-        count = _choose_scored(
-            line,
-            length,
-            table,
-            first,
-            to,
-            TOP_K,
-            PAGE,
-            LONG,
-            LANES,
-            PAIRS,
-            False,
-            ALIGNED,
-            COMPILED,
+        count = _choose_long(
+            line, length, table, first, to, TOP_K, PAGE, LONG, LANES, False, ALIGNED, COMPILED
         )
     elif length <= LONG:
-        count = _choose_scored(
-            line, length, table, first, to, TOP_K, PAGE, LONG, LANES, PAIRS, True, ALIGNED, COMPILED
+        count = _choose_long(
+            line, length, table, first, to, TOP_K, PAGE, LONG, LANES, True, ALIGNED, COMPILED
         )
     else:
-        count = _choose_scored(
-            line,
-            length,
-            table,
-            first,
-            to,
-            TOP_K,
-            PAGE,
-            LONG,
-            LANES,
-            PAIRS,
-            False,
-            ALIGNED,
-            COMPILED,
+        count = _choose_long(
+            line, length, table, first, to, TOP_K, PAGE, LONG, LANES, False, ALIGNED, COMPILED
         )
     tl.store(counts + t, near + count)
 
@@ -386,13 +350,13 @@ def _launch(
 ) -> None:  # fmt: skip
     most = max(32 * _RUN, triton.next_power_of_2(scores.shape[1]))
     short = _SHORT if top_k < _SHORT else _LONG
-    warps = max(1, min(most, _LONG) // (32 * _RUN))
+    warps = max(1, min(_MOST_WARPS, min(most, _LONG) // (32 * _RUN)))
     aligned = not (scores.shape[1] % 4 or scores.stride(0) % 4 or scores.data_ptr() % 16)
     positions, rings = (None, None) if places is None else (places.positions, places.rings)
     _choose_kernel[(chosen.shape[0],)](
-        scores, scores.stride(0), lengths, kv.table, kv.table.stride(0), positions, rings, first,
-        chosen, chosen.stride(0), counts, TOP_K=top_k, PAGE=kv.page_tokens, WINDOW=window,
-        RING=ring, BK=triton.next_power_of_2(top_k), BW=triton.next_power_of_2(window),
-        LANES=min(32 * warps, short // 4), PAIRS=_PAIRS, SHORT=short, LONG=_LONG, MOST=most,
-        ALIGNED=aligned, COMPILED=not INTERPRETED, num_warps=warps,
+        scores, scores.stride(0), scores.shape[1], lengths, kv.table, kv.table.stride(0),
+        kv.table.shape[1], positions, rings, first, chosen, chosen.stride(0), counts, TOP_K=top_k,
+        PAGE=kv.page_tokens, WINDOW=window, RING=ring, BK=triton.next_power_of_2(top_k),
+        BW=triton.next_power_of_2(window), LANES=min(32 * warps, short // 4), SHORT=short,
+        LONG=_LONG, MOST=most, ALIGNED=aligned, COMPILED=not INTERPRETED, num_warps=warps,
     )  # fmt: skip

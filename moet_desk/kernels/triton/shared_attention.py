@@ -47,11 +47,6 @@ reads and products, not for the card's bandwidth. A program takes a part of so m
 one round of 16 Triton 3.6 makes a kernel that reads wrong values on an H200.
 """
 
-_ONCE_WARPS = 4
-"""Of a program that works in one round: fewer do less twice. On an H200, 640 entries of NVFP4: 8.8
-us with 4 warps, 10.3 with 8; two rows 11.9 and 16.6. With bfloat16 entries they would spill.
-"""
-
 _JOIN_FLOATS, _JOIN_AHEAD, _JOIN_FEW = 128, 24, 8
 """Numbers that a program joins, of one warp, and parts that it reads at once (640 entries: 20)."""
 
@@ -461,7 +456,7 @@ def shared_decode(
         TILE=_SHORTEST if once else _tile(kv), BH=_HEADS, FORM=kv.form.value,
         MMA=not INTERPRETED, HARDWARE=has_e4m3(q.device), ONCE=once,
         WORDS=kv.form is KvFormat.NVFP4 and has_e4m3(q.device),
-        num_warps=_ONCE_WARPS if once and kv.form is not KvFormat.BF16 else 8, num_stages=1,
+        num_warps=_warps(kv.form, once), num_stages=1,
     )  # fmt: skip
     block = min(_JOIN_FLOATS, triton.next_power_of_2(d))
     _join_back_kernel[(triton.cdiv(d, block), n, rows)](
@@ -470,6 +465,13 @@ def shared_decode(
         AHEAD=_JOIN_FEW if parts <= _JOIN_FEW else _JOIN_AHEAD, FEW=parts <= _JOIN_AHEAD,
         COMPILED=not INTERPRETED, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _warps(form: KvFormat, once: bool) -> int:
+    """Fewer do less twice, as long as registers hold it. On an H200, 640 entries of NVFP4 in one
+    round: 8.8 us with 4 warps, 10.3 with 8; two rows 11.9 and 16.6.
+    """
+    return 4 if once and form in (KvFormat.NVFP4, KvFormat.FP8) else 8
 
 
 def _tile(kv: KvPages) -> int:

@@ -44,15 +44,15 @@ def _scores(form: KvFormat, heads: int) -> Case:
 def _choose(top_k: int, most: int, *, near: bool) -> Case:
     """Of rows of up to `most` scores; with `near`, behind the entries of a window."""
     types = {
-        "scores": "*fp32", "scores_stride": "i32", "lengths": "*i32", "table": "*i32",
-        "table_stride": "i32", "first": "i32", "chosen": "*i32", "chosen_stride": "i32",
-        "counts": "*i32",
+        "scores": "*fp32", "scores_stride": "i32", "size": "i32", "lengths": "*i32",
+        "table": "*i32", "table_stride": "i32", "table_size": "i32", "first": "i32",
+        "chosen": "*i32", "chosen_stride": "i32", "counts": "*i32",
     }  # fmt: skip
     short = choose._SHORT if top_k < choose._SHORT else choose._LONG
-    warps = min(most, choose._LONG) // (32 * choose._RUN)
+    warps = min(choose._MOST_WARPS, min(most, choose._LONG) // (32 * choose._RUN))
     values = {
         "TOP_K": top_k, "PAGE": 64, "WINDOW": 128, "RING": 640, "BK": top_k, "BW": 128,
-        "SHORT": short, "LONG": choose._LONG, "LANES": 32 * warps, "PAIRS": choose._PAIRS,
+        "SHORT": short, "LONG": choose._LONG, "LANES": 32 * warps,
         "MOST": most, "ALIGNED": True, "COMPILED": True, "positions": None, "rings": None,
     }  # fmt: skip
     if near:

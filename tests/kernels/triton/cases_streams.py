@@ -41,7 +41,7 @@ def _cases() -> Iterator[Case]:
             own["WORDS"] = form is KvFormat.NVFP4
             if form is KvFormat.F32 and tile == 32:
                 continue
-            warps = 4 if once and form is not KvFormat.BF16 else 8
+            warps = shared_attention._warps(form, once)
             yield Case(name, kernel, types, own, warps, ONE_STAGE, wants=("HMMA",), only=card)
     types = {
         **TURNS, "sums": F32, "stats": F32, "lengths": "*i32", "sink": F32, "out": F32,

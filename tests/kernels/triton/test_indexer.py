@@ -110,20 +110,23 @@ def chosen_by(scores: Tensor, lengths: list[int], top_k: int) -> tuple[list[list
 
 @pytest.mark.parametrize("short", [16, 64, 1024])  # held, or read again
 @pytest.mark.parametrize("top_k", [1, 8, 50])
-@pytest.mark.parametrize("kind", ["distinct", "many ties", "tiny steps"])
+@pytest.mark.parametrize("kind", ["distinct", "many ties", "tiny steps", "far apart"])
 def test_choose__any_scores__exactly_the_twins(
     kind: str, top_k: int, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choosing, "_SHORT", short)
     monkeypatch.setattr(choosing, "_LONG", 4 * short)
     lengths = [1, 7, 8, 9, 50, 51, 130]
-    scores = torch.randn(len(lengths), 133)
+    width = 133 if short == 16 else 136  # the latter is read in fours
+    scores = torch.randn(len(lengths), width)
     if kind == "many ties":
         scores = scores.round()
         scores[:, ::5] *= -0.0  # beside 0.0
         scores[6, 3], scores[6, 99], scores[6, 50], scores[6, 51] = torch.nan, INF, -INF, -INF
     if kind == "tiny steps":
         scores = 1 + torch.randint(0, 9, scores.shape) * 2.0**-23  # the last bits decide
+    if kind == "far apart":
+        scores = scores.sign() * 10.0 ** torch.randint(-44, 39, scores.shape)
     lists, kv = chosen_by(scores, lengths, top_k)
     for t, n in enumerate(lengths):
         if n <= top_k:

@@ -20,7 +20,8 @@ from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.step import StepRow
 from moet_desk.engine.draft import CpuHead, state_of
 from moet_desk.engine.kv_cache import KvSequence
-from moet_desk.kernels.triton.dense import DenseWeight
+from moet_desk.kernels.triton.dense import DenseWeight, NormOf
+from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
@@ -47,13 +48,15 @@ IDS = torch.randint(
 
 def product(
     x: Tensor, weight: DenseWeight, out: Tensor, *, bias: Tensor | None = None,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, norm: NormOf | None = None,
 ) -> None:  # fmt: skip
     """`gemv`, row by row."""
     values = real_values(weight).float()
     y = torch.stack([values @ row for row in x])
     y = y if bias is None else y + bias
     out.copy_(y if residual is None else y + residual)
+    if norm is not None:
+        rms_norm(out[:, : norm.weight.shape[0]], norm.weight, norm.eps, out=norm.out)
 
 
 def by_head(
