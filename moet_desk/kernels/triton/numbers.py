@@ -136,8 +136,8 @@ def halving_rows(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 def bf16_part(x):
     """float32 nearest x that bfloat16 can hold (the interpreter cuts instead of rounding).
 
-    A pair of x and 0 is converted: ptxas makes of one number alone an instruction that takes eight
-    times as long (F2F), and the pair's bits are those of the float32.
+    A pair of x and 0 is converted, whose bits are those of the float32: of one number alone ptxas
+    makes another instruction for sm_90 (F2F, not F2FP), and a move of bits behind it.
     """
     if _COMPILED:
         bits = tl.inline_asm_elementwise(
