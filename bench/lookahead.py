@@ -227,7 +227,7 @@ def on_card(n_prompts: int = 30, n_tokens: int = 96) -> None:
                 speed.decode_s += done.usage.decode_s
             assert len(texts) == 1, texts
         for (slots, ahead), handle, speed in zip(ways, handles, speeds, strict=True):
-            tiers = handle.snapshot().tiers
+            tiers = handle.snapshot().counters
             print(json.dumps({
                 "slots": slots, "lookahead": ahead, "tokens": speed.tokens,
                 "tok_per_s": round(speed.tokens / speed.decode_s, 1),

@@ -27,8 +27,8 @@ from moet_desk.kernels.triton.portable import INTERPRETED
 from moet_desk.kernels.triton.prepare import Rotation
 
 HOPPER_SHAPE = (256, 64, 16, 8)
-CARD_SHAPE = (128, 32, 16, 8)
-"""Windows, heads at a time, rows and warps of a program."""
+CARD_SHAPE, CARD_PARTS_SHAPE = (128, 32, 16, 8), (128, 16, 16, 8)
+"""Windows, heads at a time, rows and warps of a program; the last where queries are three parts."""
 QUERY_HEADS, QUERY_WARPS = 16, 8
 """Heads that a program rounds at a time, and its warps."""
 PLAIN_SHAPE = (32, 16, 16, 4)
@@ -193,4 +193,6 @@ def score_run(
 def _shape(device: torch.device, form: KvFormat) -> tuple[int, int, int, int]:
     if INTERPRETED or form is KvFormat.F32:
         return PLAIN_SHAPE
-    return HOPPER_SHAPE if torch.cuda.get_device_capability(device)[0] in (9, 10) else CARD_SHAPE
+    if torch.cuda.get_device_capability(device)[0] in (9, 10):
+        return HOPPER_SHAPE
+    return CARD_SHAPE if rounds(form) else CARD_PARTS_SHAPE

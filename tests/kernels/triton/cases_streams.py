@@ -243,9 +243,9 @@ def _prompts() -> Iterator[Case]:
             "table": "*i32", "lengths": "*i32", "scores": F32, "scores_stride": "i32",
             "rows": "i32",
         }  # fmt: skip
-        for capability, shape in (
-            (90, pooled_scores.HOPPER_SHAPE), (120, pooled_scores.CARD_SHAPE),
-        ):  # fmt: skip
+        rounded = form is KvFormat.FP8
+        card = pooled_scores.CARD_SHAPE if rounded else pooled_scores.CARD_PARTS_SHAPE
+        for capability, shape in ((90, pooled_scores.HOPPER_SHAPE), (120, card)):
             tile, heads_each, rows, warps = shape
             values = {
                 "N": 64, "D": 128, "PAGE": 16, "ENTRY": pooled_key_bytes(form, 128), "TILE": tile,
