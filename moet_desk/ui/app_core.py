@@ -166,7 +166,7 @@ class AppCore(App[int]):
         if self._pulls_itself:
             rarely = self.set_interval(2 * TEXT_PERIOD_S, self._tick, pause=True)
             self._pulls = (self.set_interval(TEXT_PERIOD_S, self._tick), rarely)
-            self.call_after_refresh(gc.freeze)
+            self.call_after_refresh(_settle_memory)
             self._watch_terminal()
         self.pull_gauges()
 
@@ -462,3 +462,9 @@ class AppCore(App[int]):
 
     async def on_setup_screen_left(self, event: SetupScreen.Left) -> None:
         await self.action_go("chat" if event.started else "models")
+
+
+def _settle_memory() -> None:
+    """What the first frame needed lives as long as the app: garbage is looked for beside it."""
+    gc.freeze()
+    gc.enable()  # the command line held it back while it imported

@@ -212,6 +212,15 @@ def test_bench_shape__record__schema_of_the_bench_records(moet: Command, card: F
     assert (record["decode_tok_per_s"], record["prefill_tok_per_s"]) == (105.3, 812.3)
     assert (record["peak_vram_gib"], record["repeats"]) == (31, 301)
     assert record["note"] is None
+    assert record["ahead"] == {"rows_per_step": 0, "needed_per_step": 0}
+    assert card.setups[0].looks_ahead
+
+
+def test_bench_shape__without_lookahead__says_nothing_of_it(moet: Command, card: FakeCard) -> None:
+    arguments = ("bench", "--shape", "deepseek-v4-flash", "--no-lookahead")
+    assert moet(*arguments, "--json").document["ahead"] is None
+    assert not card.setups[0].looks_ahead
+    assert "ahead  " not in moet(*arguments).out
 
 
 def test_expected_tokens() -> None:
@@ -259,7 +268,8 @@ def test_bench_shape__nothing_traced__null_and_never_0(moet: Command, card: Fake
 
 
 def test_bench_shape__for_people__one_line_per_figure(moet: Command, card: FakeCard) -> None:
-    card.figures = replace(FIGURES, prefill_tok_per_s=812.345)
+    steps = replace(FIGURES.steps, ahead=8.97, needed=7.75)
+    card.figures = replace(FIGURES, prefill_tok_per_s=812.345, steps=steps)
     lines = moet(
         "bench", "--shape", "deepseek-v4-flash", "--vram-limit", "32GiB", "--prefill", "512"
     ).out.splitlines()
@@ -276,6 +286,7 @@ def test_bench_shape__for_people__one_line_per_figure(moet: Command, card: FakeC
         "    norms, other       0.250 ms    3%",
         "    gaps, host         0.500 ms    5%",
         "  hits           96.1%, 96.0% wanted; 3386 slots of 11008 experts",
+        "  ahead          9.0 rows per step, 7.8 of them needed",
         "  VRAM           10.0 GB per step, 1.1 TB/s of 4.0 TB/s",
         "  PCIe           70.8 MB per step, 7.5 GB/s of 50.0 GB/s",
         "  roofline       0.263 of the step is what its bytes take at the speed of copies",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import importlib
 from pathlib import Path
 
@@ -14,6 +15,21 @@ def test_version__both_ways(moet: Command) -> None:
     assert moet("--version").out == f"moet-desk {__version__}\n"
     assert moet("version").out == f"moet-desk {__version__}\n"
     assert moet("version", "--json").document == {"schema": 1, "version": __version__}
+
+
+def test_app__while_it_is_imported__no_garbage_is_looked_for(
+    moet: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def open_app(invocation: object) -> int:
+        seen.append(gc.isenabled())
+        raise fail("MD-TERM-03")
+
+    monkeypatch.setattr("moet_desk.cli.app.open_app", open_app)
+    assert "MD-TERM-03" in moet().err
+    assert seen == [False]
+    assert gc.isenabled()
 
 
 def test_help__lists_every_command_without_importing_it(moet: Command) -> None:
