@@ -296,7 +296,10 @@ def newest_step(bodies: Mapping[str, Mapping[str, Any]]) -> tuple[str, Mapping[s
     """Name and body of the newest record of the shape's usual step that has times by kernel: one
     row, 2-bit, all rows in RAM.
     """
-    usual = {"shape": STEP_SHAPE, "quality": "fast", "tokens_per_step": 1, "ram_limit_gib": None}
+    usual = {
+        "shape": STEP_SHAPE, "quality": "fast", "tokens_per_step": 1, "ram_limit_gib": None,
+        "drafts": None,
+    }  # fmt: skip
     found = {
         name: body
         for name, body in bodies.items()
@@ -332,19 +335,25 @@ def _reader(name: str) -> str | None:
 
 
 _FETCHES = ("_routed_fetch_kernel", "_fetch_kernel")
-"""Kernels that read rows over PCIe; beside the first, the other reads what tables name, a few."""
+"""Kernels that read rows over PCIe; beside the first, the other reads what is brought ahead, and
+what tables name, a few.
+"""
 
 
 def kernel_bytes(body: Mapping[str, Any], dense: Mapping[str, int]) -> dict[str, float]:
     """Bytes that a step reads, by kernel; from VRAM, or of the fetch over PCIe."""
-    experts = body["bytes_per_step"]["pcie"] / (1 - body["hit_rate"])  # of all look-ups
+    moved, ahead = body["bytes_per_step"]["pcie"], body.get("ahead")
+    early = lacked = 0.0  # shares of what was moved: brought ahead, and of that not needed
+    if ahead is not None:
+        early = ahead["rows_per_step"] / body["misses_per_step"]
+        lacked = early - ahead["needed_per_step"] / body["misses_per_step"]
+    experts = moved * (1 - lacked) / (1 - body["hit_rate"])  # of all look-ups
     fetches = next(name for name in _FETCHES if name in body["step_ms"]["by_kernel"])
-    return {
-        **dense,
-        "_gate_up_kernel": experts * 2 / 3,
-        "_down_kernel": experts / 3,
-        fetches: body["bytes_per_step"]["pcie"],
-    }
+    found = {**dense, "_gate_up_kernel": experts * 2 / 3, "_down_kernel": experts / 3}
+    found[fetches] = moved * (1 - early)
+    if early:
+        found["_fetch_kernel"] = found.get("_fetch_kernel", 0.0) + moved * early
+    return found
 
 
 def kernel_rows(body: Mapping[str, Any], dense: Mapping[str, int]) -> list[tuple[str, ...]]:

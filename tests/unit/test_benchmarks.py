@@ -96,7 +96,7 @@ def test_step_time__bytes_and_launches_of_the_newest_record() -> None:
     without = {**body, "date": "2026-12-01", "step_ms": {"by_kernel": None}}
     others = {
         "d": {**body, "quality": "exact"}, "e": {**body, "tokens_per_step": 2},
-        "f": {**body, "ram_limit_gib": 64.0},
+        "f": {**body, "ram_limit_gib": 64.0}, "g": {**body, "drafts": {"depth": 1}},
     }  # fmt: skip
     newest = {name: {**other, "date": "2026-12-02"} for name, other in others.items()}
     assert made.newest_step({"b": older, "a": body, "c": without, **newest}) == ("a", body)
@@ -112,6 +112,12 @@ def test_step_time__bytes_and_launches_of_the_newest_record() -> None:
     assert rows[2][:6] == ("`_routed_fetch_kernel`", "40", "0.500", "-", "20", "0.400")
     parts = made.kernel_bytes(body, {})
     assert parts["_gate_up_kernel"] + parts["_down_kernel"] == 80_000_000
+    ahead = {"rows_per_step": 6.0, "needed_per_step": 4.0}
+    parts = made.kernel_bytes({**body, "misses_per_step": 10.0, "ahead": ahead}, {})
+    assert parts["_routed_fetch_kernel"] == pytest.approx(8_000_000)
+    assert parts["_fetch_kernel"] == pytest.approx(12_000_000)
+    experts = parts["_gate_up_kernel"] + parts["_down_kernel"]
+    assert experts == pytest.approx(64_000_000)  # two of ten rows were nobody's
 
 
 def test_step_time__every_dense_weight_of_the_shape_is_read_by_a_kernel() -> None:

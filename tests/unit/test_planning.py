@@ -45,7 +45,7 @@ MACHINES = {
 MODELS = {entry.name: from_catalogue(entry) for entry in load_catalogue()}
 DESK = MACHINES["5090-96gb"]
 RECORDS = Path(__file__).resolve().parents[2] / "bench" / "records"
-V4 = RECORDS / "2026-11-30-h200-deepseek-v4-flash-shape-asked-ahead.json"
+V4 = RECORDS / "2026-11-30-h200-deepseek-v4-flash-shape-lookahead.json"
 AUTO = EngineOptions(device="auto")
 
 
