@@ -34,6 +34,10 @@ VRAM_SHARE = 0.9
 """Part of the card's free memory that is used when nobody says how much."""
 
 
+_FEW_STEPS = {"warm": 100, "steps": 150}
+"""Where some may wait for a drive."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShapeWishes:
     """What was asked on the command line, sizes in bytes."""
@@ -118,7 +122,7 @@ def bench_shape(invocation: Invocation, name: str, wishes: ShapeWishes) -> None:
         rows=wishes.rows, drafts=wishes.draft_depth, prefill=wishes.prefill,
         plane=Plane.FINE if wishes.exact else Plane.BASE, fine_slots=wishes.fine_slots,
         ram_bytes=wishes.ram_limit, folder=invocation.locations.models_dir,
-        looks_ahead=wishes.lookahead,
+        looks_ahead=wishes.lookahead, **({} if wishes.ram_limit is None else _FEW_STEPS),
     )  # fmt: skip
     setup.in_ram()  # refuses what is too little before anything is made
     invocation.say(f"Measuring made-up weights of {name}, {setup.n_slots()} slots")
