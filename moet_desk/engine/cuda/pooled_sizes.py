@@ -93,7 +93,8 @@ class PooledSizes:
         row = self.joined + self.latent + self.head_dim + self.pooling + 2 * self.queries
         step = LOOKING_ROWS[splits] * (self.scored + len(self.kinds) * (self.listed + 1))
         chunk = self._run_numbers(rows) if splits == CHUNK_SPLITS else 0
-        return rows * (row + self.low + index + 5) + step + chunk + self.held
+        one = 1  # counts a product's programs
+        return rows * (row + self.low + index + 5) + step + chunk + self.held + one
 
     @property
     def decoded(self) -> int:
