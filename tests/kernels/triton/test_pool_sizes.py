@@ -111,9 +111,16 @@ def test_step__stops_between_look_up_and_fetch__no_slot_claims_what_never_came(
     forget(core.pools[Plane.BASE].tables)  # so that there is something to fetch
     sequence = core.kv.reserve(4)
     assert sequence is not None
-    failing(pools, "fetch", 1, monkeypatch)
+    one_launch = pools.route_and_look_up
+
+    def only_look_up(*given: Any, **how: Any) -> None:
+        one_launch(*given, **{**how, "slots": None, "arena": None})
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(pools, "route_and_look_up", only_look_up)
     with pytest.raises(RuntimeError, match="out of memory"):
         core.model.run([StepRow(TOKEN, sequence)], Plane.BASE)
+    monkeypatch.setattr(pools, "route_and_look_up", one_launch)
     core.kv.release(sequence)
     assert int(core.pools[Plane.BASE].tables.n_free) == 16  # before a prompt can read them
     assert torch.equal(step(core), wanted)
