@@ -93,17 +93,6 @@ def out_of_memory() -> None:
     raise RuntimeError("Triton Error [CUDA]: out of memory")
 
 
-def failing(module: Any, name: str, times: int, patch: pytest.MonkeyPatch) -> None:
-    """The first calls of a launcher find no memory."""
-    intact, left = getattr(module, name), [times]
-
-    def launch(*given: Any, **more: Any) -> Any:
-        left[0] -= 1
-        return out_of_memory() if left[0] >= 0 else intact(*given, **more)
-
-    patch.setattr(module, name, launch)
-
-
 def test_step__stops_between_look_up_and_fetch__no_slot_claims_what_never_came(
     core: CudaCore, wanted: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +104,7 @@ def test_step__stops_between_look_up_and_fetch__no_slot_claims_what_never_came(
 
     def only_look_up(*given: Any, **how: Any) -> None:
         one_launch(*given, **{**how, "slots": None, "arena": None})
-        raise RuntimeError("CUDA error: out of memory")
+        out_of_memory()
 
     monkeypatch.setattr(pools, "route_and_look_up", only_look_up)
     with pytest.raises(RuntimeError, match="out of memory"):
