@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.timing import DEVICE, per_call_us
+from bench.timing import DEVICE, captured, per_call_us, replayed_us
 from moet_desk.engine.cuda.kernel_groups import kernel_runs
 from moet_desk.kernels.kinds import Score
 from moet_desk.kernels.layouts import ExpertLayout
@@ -28,6 +28,7 @@ from moet_desk.kernels.triton.route import route
 from moet_desk.kernels.triton.routed_lookup import Routing, route_and_look_up
 
 LAYERS, EXPERTS, TOP_K = 43, 256, 6
+_REPEATS = 7
 
 
 def line(kernel: str, **facts: Any) -> None:
@@ -115,35 +116,12 @@ class Crowd:
         torch.softmax(self.x @ self.w, -1).cumsum(-1)
 
 
-def captured(calls: list[Callable[[], None]], crowd: Crowd) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            crowd()
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
-def replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    times = []
-    for _ in range(7):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        times.append(began.elapsed_time(ended) * 1e3)
-    return median(times)
-
-
 def cold(calls: list[Callable[[], None]], crowd: Crowd) -> dict[str, float]:
     """Between other kernels: what a call adds, and what the profiler says of its kernels."""
     crowd()
-    alone = replay_us(captured([lambda: None] * len(calls), crowd))
-    graph = captured(calls, crowd)
-    found = {"cold_us": round((replay_us(graph) - alone) / len(calls), 2)}
+    alone = replayed_us(captured([crowd] * len(calls)), _REPEATS)
+    graph = captured([one for call in calls for one in (crowd, call)])
+    found = {"cold_us": round((replayed_us(graph, _REPEATS) - alone) / len(calls), 2)}
     runs = kernel_runs(lambda: [graph.replay() for _ in range(3)])
     for name in (
         "_route_kernel",

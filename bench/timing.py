@@ -49,13 +49,14 @@ def per_call_us(calls: Sequence[Callable[[], object]], *, repeats: int = 15) -> 
     for call in calls[:2]:
         call()  # compiles
     torch.cuda.synchronize()
-    once = _replayed_us(_captured(calls), 3) / len(calls)
+    once = replayed_us(captured(calls), 3) / len(calls)
     rounds = max(1, min(64, round(_TARGET_US / (once * len(calls)))))
-    graph = _captured(list(calls) * rounds)
-    return _replayed_us(graph, repeats) / (rounds * len(calls))
+    graph = captured(list(calls) * rounds)
+    return replayed_us(graph, repeats) / (rounds * len(calls))
 
 
-def _captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """The calls as one graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
@@ -63,7 +64,8 @@ def _captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _replayed_us(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+def replayed_us(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+    """Median microseconds of a graph."""
     graph.replay()
     times = []
     for _ in range(repeats):

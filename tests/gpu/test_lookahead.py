@@ -29,26 +29,31 @@ def opened(pack: Path, *, lookahead: bool, **sizes: int) -> CudaCore:
     return load_cuda(pack, options, device=torch.device("cuda"), widths=(1, 2, 4))
 
 
-def same_bits(pack: Path, ids: list[int], **sizes: int) -> None:
+def differing(pack: Path, ids: list[int], **sizes: int) -> list[tuple[Plane, int]]:
+    """Planes and rows per step at which lookahead changes a bit of the logits."""
     plain, ahead = (opened(pack, lookahead=lookahead, **sizes) for lookahead in (False, True))
     try:
-        for plane in Plane:
-            for rows in (1, 2, 4):
-                want = forced(plain, ids, plane, rows=rows)
-                assert torch.equal(forced(ahead, ids, plane, rows=rows), want), (plane, rows)
+        found = [
+            (plane, rows)
+            for plane in Plane
+            for rows in (1, 2, 4)
+            if not torch.equal(
+                forced(ahead, ids, plane, rows=rows), forced(plain, ids, plane, rows=rows)
+            )
+        ]
         brought, needed = ahead.pools[Plane.BASE].tables.ahead.sum(0).tolist()
-        assert brought > 0
-        assert needed > 0
+        assert brought >= needed > 0
         assert int(plain.pools[Plane.BASE].tables.ahead.sum()) == 0
     finally:
         plain.close()
         ahead.close()
+    return found
 
 
 @pytest.mark.parametrize("slots", [48, 160])
 def test_step__demo_model_in_few_slots__same_bits(demo_pack: Path, slots: int) -> None:
-    (ids,) = some_texts(demo_pack, per_file=1, length=200)[:1]
-    same_bits(demo_pack, ids, pool_slots=slots, fine_slots=slots)
+    ids = some_texts(demo_pack, per_file=1, length=200)[0]
+    assert differing(demo_pack, ids, pool_slots=slots, fine_slots=slots) == []
 
 
 def test_step__streams_and_tables_of_tokens__same_bits(tmp_path: Path) -> None:
@@ -58,4 +63,4 @@ def test_step__streams_and_tables_of_tokens__same_bits(tmp_path: Path) -> None:
     core = opened(pack, lookahead=True)
     least = core.pools[Plane.BASE].least
     core.close()
-    same_bits(pack, ids, pool_slots=least, fine_slots=least)
+    assert differing(pack, ids, pool_slots=least, fine_slots=least) == []
