@@ -34,7 +34,7 @@ VRAM_SHARE = 0.9
 """Part of the card's free memory that is used when nobody says how much."""
 
 
-_FEW_STEPS = {"warm": 100, "steps": 150}
+_FEW_STEPS: Mapping[str, Any] = {"warm": 100, "steps": 150, "steps_s": 10.0}
 """Where some may wait for a drive."""
 
 

@@ -325,6 +325,20 @@ def test_find_popularity__steep_and_noisy_pool__within_tolerance() -> None:
     assert len(calls) <= 9
 
 
+def test_find_popularity__guess_far_above__goes_along_the_line_not_below_it() -> None:
+    """On an H200 halving went from 98 % hits to 86 %, where a step takes twice as long."""
+    rates: list[float] = []
+
+    def rate_at(popularity: float) -> float:
+        rates.append(1 - math.exp(-popularity / 0.00046) / 1.3)
+        return rates[-1]
+
+    find_popularity(rate_at, 0.96, guess=0.0032)
+    assert abs(rates[-1] - 0.96) <= TOLERANCE
+    assert len(rates) <= 4
+    assert min(rates) > 0.93
+
+
 def test_find_popularity__goal_out_of_reach__nearest_and_it_ends() -> None:
     calls: list[float] = []
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from moet_desk.engine import serving
-from moet_desk.engine.cuda import expert_stream
+from moet_desk.engine.cuda import expert_stream, step
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.engine import Engine
 from moet_desk.engine.handle import (
@@ -39,6 +39,7 @@ from moet_desk.units import MIB
 from tests.conftest import DEMO, pack_source
 from tests.engine.test_faults import events_of, text_of
 from tests.engine.tiny_models import TINY, YARN, random_model, save_source
+from tests.kernels.triton.slow_drive import slow_drive
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.gpu if ON_GPU else pytest.mark.slow
@@ -238,6 +239,7 @@ def test_no_answer_in_time__in_a_step__requests_fail_until_the_drive_is_back(
     stream = wandering(engine, 5)
     with reads_that(lambda: back.wait(60) or None), monkeypatch.context() as patch:
         patch.setattr(fetch, "_POLLS", 64)  # the bound where there is no clock
+        patch.setattr(step, "SETTLE_S", 0.5)
         patch.setattr(expert_stream, "READ_S", 0.5)
         try:
             assert reason_of(events_of(stream)[-1]) == "no answer in time"
@@ -246,6 +248,24 @@ def test_no_answer_in_time__in_a_step__requests_fail_until_the_drive_is_back(
         finally:
             back.set()
     assert text_of(ask(engine, 0)) == wanted[Quality.FAST]
+    assert arena_is_whole(engine)
+
+
+@pytest.mark.long
+def test_slow_drive__steps_that_wait_too_long_are_done_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = 40 if ON_GPU else 8
+
+    def wander(number: int, tokens: int) -> list[Event]:
+        return events_of(submit(engine, prompt(number)[:4], max_tokens=tokens, **WANDER))
+
+    with slow_drive() as again:
+        text = text_of(wander(6, few))
+        assert again.count
+        monkeypatch.setattr(step, "REPEAT_S", 0.0)
+        assert reason_of(wander(7, 40)[-1]) == "no answer in time"
+    assert text_of(wander(6, few)) == text
     assert arena_is_whole(engine)
 
 

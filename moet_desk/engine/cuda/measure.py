@@ -61,6 +61,9 @@ from moet_desk.units import show_memory
 
 _READ_ROWS = 64  # given to the readers together
 
+LEAST_STEPS = 20
+"""Of a measurement, however long they take."""
+
 PROMPTS = 4
 """Prompts that are read, the first one to compile; two if they take longer than this together:"""
 
@@ -191,11 +194,11 @@ class ShapeBench:
         return fetch.Mailbox.at(address, error=error), MailboxServer(page, self._host)
 
     def _fill_ram(self, popular: Sequence[int]) -> None:
-        if not isinstance(self._host, Arena):
+        if self._drive is None or not isinstance(self._host, Arena):
             return
-        with ThreadPoolExecutor(READERS) as readers:
+        with ThreadPoolExecutor(READERS) as readers, self._drive.from_cache():
             for plane, count in self._setup.in_ram().items():
-                self._progress(f"Reading {count:,} of {len(popular):,} {plane.value} rows to RAM")
+                self._progress(f"Filling RAM with {count:,} of {len(popular):,} {plane.value} rows")
                 for at in range(0, count, _READ_ROWS):
                     rows = popular[at : min(at + _READ_ROWS, count)]
                     self._host.bring(plane, rows, keep=(), run=readers)
@@ -263,7 +266,7 @@ class ShapeBench:
 
     def steps(self, count: int, rows: int | None = None) -> Steps:
         """Run at least one step, of so many rows as the set-up says or `rows`, and say what they
-        took.
+        took; fewer than `count` if these would take longer than the set-up allows.
 
         Raises:
             MoetError: MD-ENG-04, the model gave numbers that are not finite.
@@ -278,6 +281,9 @@ class ShapeBench:
             self._step(sequence, rows)
             times.append(1e3 * (time.perf_counter() - began))
             distinct += found  # of the last MoE layer, for all of them
+            if len(times) >= LEAST_STEPS and sum(times) > 1e3 * self._setup.steps_s:
+                count = len(times)
+                break
         self.kv.release(sequence)
         done = {plane: self._counts()[plane] - before[plane] for plane in before}
         asked, hits, misses, _, ahead, needed = done[Plane.BASE].tolist()

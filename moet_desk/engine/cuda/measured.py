@@ -52,6 +52,7 @@ class Setup:
         fine_slots: of the FP4 pool, for exact steps; at least those of a layer of a step, so that
             with none more than these every FP4 row comes from RAM.
         warm, steps, traced: steps before a measurement, in it, and under the profiler.
+        steps_s: seconds after which the former two end with fewer.
         attempts: most measurements in search of the hit rate.
         looks_ahead: bring rows that the next layer will probably ask for, where all are in RAM.
     """
@@ -70,6 +71,7 @@ class Setup:
     warm: int = 200
     steps: int = 300
     traced: int = 20
+    steps_s: float = 30.0
     attempts: int = 8
     looks_ahead: bool = False
 

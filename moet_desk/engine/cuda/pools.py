@@ -279,10 +279,14 @@ class PoolExperts:
             forget(pool.tables)
 
     def recover(self) -> None:
-        """After a failed step: make the device's view of the arena true again."""
+        """After a failed step: make the device's view of the arena true again, and let the next
+        one wait as long as any.
+        """
         for pool in self._pools:
             table = torch.from_numpy(self._host.table(pool.plane).copy())
             pool.arena.place_of.copy_(table)
+        if self._mailbox is not None:
+            self._mailbox.waited.zero_()
 
     def layers_ahead(self, rows: int) -> int:
         """Layers with tables whose experts may be asked for together in a step of so many rows: all

@@ -8,6 +8,8 @@ Without a CUDA device (tests in the interpreter) the same launches run one after
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,11 +61,20 @@ from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.sampling import greedy, sample
 from moet_desk.store.pack_format import Plane
 
+log = logging.getLogger("moet_desk.engine")
+
 ERROR_TIMEOUT, ERROR_READ, ERROR_NAN = 1, 2, 4
 """Bits of the error word that a step's kernels set."""
 
-SETTLE_S = 1.0
-"""How long a step waits for reads that an earlier one gave up on, before it fails as well."""
+SETTLE_S = 5.0
+"""How long the host waits for the reads that a step gave up on. No kernel waits meanwhile, so this
+is enough for the rows of a layer from a slow drive.
+"""
+
+REPEAT_S = 15.0
+"""How long a step is done again, when it gave up on rows that come after all: a first step of
+GLM-5.2 may need 4 GB from a drive, which is more than a kernel can wait for.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +263,26 @@ class StepModel:
         *,
         head: bool = False,
     ) -> None:
-        """A step; its results are on the host when it returns: tokens if there are draws."""
+        """A step; its results are on the host when it returns: tokens if there are draws.
+
+        A step that waited too long for a drive is done again. What came meanwhile is there then,
+        and all that a step writes lies where its repetition writes it again (docs/adr/0018).
+        """
+        until = time.perf_counter() + REPEAT_S
+        while (error := self._attempt(rows, plane, draws, head=head)) & ~ERROR_NAN:
+            self._broken = True
+            if error & ERROR_READ or time.perf_counter() >= until:
+                raise self._reason(error)
+            log.info("a step waited too long for rows from the drive and is done again")
+        if error:
+            self.error.zero_()  # the choice says which rows; nothing else of the step is wrong
+        if not head and plane in self.lookahead:
+            self.lookahead[plane].review()
+
+    def _attempt(
+        self, rows: Sequence[StepRow], plane: Plane, draws: Sequence[Draw], *, head: bool
+    ) -> int:
+        """Run a step once and give its error word."""
         if self._broken:
             self._recover()
         self._fill(rows, draws, head=head)
@@ -267,14 +297,7 @@ class StepModel:
         finally:
             if self._server is not None:
                 self._server.end()
-        error = int(self._host_error[0])
-        if error & ~ERROR_NAN:
-            self._broken = True
-            raise self._reason(error)
-        if error:
-            self.error.zero_()  # the choice says which rows; nothing else of the step is wrong
-        if not head and plane in self.lookahead:
-            self.lookahead[plane].review()
+        return int(self._host_error[0])
 
     def _replay(self, count: int, plane: Plane, draws: Sequence[Draw], *, head: bool) -> None:
         """Inputs to the device, the launches, results to the host; returns when all is done."""

@@ -26,6 +26,7 @@ from moet_desk.store.pack_reader import PackReader
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of
 from tests.engine.tiny_models import DELTA_CONFIGS, random_model, save_source
+from tests.kernels.triton.slow_drive import check_steps_done_again
 from tests.kernels.triton.test_chunk import OPTIONS, on_device, read
 
 CPU = torch.device("cpu")
@@ -117,3 +118,12 @@ def test_engine__prompt_in_chunks_then_steps__near_the_cpu_engine(tmp_path: Path
         assert torch.equal(one, together[0])
         core.kv.release(sequence)
         assert core.kv.reserve(1) is not None
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_steps__drive_too_slow_for_one_wait__done_again_same_bits(tmp_path: Path) -> None:
+    config = {**DELTA_CONFIGS["qwen3_next"], **SMALL, "num_experts": 32}
+    save_source(random_model(config, 0.25), tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    check_steps_done_again(pack, [7, 21, 3, 30])

@@ -28,6 +28,7 @@ from tests.engine.oracle import loaded, logits_of
 from tests.engine.test_v4_head import with_head
 from tests.engine.tiny_v4 import CONFIG, random_v4, save_v4
 from tests.kernels.triton.makers import real_values
+from tests.kernels.triton.slow_drive import check_steps_done_again
 from tests.kernels.triton.test_chunk import OPTIONS, on_device, read
 from tests.kernels.triton.test_head import Greedy
 
@@ -154,6 +155,15 @@ def test_steps__with_guesses_undone__near_the_cpu_engine(pack: Path, want: Tenso
         assert (torch.cat(found) - want).abs().max() < near
         first = core.model.run([StepRow(IDS[0], other)], Plane.FINE)[0]
         assert torch.equal(first, found[0][0])
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_steps__drive_too_slow_for_one_wait__done_again_same_bits(tmp_path: Path) -> None:
+    config = {**SMALL, "n_routed_experts": 32}
+    save_v4(random_v4(config, 0.25), config, tmp_path / "source")
+    pack = pack_source(tmp_path / "source", tmp_path / "pack")
+    check_steps_done_again(pack, IDS[:5])  # through a window of 4
 
 
 @pytest.mark.long
