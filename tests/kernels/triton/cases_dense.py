@@ -111,13 +111,13 @@ def _gqa_prepare(form: KvFormat, n: int, keys: int, d: int) -> Case:
 
 def _norm(hidden: int) -> Case:
     types = {
-        "x": "*fp32", "x_stride": "i32", "y": "*fp32", "y_stride": "i32", "weight": "*bf16",
-        "eps": "fp32", "out": "*fp32", "out_stride": "i32",
+        "x": "*fp32", "x_stride": "i32", "weight": "*bf16", "eps": "fp32", "out": "*fp32",
+        "out_stride": "i32",
     }  # fmt: skip
     block = 1 << (hidden - 1).bit_length()
     values = {"H": hidden, "BLOCK": block, "PLUS_ONE": False}
     return Case(
-        f"add_rms_norm H={hidden}", norms._rms_norm_kernel, types, values,
+        f"rms_norm H={hidden}", norms._rms_norm_kernel, types, values,
         max(1, min(16, block // 256)), EXACT,
     )  # fmt: skip
 
