@@ -27,16 +27,10 @@ from bench.compiling import compiled, compilers, newest, only_compile
 from bench.timing import DEVICE, report
 from moet_desk.kernels.triton import dense
 from moet_desk.kernels.triton import gemm as gemms
-from moet_desk.kernels.triton.dense import (
-    DenseWeight,
-    GemvTile,
-    WeightKind,
-    gemv,
-    swiglu_gemv,
-    tile_for,
-    way_of,
-)
+from moet_desk.kernels.triton.dense import gemv, swiglu_gemv
+from moet_desk.kernels.triton.dense_weight import DenseWeight, WeightKind
 from moet_desk.kernels.triton.gemm import GemmTile, gemm, split
+from moet_desk.kernels.triton.gemv_tiles import GemvTile, tile_for, way_of
 from moet_desk.kernels.triton.latent import LatentWeight, mla_absorb, mla_out
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.sampling import SampleScratch, greedy, sample, wish

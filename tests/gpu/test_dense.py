@@ -11,7 +11,8 @@ from torch import Tensor
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.triton import dense, latent
-from moet_desk.kernels.triton.dense import NormOf, WeightKind, embed, gemv, swiglu_gemv
+from moet_desk.kernels.triton.dense import NormOf, embed, gemv, swiglu_gemv
+from moet_desk.kernels.triton.dense_weight import WeightKind
 from moet_desk.kernels.triton.gemm import gemm, split, swiglu_split
 from moet_desk.kernels.triton.kv_entries import KvPages, gqa_write, mla_write
 from moet_desk.kernels.triton.latent import mla_absorb, mla_out
