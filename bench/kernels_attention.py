@@ -19,8 +19,9 @@ from bench.timing import DEVICE, report
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
 from moet_desk.kernels.triton import prefill_attention
-from moet_desk.kernels.triton.attention import DecodeScratch, gqa_decode, mla_decode
-from moet_desk.kernels.triton.dense import DenseWeight
+from moet_desk.kernels.triton.attention import gqa_decode, mla_decode
+from moet_desk.kernels.triton.attention_parts import DecodeScratch
+from moet_desk.kernels.triton.dense_weight import DenseWeight
 from moet_desk.kernels.triton.kv_entries import KvPages, mla_write
 from moet_desk.kernels.triton.latent import LatentWeight
 from moet_desk.kernels.triton.prefill_attention import PrefillScratch, gqa_prefill, mla_prefill

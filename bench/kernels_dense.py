@@ -27,18 +27,12 @@ from bench.compiling import compiled, compilers, newest, only_compile
 from bench.timing import DEVICE, report
 from moet_desk.kernels.triton import dense
 from moet_desk.kernels.triton import gemm as gemms
-from moet_desk.kernels.triton.dense import (
-    DenseWeight,
-    GemvTile,
-    WeightKind,
-    gemv,
-    swiglu_gemv,
-    tile_for,
-    way_of,
-)
+from moet_desk.kernels.triton.dense import gemv, swiglu_gemv
+from moet_desk.kernels.triton.dense_weight import DenseWeight, WeightKind
 from moet_desk.kernels.triton.gemm import GemmTile, gemm, split
+from moet_desk.kernels.triton.gemv_tiles import GemvTile, tile_for, way_of
 from moet_desk.kernels.triton.latent import LatentWeight, mla_absorb, mla_out
-from moet_desk.kernels.triton.norms import add_rms_norm
+from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.sampling import SampleScratch, greedy, sample, wish
 
 COLD_BYTES = 400 << 20
@@ -184,9 +178,9 @@ def prompts(sweep: bool) -> None:
 
 def small() -> None:
     for hidden in (512, 4096, 7168):
-        x, y = (torch.randn(1, hidden, device=DEVICE) for _ in range(2))
+        x = torch.randn(1, hidden, device=DEVICE)
         w, out = torch.randn(hidden, device=DEVICE), torch.empty(1, hidden, device=DEVICE)
-        report("add_rms_norm", [partial(add_rms_norm, x, y, w, 1e-6, out=out)], shape=f"{hidden}")
+        report("rms_norm", [partial(rms_norm, x, w, 1e-6, out=out)], shape=f"{hidden}")
     for vocab in (129280, 262144):
         for rows in (1, 3):
             logits = torch.randn(rows, vocab, device=DEVICE) * 3

@@ -21,7 +21,8 @@ from moet_desk.engine.cuda.kernel_groups import kernel_runs
 from moet_desk.kernels.kinds import Score
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, claim, lookup
-from moet_desk.kernels.triton.dense import DenseWeight, NormOf, gemv
+from moet_desk.kernels.triton.dense import NormOf, gemv
+from moet_desk.kernels.triton.dense_weight import DenseWeight
 from moet_desk.kernels.triton.fetch import Arena, fetch
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.route import route

@@ -105,7 +105,7 @@ def open_connected(invocation: Invocation, connect: Callable[[], EngineHandle]) 
     from moet_desk.cli.app_endpoint import AppEndpoint
     from moet_desk.cli.desk import AppDesk
     from moet_desk.cli.serve import endpoint_options
-    from moet_desk.store.chats import ChatStore
+    from moet_desk.store.chats import ChatStore, Window
     from moet_desk.ui import app
     from moet_desk.ui.desk import NoEndpoint
 
@@ -113,7 +113,11 @@ def open_connected(invocation: Invocation, connect: Callable[[], EngineHandle]) 
     runtime.tune_interpreter()
     with runtime.instance_lock(places, runtime.CONNECTED_LOCK):
         runtime.start_logging(places, settings.log.level, runtime.CONNECTED_LOG)
-        chats = ChatStore.open(places.chats_file, on_delete=partial(_forget_prompts, places))
+        chats = ChatStore.open(
+            places.chats_file,
+            on_delete=partial(_forget_prompts, places),
+            window=Window.CONNECTED,
+        )
         unused = AppEndpoint(endpoint_options(settings.endpoint, places))
         desk = AppDesk(invocation, settings, partial(open_pack, invocation, settings, unused))
         with runtime.terminal_guard(places):

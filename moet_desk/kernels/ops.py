@@ -94,12 +94,3 @@ OPS: Mapping[str, Op] = MappingProxyType(
     }
 )
 """Every op by name."""
-
-
-def op(name: str) -> Op:
-    """The op called `name`.
-
-    Raises:
-        KeyError: there is no such op.
-    """
-    return OPS[name]

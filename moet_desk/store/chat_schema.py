@@ -84,14 +84,20 @@ END;
 """
 
 
-_NEW_CHAT = """
-CREATE TABLE IF NOT EXISTS new_chat (
-  id INTEGER PRIMARY KEY CHECK (id = 0),
+_NEW_DRAFTS = """
+CREATE TABLE IF NOT EXISTS new_drafts (
+  window TEXT PRIMARY KEY,
   draft TEXT NOT NULL DEFAULT '',
   draft_files TEXT NOT NULL DEFAULT '[]'
 )
 """
 # Like the search index no version of its own: programs that do not know it leave it as it is.
+
+_BEFORE_WINDOWS = """
+INSERT OR IGNORE INTO new_drafts SELECT 'app', draft, draft_files FROM new_chat;
+DROP TABLE new_chat
+"""
+# There was one draft for all windows once.
 
 
 def prepare(connection: sqlite3.Connection, path: Path) -> None:
@@ -111,8 +117,10 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     for number in range(version, len(_MIGRATIONS)):
         _migrate(connection, number)
     with transaction(connection):
-        connection.execute(_NEW_CHAT)
-        connection.execute("INSERT OR IGNORE INTO new_chat (id) VALUES (0)")
+        connection.execute(_NEW_DRAFTS)
+        if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'new_chat'").fetchone():
+            for statement in _BEFORE_WINDOWS.split(";\n"):
+                connection.execute(statement)
 
 
 def _refuse_foreign(connection: sqlite3.Connection, path: Path, version: int) -> None:

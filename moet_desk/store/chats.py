@@ -28,6 +28,15 @@ _BUSY_S = 5.0  # how long to wait for another program that writes to the file
 _TRIGRAM = 3  # shorter words are not in the search index
 
 
+class Window(StrEnum):
+    """Which app has the file open. Of each one runs at a time (`runtime.instance_lock`), so what it
+    keeps under its name is its own, also when it starts again. The values are what the file holds.
+    """
+
+    APP = "app"
+    CONNECTED = "connected"  # on another server
+
+
 class MessageStatus(StrEnum):
     """How a message ended. The values are what the file holds."""
 
@@ -96,8 +105,9 @@ class ChatStore:
         connection: sqlite3.Connection,
         now: Callable[[], datetime],
         on_delete: Callable[[], None],
+        window: Window,
     ) -> None:
-        self._path, self._on_delete = path, on_delete
+        self._path, self._on_delete, self._window = path, on_delete, window
         self._connection = connection
         self._now = now
         self._lock = threading.RLock()
@@ -110,6 +120,7 @@ class ChatStore:
         *,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         on_delete: Callable[[], None] = lambda: None,
+        window: Window = Window.APP,
     ) -> ChatStore:
         """Open the file, making or upgrading it; answers that a crash cut off become stopped.
 
@@ -117,6 +128,7 @@ class ChatStore:
             path: the file.
             now: the clock.
             on_delete: called when a chat was deleted, to remove what else is known of it.
+            window: whose the unsent prompt of a new chat is.
 
         Raises:
             MoetError: MD-CHAT-02 the file is damaged, foreign or newer than this program; it is
@@ -128,7 +140,7 @@ class ChatStore:
             connection = sqlite3.connect(
                 path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
-        store = cls(path, connection, now, on_delete)
+        store = cls(path, connection, now, on_delete, window)
         try:
             with store_errors(path):
                 store._prepare()
@@ -232,13 +244,21 @@ class ChatStore:
         self._change_chat(chat_id, "title", title)
 
     def new_draft(self) -> tuple[str, tuple[Mapping[str, Any], ...]]:
-        """Return the unsent prompt of the chat that is not stored yet, and the files beside it."""
+        """Return the unsent prompt of this window's chat that is not stored yet, and the files
+        beside it.
+        """
         with self._reading() as connection:
-            row = connection.execute("SELECT * FROM new_chat WHERE id = 0").fetchone()
-        return _text(row["draft"]), _objects(row["draft_files"])
+            row = connection.execute(
+                "SELECT * FROM new_drafts WHERE window = ?", (self._window,)
+            ).fetchone()
+        return ("", ()) if row is None else (_text(row["draft"]), _objects(row["draft_files"]))
 
     def save_draft(self, chat_id: int | None, draft: str) -> None:
-        """Keep the unsent prompt of a chat, None: of the one not stored yet. Raises MD-CHAT-03."""
+        """Keep the unsent prompt of a chat, None: of this window's that is not stored yet.
+
+        Raises:
+            MoetError: MD-CHAT-03.
+        """
         if chat_id is None:
             self._change_new("draft", _clean(draft))
         else:
@@ -368,7 +388,13 @@ class ChatStore:
 
     def _change_new(self, column: str, value: str) -> None:
         with self._writing() as connection:
-            connection.execute(f"UPDATE new_chat SET {column} = ? WHERE id = 0", (value,))
+            connection.execute(
+                f"""
+                INSERT INTO new_drafts (window, {column}) VALUES (?, ?)
+                ON CONFLICT (window) DO UPDATE SET {column} = excluded.{column}
+                """,
+                (self._window, value),
+            )
 
     def _change_chat(self, chat_id: int, column: str, value: str | int) -> None:
         stored = _clean(value) if isinstance(value, str) else value

@@ -227,8 +227,8 @@ class AppCore(App[int]):
 
     def hang_up(self) -> None:
         """The terminal is gone, or this process was asked to end: keep everything, and leave."""
+        self._leave_now(ExitCode.TERMINATED)  # the message that waits is kept with the draft
         self.conversation.keep()
-        self._leave_now(ExitCode.TERMINATED)
 
     def _screens(self) -> dict[str, Screen[None]]:
         return {

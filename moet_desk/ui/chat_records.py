@@ -170,6 +170,11 @@ class Draft:
     def __bool__(self) -> bool:
         return bool(self.text.strip() or self.files)
 
+    def __add__(self, other: Draft) -> Draft:
+        """Both in one, this one's words first."""
+        text = "\n".join(part for part in (self.text, other.text) if part)
+        return Draft(text, (*self.files, *other.files))
+
 
 @dataclass(frozen=True, slots=True)
 class Wishes:

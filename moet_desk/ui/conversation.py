@@ -49,6 +49,7 @@ class Conversation:
         self._tried_s = 0.0
         self._new_draft = Draft()  # of the chat that is not stored yet
         self._opened_draft = Draft()
+        self._takes_new_draft = False  # the open chat's first message is the draft of a new one
         self._stopping = False
         self._wishes_of_new = wishes
         self._tree = Tree()
@@ -96,7 +97,7 @@ class Conversation:
         )
 
     def _reset(self) -> None:
-        self.chat_id = None
+        self.chat_id, self._takes_new_draft = None, False
         self._tree = Tree()
         self._show_path(None)
         self.wishes = self._wishes_of_new
@@ -253,8 +254,7 @@ class Conversation:
         return draft
 
     def _start(self, draft: Draft) -> None:
-        is_new = self.chat_id is None
-        if is_new:
+        if self.chat_id is None:
             names = ", ".join(file.name for file in draft.files)
             self.chat_id = self._chats.create_chat(
                 clean_line(draft.text.strip() or names, TITLE_CHARS),
@@ -262,11 +262,13 @@ class Conversation:
                 system=self.wishes.system,
                 settings=self.wishes.to_stored(),
             )
+            self._takes_new_draft, self._opened_draft = True, Draft()
         self._add("user", draft, Status.DONE)
-        if is_new:  # what was its draft is a message now
+        if self._takes_new_draft:  # what was its draft is a message now
+            self._takes_new_draft = False
             self._guard(lambda: self._chats.save_draft(None, ""))
             self._guard(lambda: self._chats.save_draft_files(None, []))
-            self._new_draft = self._opened_draft = Draft()
+            self._new_draft = Draft()
         self._answer()
 
     def _add(self, role: str, draft: Draft, status: Status) -> Turn:

@@ -16,6 +16,7 @@ from moet_desk.api.guard import EndpointOptions
 from moet_desk.api.server import Endpoint
 from moet_desk.engine.remote_wire import Server
 from moet_desk.errors import ExitCode
+from moet_desk.store.chats import ChatStore, Window
 from tests.api.fakes import FakeEngine
 from tests.cli.conftest import Command
 from tests.cli.terminal import ENTER, F2, F3, Terminal
@@ -137,7 +138,13 @@ def test_app__on_another_server__chats_beside_one_of_this_computer(
         app.press(ENTER, until="Written elsewhere.")
         app.press(F3, until="No experts here")
         app.press(F2, until="Written elsewhere.")
+        app.press("\x0e", until="fake is ready")  # Ctrl+N
+        app.child.send("unsent")
+        app.wait_for("unsent")
         assert app.quit() == 0
+    assert ChatStore.open(data_dir / "chats.sqlite3").new_draft()[0] == ""
+    kept = ChatStore.open(data_dir / "chats.sqlite3", window=Window.CONNECTED).new_draft()
+    assert kept[0] == "unsent"
     for file in data_dir.rglob("*"):
         if file.is_file():
             assert KEY.encode() not in file.read_bytes(), file

@@ -16,7 +16,7 @@ from moet_desk.engine.cuda.dense_weights import DenseLoader
 from moet_desk.engine.dense_format import DenseFormat, may_round, rounded_bytes
 from moet_desk.engine.planned_model import dense_saving
 from moet_desk.kernels.reference import dense_values, quantize_dense
-from moet_desk.kernels.triton.dense import WeightKind
+from moet_desk.kernels.triton.dense_weight import WeightKind
 from moet_desk.store.pack_format import DENSE_FILE
 from tests.engine.test_dense_weights import Reader
 

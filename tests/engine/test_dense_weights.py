@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moet_desk.engine.cuda.dense_weights import DenseLoader, reordered
-from moet_desk.kernels.triton.dense import DenseWeight, WeightKind
+from moet_desk.kernels.triton.dense_weight import DenseWeight, WeightKind
 from moet_desk.store.quant_formats import decode
 from moet_desk.store.sources import TensorIndex
 from tests.kernels.triton.makers import dense_weight, real_values

@@ -23,7 +23,7 @@ from moet_desk.engine.model_shape import (
 )
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.row_sizes import ExpertLayout
-from moet_desk.kernels.triton import dense
+from moet_desk.kernels.triton import dense_weight
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
@@ -35,7 +35,7 @@ def test_chunk_bytes__as_many_as_the_buffers_have(name: str, rows: int, context:
 
 
 def test_scale_block__the_kernels_own() -> None:
-    assert SCALE_BLOCK == dense.SCALE_BLOCK
+    assert SCALE_BLOCK == dense_weight.SCALE_BLOCK
 
 
 def test_import__without_torch() -> None:

@@ -61,7 +61,7 @@ from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import KvFormat, Score
 from moet_desk.kernels.layouts import ExpertLayout
 from moet_desk.kernels.triton.cache import MOST_PAIRS
-from moet_desk.kernels.triton.dense import WeightKind
+from moet_desk.kernels.triton.dense_weight import WeightKind
 from moet_desk.store.arena import Arena, plain_memory
 from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB, MIB

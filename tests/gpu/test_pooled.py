@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat, Score
-from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.attention_parts import DecodeScratch
 from moet_desk.kernels.triton.choose import list_chosen
 from moet_desk.kernels.triton.head_parts import head_parts
 from moet_desk.kernels.triton.kv_entries import KvPages

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 
-import pytest
-
 from moet_desk.kernels import reference
-from moet_desk.kernels.ops import OPS, op
+from moet_desk.kernels.ops import OPS
 
 SIZES_AND_TABLES = {"mla_entry_bytes", "gqa_entry_bytes", "rope_frequencies", "yarn_mscale"}
 
@@ -25,9 +23,3 @@ def test_ops__tolerance__is_zero_exactly_for_exact_ops() -> None:
     for entry in OPS.values():
         assert entry.exact is (entry.tolerance == 0)
         assert entry.triton is None
-
-
-def test_op__name__finds_it_or_says_which_is_missing() -> None:
-    assert op("expert_mlp").reference is reference.expert_mlp
-    with pytest.raises(KeyError, match="no_such_op"):
-        op("no_such_op")

@@ -15,7 +15,7 @@ import pytest
 
 from moet_desk.errors import MoetError
 from moet_desk.store.chat_schema import _SCHEMA_1
-from moet_desk.store.chats import ChatStore, MessageStatus
+from moet_desk.store.chats import ChatStore, MessageStatus, Window
 from moet_desk.store.saved_prefixes import clear
 
 
@@ -356,6 +356,42 @@ def test_new_draft__of_no_chat_yet__kept_beside_those_of_chats(
     assert again.get_chat(chat_id).draft == "of a chat"
     again.save_draft(None, "")
     assert again.new_draft() == ("", ({"name": "a.md"},))
+
+
+def test_new_draft__of_two_windows__each_keeps_its_own_over_a_start(
+    store: ChatStore, path: Path
+) -> None:
+    other = ChatStore.open(path, window=Window.CONNECTED)
+    store.save_draft(None, "for the model at home")
+    other.save_draft_files(None, [{"name": "b.md"}])
+    other.save_draft(None, "for the server")
+    store.save_draft_files(None, [{"name": "a.md"}])
+    store.close()
+    other.close()
+    again = ChatStore.open(path)
+    assert again.new_draft() == ("for the model at home", ({"name": "a.md"},))
+    other = ChatStore.open(path, window=Window.CONNECTED)
+    assert other.new_draft() == ("for the server", ({"name": "b.md"},))
+
+
+def test_open__file_with_one_draft_for_all_windows__it_is_the_app_s(path: Path) -> None:
+    ChatStore.open(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.executescript(
+            """
+            DROP TABLE new_drafts;
+            CREATE TABLE new_chat (
+              id INTEGER PRIMARY KEY CHECK (id = 0), draft TEXT NOT NULL, draft_files TEXT NOT NULL
+            );
+            INSERT INTO new_chat VALUES (0, 'from before', '[{"name": "a.md"}]');
+            """
+        )
+    connected = ChatStore.open(path, window=Window.CONNECTED)
+    assert connected.new_draft() == ("", ())
+    for _ in range(2):  # what was brought over once is not again
+        store = ChatStore.open(path)
+        assert store.new_draft() == ("from before", ({"name": "a.md"},))
+        store.close()
 
 
 def test_delete_chat__thousands_of_messages_in_a_row__all_gone(store: ChatStore) -> None:

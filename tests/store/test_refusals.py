@@ -5,6 +5,7 @@ the log, and what was there before is there still.
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -43,6 +44,13 @@ from tests.faults import (
     opens_to_write,
     refused,
 )
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_open() -> None:
+    """Files of tests before, which go when garbage is looked for, are not to be counted."""
+    gc.collect()
+
 
 FULL_DISK = [Refusal(WRITES, errno.ENOSPC), Refusal(WRITES, errno.EDQUOT)]
 ENDS_IN_FULL = [*FULL_DISK, Refusal(SYNCS, errno.ENOSPC), opens_to_write(errno.ENOSPC)]

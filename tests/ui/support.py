@@ -19,7 +19,7 @@ from moet_desk.engine.scripted import Script, ScriptedEngine
 from moet_desk.errors import MoetError
 from moet_desk.ui.app import MoetDeskApp
 from moet_desk.ui.bridge import PackJob, Phase
-from moet_desk.ui.chat_records import Wishes
+from moet_desk.ui.chat_records import ChatStoreLike, Wishes
 from moet_desk.ui.clock import Clock
 from moet_desk.ui.look import Look
 from moet_desk.ui.setup_steps import Setup
@@ -192,14 +192,14 @@ class Stage:
         *,
         look: Look | None = None,
         wishes: Wishes | None = None,
-        chats: FakeChats | None = None,
+        chats: ChatStoreLike | None = None,
         pack_job: PackJob | None = None,
         open_engine: Callable[[], EngineHandle] | None = None,
         setup: Setup | None = None,
     ) -> None:
         self.time = HeldClock()
         self.engine = ScriptedEngine(script)
-        self.chats = chats or FakeChats()
+        self.chats: Any = chats or FakeChats()
         self.desk = FakeDesk(lambda: self.engine)
         self.endpoint = FakeEndpoint()
         first_run = setup is not None

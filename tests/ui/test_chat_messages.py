@@ -12,6 +12,7 @@ from textual.widgets import Input, TextArea
 from moet_desk.engine.handle import Quality
 from moet_desk.engine.parsers.answers import THINK, AnswerFormat
 from moet_desk.engine.scripted import Script
+from moet_desk.store.chats import ChatStore, Window
 from moet_desk.ui.attachments import Attachment
 from moet_desk.ui.chat_records import Status
 from moet_desk.ui.screens.chat_options import ChatOptions
@@ -411,6 +412,32 @@ async def test_queued__app_is_closed__message_is_the_chats_draft() -> None:
         assert chat.draft == "two\nmore"
         await stage.play(pilot, 9.0)
         assert chat.draft == "more"
+
+
+async def test_two_windows__prompts_of_new_chats__neither_takes_the_other_s(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    words = {Window.APP: "for my model", Window.CONNECTED: "for the server"}
+
+    def stages() -> dict[Window, Stage]:
+        return {window: Stage(chats=ChatStore.open(path, window=window)) for window in words}
+
+    opened = stages()
+    app, connected = opened.values()
+    async with app.open() as one, connected.open() as two:
+        await app.ready(one)
+        await connected.ready(two)
+        await one.press(*words[Window.APP])
+        await two.press(*words[Window.CONNECTED])
+        await app.play(one, 1.0)
+        await connected.play(two, 1.0)
+    for window, stage in stages().items():
+        async with stage.open() as pilot:
+            await stage.ready(pilot)
+            assert stage.app.chat.prompt.text == words[window]
+            if window is Window.APP:  # what is sent here stays unsent there
+                await pilot.press("enter")
+                await stage.play(pilot, 1.0)
+                assert stage.app.chat.prompt.text == ""
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from moet_desk.errors import fail
 from moet_desk.ui.bridge import Phase
 from moet_desk.ui.desk import JobState, PlanWishes
 from moet_desk.ui.setup_steps import Setup, Step, from_kept, to_kept
-from tests.ui.desk import DEMO, FLASH, PULLING, SMALL
+from tests.ui.desk import DEMO, FLASH, HUGE, PULLING, SMALL
 from tests.ui.support import Stage, dump
 
 
@@ -253,6 +254,27 @@ async def test_resize__cursor_stays_on_its_model() -> None:
         await pilot.resize_terminal(120, 40)
         await stage.threads(pilot)
         assert "▸Qwen3.6" in dump(stage.app)
+
+
+@pytest.mark.asyncio
+async def test_models__more_than_fit__a_line_each_and_the_cursor_in_view() -> None:
+    stage = Stage(setup=Setup())
+    many = [replace(HUGE, id=f"m{i}", title=f"M{i}", forecast="0.2-0.4 t/s") for i in range(20)]
+    worked_out = threading.Event()
+    stage.desk.offers = lambda: (worked_out.wait(5.0), (*many, DEMO))[1]  # type: ignore[method-assign]
+    async with stage.open() as pilot:
+        await stage.threads(pilot)
+        await pilot.press("enter")
+        for _ in range(3):  # the empty list has its place on the screen
+            stage.app.pull_gauges()
+            await stage.settle(pilot)
+        worked_out.set()
+        await stage.threads(pilot)
+        lines = dump(stage.app).splitlines()
+    at = next(i for i, line in enumerate(lines) if "▸Demo model" in line)
+    shown = [line.split()[0] for line in lines[5:at]]
+    assert shown == [f"M{i}" for i in range(20 - len(shown), 20)]
+    assert all("0.2-0.4 t/s" in line for line in lines[5:at])
 
 
 @pytest.mark.asyncio

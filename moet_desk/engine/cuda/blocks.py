@@ -33,7 +33,8 @@ from moet_desk.engine.spec import (
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.attention import gqa_decode, mla_decode
 from moet_desk.kernels.triton.delta import DeltaRows
-from moet_desk.kernels.triton.dense import DenseWeight, gemv, swiglu_gemv
+from moet_desk.kernels.triton.dense import gemv, swiglu_gemv
+from moet_desk.kernels.triton.dense_weight import DenseWeight
 from moet_desk.kernels.triton.experts import combine
 from moet_desk.kernels.triton.gates import gated
 from moet_desk.kernels.triton.indexer import chosen_pages

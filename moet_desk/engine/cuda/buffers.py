@@ -29,7 +29,7 @@ from moet_desk.engine.spec import (
     indexer_of,
 )
 from moet_desk.kernels.kinds import Activations
-from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.attention_parts import DecodeScratch
 from moet_desk.kernels.triton.delta import RUN_COLUMNS
 from moet_desk.kernels.triton.quant import planar_shape
 from moet_desk.kernels.triton.sampling import SampleScratch, wish

@@ -24,7 +24,7 @@ from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, Room, shaped
 from moet_desk.engine.cuda.delta import ChunkStates, GdnLaunches
 from moet_desk.kernels.kinds import Activations
 from moet_desk.kernels.triton.delta import DeltaMemory
-from moet_desk.kernels.triton.dense import DenseWeight
+from moet_desk.kernels.triton.dense_weight import DenseWeight
 from moet_desk.kernels.triton.gates import gated
 from moet_desk.kernels.triton.gemm import gemm, split, swiglu_split
 from moet_desk.kernels.triton.indexer import chosen_pages

@@ -17,7 +17,7 @@ from torch import Tensor
 from moet_desk.engine.dense_format import PLAIN, DenseFormat, may_round
 from moet_desk.engine.ngram_rows import Rows
 from moet_desk.kernels.reference import quantize_dense
-from moet_desk.kernels.triton.dense import DenseWeight, WeightKind
+from moet_desk.kernels.triton.dense_weight import DenseWeight, WeightKind
 from moet_desk.store.pack_reader import PackReader
 from moet_desk.store.quant_formats import e8m0
 from moet_desk.store.sources import Format, TensorInfo

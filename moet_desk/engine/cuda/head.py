@@ -12,7 +12,8 @@ from moet_desk.engine.cuda.blocks import Branch, Experts, LayerLaunches
 from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers
 from moet_desk.engine.cuda.dense_weights import SCALE_BLOCK, DenseSource
 from moet_desk.engine.spec import Layer, Spec
-from moet_desk.kernels.triton.dense import DenseWeight, gemv
+from moet_desk.kernels.triton.dense import gemv
+from moet_desk.kernels.triton.dense_weight import DenseWeight
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prepare import Rotation

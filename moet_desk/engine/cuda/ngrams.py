@@ -15,7 +15,8 @@ from moet_desk.engine.families.tensors import NGRAM_PRODUCTS
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.engine.ngram_rows import NgramRows
 from moet_desk.engine.spec import Ngrams
-from moet_desk.kernels.triton.dense import DenseWeight, gemv
+from moet_desk.kernels.triton.dense import gemv
+from moet_desk.kernels.triton.dense_weight import DenseWeight
 
 
 class DeviceNgrams:

@@ -28,7 +28,7 @@ from moet_desk.engine.cuda.products import GroupedWeight, Products
 from moet_desk.engine.page_rows import PageRows
 from moet_desk.engine.spec import PooledAttention, PoolIndexer
 from moet_desk.kernels.kv_sizes import POOL_STATES
-from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.attention_parts import DecodeScratch
 from moet_desk.kernels.triton.choose import list_chosen
 from moet_desk.kernels.triton.dense import NormOf
 from moet_desk.kernels.triton.head_parts import head_parts

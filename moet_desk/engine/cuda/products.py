@@ -11,7 +11,8 @@ from typing import Protocol
 from torch import Tensor
 
 from moet_desk.engine.cuda.dense_weights import as_float
-from moet_desk.kernels.triton.dense import DenseWeight, NormOf, WeightKind, gemv, head_gemv
+from moet_desk.kernels.triton.dense import NormOf, gemv, head_gemv
+from moet_desk.kernels.triton.dense_weight import DenseWeight, WeightKind
 from moet_desk.kernels.triton.gemm import gemm, gemm_by_group, split
 from moet_desk.kernels.triton.norms import rms_norm
 

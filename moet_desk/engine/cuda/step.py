@@ -54,7 +54,8 @@ from moet_desk.engine.spec import Gdn, MoeFfn, Spec
 from moet_desk.errors import MoetError, fail
 from moet_desk.kernels.triton.cache import MOST_PAIRS
 from moet_desk.kernels.triton.delta import DeltaMemory, DeltaRows
-from moet_desk.kernels.triton.dense import DenseWeight, embed, gemv
+from moet_desk.kernels.triton.dense import embed, gemv
+from moet_desk.kernels.triton.dense_weight import DenseWeight
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prepare import Rotation

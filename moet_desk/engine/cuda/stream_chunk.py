@@ -18,7 +18,7 @@ from moet_desk.engine.cuda.products import ChunkProducts
 from moet_desk.engine.cuda.stream_buffers import StreamBuffers
 from moet_desk.engine.cuda.streams import StreamHeadLaunches, StreamLaunches
 from moet_desk.engine.spec import PooledAttention
-from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.attention_parts import DecodeScratch
 from moet_desk.kernels.triton.dense import embed
 from moet_desk.kernels.triton.gemm import gemm, swiglu_split
 from moet_desk.kernels.triton.norms import rms_norm

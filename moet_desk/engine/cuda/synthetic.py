@@ -27,7 +27,7 @@ from moet_desk.errors import MoetError
 from moet_desk.kernels.layouts import GROUP, ExpertLayout
 from moet_desk.kernels.reference.quant import DENSE_LEVEL
 from moet_desk.kernels.triton import fetch
-from moet_desk.kernels.triton.dense import DenseWeight
+from moet_desk.kernels.triton.dense_weight import DenseWeight
 from moet_desk.store.arena import Allocate
 from moet_desk.store.pack_format import Plane
 from moet_desk.units import GIB

@@ -168,11 +168,6 @@ class HoldingParser(ABC):
         self._held = ""
         self._n_calls = 0
 
-    @property
-    def n_calls(self) -> int:
-        """See `Parser`."""
-        return self._n_calls
-
     def feed(self, text: str) -> list[Parsed]:
         """See `Parser`."""
         self._held += text

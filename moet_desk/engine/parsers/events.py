@@ -39,11 +39,6 @@ Parsed = Reasoning | Content | Call
 class Parser(Protocol):
     """Feed it the answer's text; it returns what is certain by now."""
 
-    @property
-    def n_calls(self) -> int:
-        """Calls found so far."""
-        ...
-
     def feed(self, text: str) -> list[Parsed]:
         """Take the next piece of the answer."""
         ...

@@ -168,12 +168,6 @@ def scale_values() -> NDArray[np.float32]:
 
 
 @cache
-def _inverse_scales() -> NDArray[np.float64]:
-    """2**(127 - byte) for the E8M0 bytes 0..254."""
-    return np.ldexp(np.ones(255), 127 - np.arange(255))
-
-
-@cache
 def nibble_values() -> NDArray[np.float32]:
     """The FP4 value of each nibble, -0 of 8 included."""
     magnitudes = np.array(MAGNITUDES, np.float32)

@@ -2,20 +2,14 @@
 
 Owns MLA in the latent space and grouped queries, over pages in any format of
 `reference.kv_formats`. Twins: `reference.mla_absorbed` (its middle; the ends are in `latent`) and
-`reference.gqa`. The prompt's attention is in `prefill_attention`. Launchers allocate nothing; the
-partial results of splits live in a `DecodeScratch`. Called on the engine thread.
-
-A row's entries are cut into at most `SPLITS` parts of 64 * 2**k entries, k as small as that row's
-own visible length allows; each part is one program's, and parts are joined in order. So a row's
-bits depend on its own entries alone, whatever other rows and whatever lengths are in the step.
+`reference.gqa`. How entries are cut into parts and parts are joined is in `attention_parts`, the
+prompt's attention in `prefill_attention`. Launchers allocate nothing. Called on the engine thread.
 
 Cached values are exact in bfloat16 (FP8: up to a scale that is applied to sums), queries are cut
 into three bfloat16 parts, probabilities into two: tensor cores then come as close as float32.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -24,6 +18,15 @@ from torch import Tensor
 
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
+from moet_desk.kernels.triton.attention_parts import (
+    NO_WINDOW,
+    SHORTEST_PART,
+    SPLITS,
+    DecodeScratch,
+    join_parts,
+    most_parts,
+    part_length,
+)
 from moet_desk.kernels.triton.kv_entries import (
     KvPages,
     check_entries,
@@ -35,60 +38,11 @@ from moet_desk.kernels.triton.kv_entries import (
     load_vectors,
     vector_bytes,
 )
-from moet_desk.kernels.triton.numbers import bf16_part, halving_rows, has_e4m3, loop_bound
+from moet_desk.kernels.triton.numbers import bf16_part, has_e4m3, loop_bound
 from moet_desk.kernels.triton.portable import INTERPRETED
-
-SPLITS = 64
-"""Most parts of a row's entries."""
-
-SHORTEST_PART = 64
-"""Entries of a part while 64 of them are enough: 256 programs for 64 heads at 4k entries."""
 
 _TILE, _HOPPER_TILE = 32, 64
 """Entries that a program works on at a time; cards with more shared memory hold more of them."""
-
-_JOIN_FLOATS, _JOIN_WARPS, _JOIN_AHEAD = 128, 1, 8
-"""A program of `join`: a float4 per thread, and parts that are read at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeScratch:
-    """Partial results of splits, made once for the widest layer of a step.
-
-    Attributes:
-        sums: float32 [T * SPLITS * N * width], weighted sums of values.
-        stats: float32 [T * SPLITS * N * 2], largest score and sum of weights.
-    """
-
-    sums: Tensor
-    stats: Tensor
-
-    @classmethod
-    def make(cls, rows: int, heads: int, width: int, *, device: torch.device) -> DecodeScratch:
-        """Room for `rows` rows of `heads` heads whose values have `width` numbers."""
-        size = rows * SPLITS * heads
-        return cls(
-            torch.empty(size * width, dtype=torch.float32, device=device),
-            torch.empty(size * 2, dtype=torch.float32, device=device),
-        )
-
-    def check(self, rows: int, heads: int, width: int, splits: int = SPLITS) -> None:
-        """Refuse work that does not fit.
-
-        Raises:
-            ValueError: there is too little room.
-        """
-        size = rows * splits * heads
-        if self.sums.numel() < size * width or self.stats.numel() < size * 2:
-            raise ValueError(f"no room for {rows} rows of {heads} heads of {width}")
-
-
-@triton.jit
-def part_length(span, SPLITS: tl.constexpr, SHORTEST: tl.constexpr):
-    """Entries of each part of `span` entries: SHORTEST * 2**k, with the least k that is enough."""
-    times = tl.maximum(span - 1, 0) // (SHORTEST * SPLITS)  # k is how many bits this has
-    exponent = times.to(tl.float32).to(tl.int32, bitcast=True) >> 23
-    return (span * 0 + SHORTEST) << tl.maximum(exponent - 126, 0)
 
 
 @triton.jit
@@ -304,82 +258,6 @@ def _gqa_decode_kernel(
             tl.store(to, acc[c], mask=live_head[:, None] & (column < DV)[None, :])
 
 
-@triton.jit
-def joined_parts(
-    sums,
-    stats,
-    span,
-    sink,
-    t,
-    head,
-    n,
-    column0,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    BW: tl.constexpr,
-    AHEAD: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
-    """What a row's head mixed of `span` entries, numbers from `column0` on: [BW]."""
-    column = column0 + tl.arange(0, BW)
-    part = part_length(span, SPLITS, SHORTEST)
-    parts = (span + part - 1) // part
-    split = tl.arange(0, SPLITS)
-    row = (t * SPLITS + split) * n + head
-    largest = tl.load(stats + row * 2, mask=split < parts, other=float("-inf"))
-    total = tl.load(stats + row * 2 + 1, mask=split < parts, other=0.0)
-    top = tl.max(largest, 0)
-    if sink is not None:
-        logit = tl.load(sink + head).to(tl.float32)
-        top = tl.maximum(top, logit)
-    total = tl.sum(halving_rows((total * tl.exp(largest - top))[:, None], SPLITS, 1), 0)
-    if sink is not None:
-        total += tl.exp(logit - top)
-    mixed = tl.zeros([BW], tl.float32)
-    first = t * SPLITS * n + head
-    # One part after another, and as many reads at once as registers allow.
-    for s0 in range(0, loop_bound(parts, COMPILED), AHEAD):
-        pieces = ()
-        for i in tl.static_range(AHEAD):
-            live = s0 + i < parts
-            line = first + (s0 + i) * n
-            at = line.to(tl.int64) * WIDTH + column
-            most = tl.load(stats + line * 2, mask=live, other=float("-inf"))
-            piece = tl.load(sums + at, mask=live & (column < WIDTH), other=0.0)
-            pieces = pieces + (piece, tl.exp(most - top))
-        for i in tl.static_range(AHEAD):
-            mixed += pieces[2 * i] * pieces[2 * i + 1]
-    return mixed / total
-
-
-@triton.jit
-def _join_kernel(
-    sums,
-    stats,
-    lengths,
-    window,
-    sink,
-    out,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    BW: tl.constexpr,
-    AHEAD: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
-    head = tl.program_id(1)
-    n = tl.num_programs(1)
-    t = tl.program_id(2)
-    column0 = tl.program_id(0) * BW
-    span = tl.minimum(tl.load(lengths + t), window)
-    mixed = joined_parts(
-        sums, stats, span, sink, t, head, n, column0, WIDTH, SPLITS, SHORTEST, BW, AHEAD, COMPILED
-    )
-    column = column0 + tl.arange(0, BW)
-    tl.store(out + (t * n + head) * WIDTH + column, mixed, mask=column < WIDTH)
-
-
 def mla_decode(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -443,7 +321,7 @@ def gqa_decode(
     scratch.check(rows, n, dv)
     share = n // n_keys
     heads = min(64, max(16, triton.next_power_of_2(share)))
-    seen = _NO_WINDOW if window is None else window
+    seen = NO_WINDOW if window is None else window
     _gqa_decode_kernel[(most_parts(kv, seen), n_keys * triton.cdiv(share, heads), rows)](
         q, kv.pages, kv.table, kv.table.stride(0), lengths,
         scratch.sums, scratch.stats, scale, seen,
@@ -455,41 +333,12 @@ def gqa_decode(
     join_parts(scratch, lengths, out, width=dv, window=seen, sink=sink)
 
 
-_NO_WINDOW = 1 << 30
-
-
-def join_parts(
-    scratch: DecodeScratch,
-    lengths: Tensor,
-    out: Tensor,
-    *,
-    width: int,
-    window: int = _NO_WINDOW,
-    sink: Tensor | None = None,
-) -> None:
-    rows, n = out.shape[:2]
-    block = min(_JOIN_FLOATS, triton.next_power_of_2(width))
-    _join_kernel[(triton.cdiv(width, block), n, rows)](
-        scratch.sums, scratch.stats, lengths, window, sink, out,
-        WIDTH=width, SPLITS=SPLITS, SHORTEST=SHORTEST_PART, BW=block, AHEAD=_JOIN_AHEAD,
-        COMPILED=not INTERPRETED, num_warps=_JOIN_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
 def _tile(kv: KvPages) -> int:
     """Entries at a time: H200, 64 heads and 8192 entries take 48 us with 64 and 68 with 32."""
     if INTERPRETED or kv.form in (KvFormat.F32, KvFormat.FP8):
         return _TILE
     large = torch.cuda.get_device_capability(kv.pages.device)[0] in (9, 10)
     return _HOPPER_TILE if large else _TILE
-
-
-def most_parts(
-    kv: KvPages, window: int = _NO_WINDOW, splits: int = SPLITS, shortest: int = SHORTEST_PART
-) -> int:
-    """Parts that the longest row with these page tables can have."""
-    most = min(kv.table.shape[1] * kv.page_tokens, window)
-    return min(splits, -(-most // shortest))
 
 
 def _chunk(d: int) -> int:

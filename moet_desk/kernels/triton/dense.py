@@ -2,7 +2,8 @@
 
 Owns the decode step's dense products: x stays float32, weights stay as shipped (bfloat16, float32,
 or e4m3 with a float32 scale per 128 x 128 or per row) or are int8 with a bfloat16 scale per 32
-inputs (`reference.quantize_dense`). The prompt's products are in `gemm`.
+inputs (`reference.quantize_dense`). Weights are in `dense_weight`, how products are cut in
+`gemv_tiles`, the prompt's products in `gemm`.
 Launchers allocate nothing. Called on the engine thread.
 
 Summing order, the same for every number of rows, tile and card: K is walked in steps of 128, 64 or
@@ -14,14 +15,13 @@ block's scale onto its sum); at the end each 32 lanes are added by halves, then 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moet_desk.kernels.row_sizes import GROUP
+from moet_desk.kernels.triton.dense_weight import DenseWeight, WeightKind, weight_tile
+from moet_desk.kernels.triton.gemv_tiles import GemvTile, Way, tile_for, way_of
 from moet_desk.kernels.triton.loads import (
     four_floats,
     four_words,
@@ -31,120 +31,21 @@ from moet_desk.kernels.triton.loads import (
     turn_of,
 )
 from moet_desk.kernels.triton.norms import norm_warps, normed_row, rms_norm
-from moet_desk.kernels.triton.numbers import e4m3_value, has_e4m3, lane_sum, loop_bound
+from moet_desk.kernels.triton.numbers import has_e4m3, lane_sum, loop_bound
 from moet_desk.kernels.triton.portable import PTX
 
-SCALE_BLOCK = 128
-"""Rows and columns of an e4m3 weight that share one scale."""
+__all__ = [
+    "DenseWeight",
+    "NormOf",
+    "embed",
+    "gemv",
+    "head_gemv",
+    "swiglu_gemv",
+    "weight_tile",
+]
 
 MAX_ROWS = 8
 """Most rows of one decode step."""
-
-
-class WeightKind(Enum):
-    """How the values of a dense weight are stored."""
-
-    F32 = "f32"
-    BF16 = "bf16"
-    FP8 = "fp8"
-    INT8 = "int8"
-
-
-RUN = {WeightKind.F32: 4, WeightKind.BF16: 8, WeightKind.FP8: 16, WeightKind.INT8: 16}
-"""Weights of 16 bytes, which a lane loads at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class DenseWeight:
-    """A matrix as shipped, or rounded to integers.
-
-    Attributes:
-        values: [N, K] float32, bfloat16, float8_e4m3fn or int8, contiguous.
-        scales: [ceil(N/128), ceil(K/128)] or [N, 1] float32 for e4m3, [N, K/32] bfloat16 for int8,
-            else None.
-
-    Raises:
-        ValueError: dtype, layout or scales do not fit each other.
-    """
-
-    values: Tensor
-    scales: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.values.dim() != 2 or not self.values.is_contiguous():
-            raise ValueError(
-                f"a dense weight of shape {tuple(self.values.shape)} is no plain matrix"
-            )
-        found = None if self.scales is None else tuple(self.scales.shape)
-        if found not in self._scale_shapes:
-            raise ValueError(
-                f"scales {found} do not fit a {self.kind.value} weight {self.n} x {self.k}"
-            )
-        if self.k % RUN[self.kind]:
-            raise ValueError(f"{self.k} inputs are not whole runs of {RUN[self.kind]}")
-
-    @property
-    def kind(self) -> WeightKind:
-        """Storage of the values."""
-        kinds = {
-            torch.float32: WeightKind.F32,
-            torch.bfloat16: WeightKind.BF16,
-            torch.float8_e4m3fn: WeightKind.FP8,
-            torch.int8: WeightKind.INT8,
-        }
-        if self.values.dtype not in kinds:
-            raise ValueError(f"a dense weight cannot be {self.values.dtype}")
-        return kinds[self.values.dtype]
-
-    @property
-    def n(self) -> int:
-        """Output rows."""
-        return self.values.shape[0]
-
-    @property
-    def k(self) -> int:
-        """Inputs."""
-        return self.values.shape[1]
-
-    @property
-    def _blocks(self) -> tuple[int, int]:
-        return -(-self.n // SCALE_BLOCK), -(-self.k // SCALE_BLOCK)
-
-    @property
-    def _scale_shapes(self) -> tuple[tuple[float, float] | None, ...]:
-        if self.kind is WeightKind.FP8:
-            return self._blocks, (self.n, 1)
-        if self.kind is WeightKind.INT8:
-            return ((self.n, self.k / GROUP),)  # no shape if groups are not whole
-        return (None,)
-
-    @property
-    def scale_rows(self) -> int:
-        """Rows that share a scale; with 1, all columns of e4m3 share it too."""
-        of_rows = self.scales is not None and tuple(self.scales.shape) != self._blocks
-        return 1 if of_rows or self.kind is WeightKind.INT8 else SCALE_BLOCK
-
-    @property
-    def raw(self) -> Tensor:
-        """Values as kernels take them: e4m3 as bytes."""
-        if self.kind is WeightKind.FP8:
-            return self.values.view(torch.uint8)
-        return self.values
-
-
-@dataclass(frozen=True, slots=True)
-class GemvTile:
-    """Shape of one program; changes speed, never bits.
-
-    Attributes:
-        rows: of the weight.
-        warps: at least a row's lanes / 32, or more are taken.
-        ahead: steps of K whose weights are asked for before the first is multiplied, at most.
-    """
-
-    rows: int
-    warps: int
-    ahead: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +59,6 @@ class _Rows:
     count: int
     first: int = 0
     pitch: int = 0
-
-
-@triton.jit
-def weight_tile(pointers, mask, KIND: tl.constexpr, HARDWARE: tl.constexpr):
-    """A tile of weights as float32; the weights are read once, so they leave the caches first."""
-    raw = tl.load(pointers, mask=mask, other=0, eviction_policy="evict_first")
-    if KIND == "fp8":
-        return e4m3_value(raw, HARDWARE)
-    else:
-        return raw.to(tl.float32)
 
 
 @triton.jit
@@ -499,76 +390,12 @@ def _launch(
     )  # fmt: skip
 
 
-def lanes_of(k: int, kind: WeightKind) -> int:
-    """Lanes that share a row's sum: the most that have two steps or more, a sixteenth of them idle
-    at most. By K and the kind alone, so that tiles and rows of x change no bit.
-    """
-    runs = -(-k // RUN[kind])
-    for lanes in (128, 64):
-        if runs >= 2 * lanes and -(-runs // lanes) * lanes * 15 <= runs * 16:
-            return lanes
-    return 32
-
-
-_MOST_EAGER = 64
-"""Numbers of x that a lane asks for with the weights that they meet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A tile as a launch takes it.
-
-    Attributes:
-        rows, warps: of the tile, warps enough for a row's lanes.
-        lanes: that share a row's sum.
-        ahead: steps asked for at once, so that the passes over K are as equal as can be.
-        eager: what they meet of x is asked for with them.
-    """
-
-    rows: int
-    warps: int
-    lanes: int
-    ahead: int
-    eager: bool
-
-
-def way_of(k: int, kind: WeightKind, x_rows: int, tile: GemvTile) -> Way:
-    """How a tile multiplies rows of `k` weights of a kind with `x_rows` rows of x."""
-    lanes = lanes_of(k, kind)
-    steps = -(-k // (lanes * RUN[kind]))
-    passes = -(-steps // tile.ahead)
-    ahead = -(-steps // passes)
-    eager = ahead * RUN[kind] * x_rows <= _MOST_EAGER
-    return Way(tile.rows, max(tile.warps, lanes // 32), lanes, ahead, eager)
-
-
 def _gated_tile(gate_up: DenseWeight, x: Tensor) -> GemvTile:
     return tile_for(gate_up.n, gate_up.k, gate_up.kind, x.shape[0], gated=True)
 
 
 def _way(weight: DenseWeight, x: Tensor, tile: GemvTile) -> Way:
     return way_of(weight.k, weight.kind, x.shape[0], tile)
-
-
-def tile_for(n: int, k: int, kind: WeightKind, rows: int, *, gated: bool = False) -> GemvTile:
-    """Tile by the weight and the rows of x; `bench/kernels_dense.py products` compares them.
-
-    H200, 2026-11-30, one row, microseconds, and before weights were asked for ahead: FP8 1536 x
-    4096 3.8, 6.1; 32768 x 1024 9.8, 11.4; 4096 x 8192 10.6, 12.9; bfloat16 2624 x 4096 6.8, 10.0;
-    256 x 4096 2.2, 7.7; 129280 x 4096 235, 239.
-    """
-    lanes = lanes_of(k, kind)
-    whole = k <= 2 * lanes * RUN[kind]
-    if rows > 1:
-        # Rows of a thread share what it reads of x, so many rows of x want many of the weight.
-        each = 8 if rows > 4 and n >= 4096 and lanes > 32 else 4
-        return GemvTile(each * 128 // lanes, 4)
-    if RUN[kind] < 16:
-        return GemvTile(2 if lanes > 32 else 4, 4, 4)
-    if lanes == 32:
-        return GemvTile(4, 2, 2)
-    # A row in one pass, if that is no more than a thread can hold.
-    return GemvTile(8, 4) if gated or (n >= 4096 and not whole) else GemvTile(4, 4, 4)
 
 
 def _check_rows(x: Tensor, k: int) -> None:

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.row_sizes import GROUP
-from moet_desk.kernels.triton.dense import DenseWeight, WeightKind
+from moet_desk.kernels.triton.dense_weight import DenseWeight, WeightKind
 from moet_desk.kernels.triton.numbers import bf16_part, e4m3_value, has_e4m3
 from moet_desk.kernels.triton.portable import INTERPRETED
 

@@ -1,4 +1,4 @@
-"""RMS norm of rows, alone or behind the addition of a block's result to the residual.
+"""RMS norm of rows.
 
 Twin: `reference.rms_norm`. One program per row, so a row's bits depend on that row alone. Launchers
 allocate nothing. Called on the engine thread.
@@ -27,8 +27,6 @@ def normed_row(row, weight, eps, out, H: tl.constexpr, BLOCK: tl.constexpr, PLUS
 def _rms_norm_kernel(
     x,
     x_stride,
-    y,
-    y_stride,
     weight,
     eps,
     out,
@@ -41,9 +39,6 @@ def _rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < H
     row = tl.load(x + t * x_stride + column, mask=inside, other=0.0)
-    if y is not None:
-        row += tl.load(y + t * y_stride + column, mask=inside, other=0.0)
-        tl.store(x + t * x_stride + column, row, mask=inside)
     normed_row(row, weight, eps, out + t * out_stride, H, BLOCK, PLUS_ONE)
 
 
@@ -59,27 +54,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor, plus_one: bo
         x [T, H] float32 (rows may lie apart), weight [H] bfloat16 or float32, out [T, H] float32
         (likewise), may be `x` itself
     """
-    _launch(x, None, weight, eps, out=out, plus_one=plus_one)
-
-
-def add_rms_norm(
-    x: Tensor, y: Tensor, weight: Tensor, eps: float, *, out: Tensor, plus_one: bool = False
-) -> None:
-    """Add y to x in place, then norm the sum: a block's end and the next one's beginning.
-
-    Shapes:
-        x, y [T, H] float32 (rows may lie apart), weight [H] bfloat16 or float32, out [T, H] float32
-    """
-    _launch(x, y, weight, eps, out=out, plus_one=plus_one)
-
-
-def _launch(
-    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, out: Tensor, plus_one: bool
-) -> None:
     hidden = x.shape[1]
-    block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(x.shape[0],)](
-        x, x.stride(0), y, 0 if y is None else y.stride(0), weight, eps,
-        out, out.stride(0), H=hidden, BLOCK=block, PLUS_ONE=plus_one,
+        x, x.stride(0), weight, eps, out, out.stride(0),
+        H=hidden, BLOCK=triton.next_power_of_2(hidden), PLUS_ONE=plus_one,
         num_warps=norm_warps(hidden), enable_fp_fusion=False,
     )  # fmt: skip

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import SHARED_BLOCK, shared_entry_bytes
-from moet_desk.kernels.triton.attention import (
+from moet_desk.kernels.triton.attention import mix_values, running_weights
+from moet_desk.kernels.triton.attention_parts import (
     SPLITS,
     DecodeScratch,
     joined_parts,
-    mix_values,
     most_parts,
     part_length,
-    running_weights,
 )
 from moet_desk.kernels.triton.expert_math import stacked
 from moet_desk.kernels.triton.kv_entries import (

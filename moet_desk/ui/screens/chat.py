@@ -97,7 +97,7 @@ class ChatScreen(ChatView):
         if not self._conversation.edit(turn, draft):
             self.notify("This can be sent when no answer is being written.", severity="warning")
             return False
-        self._leave_edit()
+        self._leave_edit(since=self._written())
         await self._draw_turns()
         return True
 
@@ -276,7 +276,16 @@ class ChatScreen(ChatView):
             if opened is not None and opened.query:
                 self.query_one(FindLine).open(opened.query)
 
-        self.app.push_screen(ChatList(self._conversation, now=self._bridge.clock.wall()), chosen)
+        now = self._bridge.clock.wall()
+        chats = ChatList(self._conversation, now=now, on_gone=self._keep_for_new)
+        self.app.push_screen(chats, chosen)
+
+    def _keep_for_new(self) -> None:
+        """The open chat was deleted: what the prompt holds joins the draft of the new one."""
+        if self._edited is not None:
+            self._leave_edit()
+        self._give_back(self._conversation.draft)
+        self.save_draft()
 
     async def action_retry(self) -> None:
         """Answer the last message again."""
@@ -344,17 +353,16 @@ class ChatScreen(ChatView):
         if turn is None:
             self.notify("There is no message of yours to write again.")
             return
-        if self._edited is None:
-            self._put_by = self._written()
+        self._put_by = self._unsent()
         self._edited = turn
         self._put_draft(Draft(turn.text, turn.files))
         self._draw_queued()
         self.prompt.focus()
 
-    def _leave_edit(self) -> None:
-        """The prompt gets back what it held before."""
+    def _leave_edit(self, *, since: Draft | None = None) -> None:
+        """Give the prompt what it held before, and what was written since a version was sent."""
         self._edited = None
-        self._put_draft(self._put_by)
+        self._put_draft(self._put_by + (since or Draft()))
         self._draw_queued()
 
     async def action_version(self, by: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import ClassVar
@@ -69,9 +70,13 @@ class ChatList(ModalScreen[Opened | None]):
         Binding("delete,ctrl+d", "delete", "Delete", id="chats.delete", priority=True),
     ]
 
-    def __init__(self, conversation: Conversation, *, now: datetime) -> None:
+    def __init__(
+        self, conversation: Conversation, *, now: datetime, on_gone: Callable[[], None]
+    ) -> None:
+        """`on_gone` is called when the open chat was deleted."""
         super().__init__()
         self._conversation = conversation
+        self._on_gone = on_gone
         self._now = now
         self._with_text: set[int] = set()  # chats of which a message holds what is looked for
 
@@ -147,10 +152,13 @@ class ChatList(ModalScreen[Opened | None]):
 
         def answered(yes: bool | None) -> None:
             if yes:
+                was_open = chat_id == self._conversation.chat_id
                 try:
                     self._conversation.delete(chat_id)
                 except MoetError as error:
                     self.notify(error.cause, title=error.title, severity="error", markup=False)
+                if was_open:
+                    self._on_gone()
                 self._fill(self.query_one(Input).value)
 
         dialog = ConfirmDialog(

@@ -175,7 +175,7 @@ class ChatView(LeanScreen):
             sent = self._conversation.take_queued()
         except MoetError as error:
             self.toast(error)
-            self._give_back(waiting or Draft())
+            self._give_back_waiting(waiting or Draft())
             self._draw_queued()
             return
         if sent is not None:
@@ -274,10 +274,18 @@ class ChatView(LeanScreen):
     def save_draft(self) -> None:
         """Keep the unsent prompt and its files with its chat now."""
         self._draft_due_s = None
-        draft = self._put_by if self._edited is not None else self._written()
-        waiting = self._conversation.queued or Draft()
-        text = "\n".join(part for part in (waiting.text, draft.text) if part)
-        self._conversation.save_draft(text, (*waiting.files, *draft.files))
+        draft = (self._conversation.queued or Draft()) + self._unsent()
+        self._conversation.save_draft(draft.text, draft.files)
+
+    def _unsent(self) -> Draft:
+        """What was written and not sent: with another version of a message, if that says something
+        new, what the prompt held before it.
+        """
+        written, edited = self._written(), self._edited
+        if edited is None:
+            return written
+        text = "" if written.text == edited.text else written.text
+        return self._put_by + Draft(text, tuple(f for f in written.files if f not in edited.files))
 
     def _written(self) -> Draft:
         return Draft(self.prompt.text, self.chips.files)
@@ -291,6 +299,13 @@ class ChatView(LeanScreen):
         if draft.text:
             self.prompt.give_back(draft.text)
         self.chips.put((*draft.files, *self.chips.files))
+
+    def _give_back_waiting(self, draft: Draft) -> None:
+        """Likewise a message that waited, which is no part of another version of a sent one."""
+        if self._edited is None:
+            self._give_back(draft)
+        else:
+            self._put_by = draft + self._put_by
 
     def on_text_area_changed(self, _event: TextArea.Changed) -> None:
         self._draft_due_s = self._bridge.clock.monotonic() + DRAFT_DELAY_S
@@ -429,7 +444,7 @@ class ChatView(LeanScreen):
         draft = self._conversation.unqueue()
         if draft is None:
             return False
-        self._give_back(draft)
+        self._give_back_waiting(draft)
         self._draw_queued()
         return True
 

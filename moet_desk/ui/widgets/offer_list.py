@@ -44,6 +44,7 @@ class Offers(OptionList):
         )
         self.add_option(Option(Content(_OTHER_ROW), id=_OTHER))
         self.highlighted = ids.index(wanted) if wanted in ids else 0
+        self.call_after_refresh(self.scroll_to_highlight)  # an empty list has no room to scroll in
 
     def point(self) -> None:
         """Put the cursor's mark before the row it is on."""

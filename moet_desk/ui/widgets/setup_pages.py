@@ -139,7 +139,7 @@ def summary_words(facts: Sequence[Fact]) -> str:
 
 # -- model -------------------------------------------------------------------------------------
 
-OFFER_HEAD = " Model                Total Active  Download      Pack  Fit here    Forecast"
+OFFER_HEAD = " Model               Total Active  Download      Pack  Fit here    Forecast"
 
 
 def size_words(n_bytes: int | None) -> str:
@@ -152,10 +152,10 @@ def size_words(n_bytes: int | None) -> str:
 def offer_row(offer: Offer, glyphs: Glyphs, width: int) -> Content:
     """One line of the list of models."""
     mark = _FIT_MARKS[offer.fit]
-    text = f" {clean_line(offer.title, 19):<19} {offer.total:>6} {offer.active:>6}"
+    text = f" {clean_line(offer.title, 19):<19} {offer.total:>5} {offer.active:>6}"
     text += f" {size_words(offer.download_bytes):>9} {size_words(offer.pack_bytes):>9}  "
     fit = "ready here" if offer.ready else offer.fit.value
-    forecast = clean_line(offer.forecast, max(4, width - 69))
+    forecast = clean_line(offer.forecast, max(4, width - 69))  # 68 before it, and a scroll bar
     return Content.assemble(text, marked(mark, glyphs), f" {fit:<10} ", forecast)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
-from moet_desk.kernels.triton import attention, prefill_attention
+from moet_desk.kernels.triton import attention, attention_parts, prefill_attention
 from tests.kernels.triton.gate import Case
 
 DECODE = {
@@ -46,15 +46,15 @@ def _join(width: int, *, sink: bool) -> Case:
         "sums": "*fp32", "stats": "*fp32", "lengths": "*i32", "window": "i32", "out": "*fp32",
     }  # fmt: skip
     values: dict[str, object] = {
-        "WIDTH": width, "SPLITS": 64, "SHORTEST": 64, "BW": attention._JOIN_FLOATS,
-        "AHEAD": attention._JOIN_AHEAD, "COMPILED": True,
+        "WIDTH": width, "SPLITS": 64, "SHORTEST": 64, "BW": attention_parts._JOIN_FLOATS,
+        "AHEAD": attention_parts._JOIN_AHEAD, "COMPILED": True,
     }  # fmt: skip
     if sink:
         types["sink"] = "*bf16"
     else:
         values["sink"] = None
     name = f"join width={width} sink={sink}"
-    return Case(name, attention._join_kernel, types, values, 1, {"enable_fp_fusion": False})
+    return Case(name, attention_parts._join_kernel, types, values, 1, {"enable_fp_fusion": False})
 
 
 def _mla_prefill(dn: int, dv: int, capability: int) -> Case:

@@ -9,7 +9,8 @@ from typing import Any
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
 from moet_desk.kernels.triton import dense, gemm, latent, norms, prepare
-from moet_desk.kernels.triton.dense import WeightKind
+from moet_desk.kernels.triton.dense_weight import WeightKind
+from moet_desk.kernels.triton.gemv_tiles import tile_for, way_of
 from tests.kernels.triton.gate import Case
 
 EXACT = {"enable_fp_fusion": False}
@@ -34,7 +35,7 @@ def _gemv(
     n: int, k: int, rows: int, kind: WeightKind, *, swiglu: bool = False, by_row: bool = False,
     normed: int = 0,
 ) -> Case:  # fmt: skip
-    way = dense.way_of(k, kind, rows, dense.tile_for(n, k, kind, rows, gated=swiglu))
+    way = way_of(k, kind, rows, tile_for(n, k, kind, rows, gated=swiglu))
     types, values = _weight(kind, by_row=by_row)
     types |= {"x": "*fp32", "x_stride": "i32", "out": "*fp32", "out_stride": "i32"}
     types |= {"width": "i32"}
@@ -111,13 +112,13 @@ def _gqa_prepare(form: KvFormat, n: int, keys: int, d: int) -> Case:
 
 def _norm(hidden: int) -> Case:
     types = {
-        "x": "*fp32", "x_stride": "i32", "y": "*fp32", "y_stride": "i32", "weight": "*bf16",
-        "eps": "fp32", "out": "*fp32", "out_stride": "i32",
+        "x": "*fp32", "x_stride": "i32", "weight": "*bf16", "eps": "fp32", "out": "*fp32",
+        "out_stride": "i32",
     }  # fmt: skip
     block = 1 << (hidden - 1).bit_length()
     values = {"H": hidden, "BLOCK": block, "PLUS_ONE": False}
     return Case(
-        f"add_rms_norm H={hidden}", norms._rms_norm_kernel, types, values,
+        f"rms_norm H={hidden}", norms._rms_norm_kernel, types, values,
         max(1, min(16, block // 256)), EXACT,
     )  # fmt: skip
 

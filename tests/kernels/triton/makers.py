@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.reference import quantize_dense
-from moet_desk.kernels.triton.dense import DenseWeight, WeightKind
+from moet_desk.kernels.triton.dense_weight import DenseWeight, WeightKind
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.latent import LatentWeight
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.triton.attention import DecodeScratch, gqa_decode, mla_decode
+from moet_desk.kernels.triton.attention import gqa_decode, mla_decode
+from moet_desk.kernels.triton.attention_parts import DecodeScratch
 from moet_desk.kernels.triton.kv_entries import KvPages
 from tests.kernels.triton.makers import paged, relative_error
 

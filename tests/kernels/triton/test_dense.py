@@ -6,20 +6,10 @@ import pytest
 import torch
 
 from moet_desk.kernels.reference import swiglu
-from moet_desk.kernels.triton.dense import (
-    DenseWeight,
-    GemvTile,
-    NormOf,
-    Way,
-    WeightKind,
-    embed,
-    gemv,
-    head_gemv,
-    lanes_of,
-    swiglu_gemv,
-    way_of,
-)
+from moet_desk.kernels.triton.dense import NormOf, embed, gemv, head_gemv, swiglu_gemv
+from moet_desk.kernels.triton.dense_weight import DenseWeight, WeightKind
 from moet_desk.kernels.triton.gemm import gemm, gemm_by_group, split, swiglu_split
+from moet_desk.kernels.triton.gemv_tiles import GemvTile, Way, lanes_of, way_of
 from moet_desk.kernels.triton.norms import rms_norm
 from tests.kernels.triton.makers import dense_weight, real_values, relative_error
 

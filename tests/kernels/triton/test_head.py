@@ -13,7 +13,7 @@ from moet_desk.engine.cuda.head import halves
 from moet_desk.engine.draft import CpuHead, state_of
 from moet_desk.engine.handle import GenerateRequest
 from moet_desk.engine.sampling import Chosen, Draw
-from moet_desk.kernels.triton.dense import WeightKind
+from moet_desk.kernels.triton.dense_weight import WeightKind
 from moet_desk.store.pack_format import Plane
 from tests.engine.oracle import loaded
 from tests.engine.test_mtp_parity import packed_with_head

@@ -10,7 +10,8 @@ from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.kv_sizes import index_form
 from moet_desk.kernels.triton import choose as choosing
-from moet_desk.kernels.triton.attention import DecodeScratch, mla_decode
+from moet_desk.kernels.triton.attention import mla_decode
+from moet_desk.kernels.triton.attention_parts import DecodeScratch
 from moet_desk.kernels.triton.choose import choose
 from moet_desk.kernels.triton.indexer import chosen_pages, index_prepare, index_scores
 from moet_desk.kernels.triton.kv_entries import KvPages

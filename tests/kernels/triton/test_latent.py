@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moet_desk.kernels.triton.dense import WeightKind
+from moet_desk.kernels.triton.dense_weight import WeightKind
 from moet_desk.kernels.triton.latent import LatentWeight, mla_absorb, mla_out
 from tests.kernels.triton.makers import dense_weight, latent_halves, latent_weight, relative_error
 

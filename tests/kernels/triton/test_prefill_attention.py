@@ -7,7 +7,7 @@ import torch
 
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.triton.dense import WeightKind
+from moet_desk.kernels.triton.dense_weight import WeightKind
 from moet_desk.kernels.triton.prefill_attention import PrefillScratch, gqa_prefill, mla_prefill
 from tests.kernels.triton.makers import latent_halves, latent_weight, paged, relative_error
 

@@ -10,7 +10,8 @@ from moet_desk.engine.cuda.buffers import StepInputs
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.triton.attention import DecodeScratch, gqa_decode
+from moet_desk.kernels.triton.attention import gqa_decode
+from moet_desk.kernels.triton.attention_parts import DecodeScratch
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.prefill_attention import gqa_prefill
 

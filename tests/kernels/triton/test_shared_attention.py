@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
-from moet_desk.kernels.triton.attention import DecodeScratch
+from moet_desk.kernels.triton.attention_parts import DecodeScratch
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.prepare import Rotation
 from moet_desk.kernels.triton.shared_attention import shared_decode

@@ -20,7 +20,8 @@ from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.step import StepRow
 from moet_desk.engine.draft import CpuHead, state_of
 from moet_desk.engine.kv_cache import KvSequence
-from moet_desk.kernels.triton.dense import DenseWeight, NormOf
+from moet_desk.kernels.triton.dense import NormOf
+from moet_desk.kernels.triton.dense_weight import DenseWeight
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
