@@ -30,7 +30,8 @@ class IndexBuffers:
     Attributes:
         key: [B, D]; queries, turned: [B, N, D]; heads: [B, N]: of a block of B rows.
         scores: [SCORED_ROWS, S].
-        chosen, counts: int32 [R, K] and [R]: entries that each row looks at.
+        chosen, counts: int32 [R, K] and [R]: entries that each row looks at, by their numbers in a
+            layer's memory; a prompt's by their places in the sequence.
     """
 
     key: Tensor
@@ -93,7 +94,8 @@ class IndexerLaunches:
         gemv(normed, self._w_heads, b.heads[t])
         gemv(latent, self._w_query, b.queries[t].flatten(1))
         self._prepare(b, rotation, kv)
-        self._choose(b, t, t, kv, lengths)
+        self._score(b, t, kv, lengths)
+        choose(b.scores[t], lengths, kv, b.chosen[t], b.counts[t])
 
     def launch_block(
         self,
@@ -121,7 +123,9 @@ class IndexerLaunches:
             own = slice(first, min(first + SCORED_ROWS, n_rows))
             pages = replace(kv, table=kv.table[own])
             to = slice(here.start + own.start, here.start + own.stop)
-            self._choose(b, own, to, pages, lengths[own])
+            self._score(b, own, pages, lengths[own])
+            scores = b.scores[: own.stop - own.start]
+            choose(scores, lengths[own], None, b.chosen[to], b.counts[to])
 
     def _prepare(self, b: IndexBuffers, rotation: Rotation, kv: KvPages) -> None:
         t, indexer = slice(0, rotation.positions.shape[0]), self._indexer
@@ -131,12 +135,11 @@ class IndexerLaunches:
             rotation=rotation, kv=kv.of_index(),
         )  # fmt: skip
 
-    def _choose(self, b: IndexBuffers, own: slice, to: slice, kv: KvPages, lengths: Tensor) -> None:
-        """For rows `own` of the block, up to `SCORED_ROWS`; rows `to` get their choice."""
+    def _score(self, b: IndexBuffers, own: slice, kv: KvPages, lengths: Tensor) -> None:
+        """For rows `own` of the block, up to `SCORED_ROWS`."""
         indexer = self._indexer
-        scores = b.scores[: own.stop - own.start]
         index_scores(
-            b.turned[own], b.heads[own], kv.of_index(), lengths, scores,
+            b.turned[own], b.heads[own], kv.of_index(), lengths,
+            b.scores[: own.stop - own.start],
             scale=(indexer.n_heads * indexer.head_dim) ** -0.5,
         )  # fmt: skip
-        choose(scores, lengths, kv, b.chosen[to], b.counts[to])
