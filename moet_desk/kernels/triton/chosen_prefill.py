@@ -48,24 +48,34 @@ class AbsorbTile:
 
 @dataclass(frozen=True, slots=True)
 class ChosenTile:
-    """Shape of a program that attends: heads, entries at a time, numbers of them multiplied at a
-    time, warps.
+    """Shape of a program that attends.
+
+    Attributes:
+        heads: of a row; entries: at a time; chunk: numbers of them multiplied at a time.
+        warps: of the program; stages: of its loop.
+        held: whether queries stay in shared memory, from which Hopper's tensor cores read them.
+            Others read registers, where queries would leave no room: they stay in L2.
     """
 
     heads: int
     entries: int
     chunk: int
     warps: int
+    stages: int
+    held: bool
 
 
 ABSORB_TILE = AbsorbTile(rows=64, columns=128, inputs=32, warps=8)
-HOPPER_TILE = ChosenTile(heads=32, entries=128, chunk=128, warps=8)
-HOPPER_PARTS_TILE = ChosenTile(heads=32, entries=64, chunk=128, warps=8)
-CARD_TILE = ChosenTile(heads=32, entries=64, chunk=128, warps=8)
-CARD_PARTS_TILE = ChosenTile(heads=16, entries=32, chunk=128, warps=8)
+HOPPER_TILE = ChosenTile(heads=32, entries=64, chunk=128, warps=8, stages=3, held=True)
+HOPPER_PARTS_TILE = ChosenTile(heads=32, entries=64, chunk=128, warps=8, stages=1, held=True)
+CARD_TILE = ChosenTile(heads=32, entries=64, chunk=128, warps=8, stages=1, held=False)
+CARD_PARTS_TILE = ChosenTile(heads=16, entries=32, chunk=128, warps=8, stages=1, held=False)
 """The second of each card: of entries that one bfloat16 does not hold."""
-SMALL_TILE = ChosenTile(heads=16, entries=32, chunk=64, warps=4)
+SMALL_TILE = ChosenTile(heads=16, entries=32, chunk=64, warps=4, stages=1, held=False)
 """For the interpreter."""
+
+_EVEN_ROWS = 16
+"""Groups of rows begin at multiples: pointers stay aligned, so that they make no new variants."""
 
 
 # The number of rows changes from chunk to chunk: it must not make new variants of a kernel.
@@ -168,8 +178,10 @@ def _chosen_kernel(
     CD: tl.constexpr,
     BT: tl.constexpr,
     EXACT: tl.constexpr,
+    HELD: tl.constexpr,
     MMA: tl.constexpr,
 ):
+    CHUNKS: tl.constexpr = (R + CD - 1) // CD
     t = tl.program_id(1)
     length = tl.load(counts + t)
     chosen += t * TOP_K
@@ -183,24 +195,28 @@ def _chosen_kernel(
     largest = tl.full([BH], float("-inf"), tl.float32)
     total = tl.zeros([BH], tl.float32)
     acc = ()
-    for _ in tl.static_range((R + CD - 1) // CD):
+    for _ in tl.static_range(CHUNKS):
         acc = acc + (tl.zeros([CD, BH], tl.float32),)
-    # Queries stay in L2: kept over the loop they would not leave room for tiles of entries.
+    held = ()
+    if HELD:
+        for c in tl.static_range(CHUNKS):
+            held = held + (tl.trans(_columns(parts, line, c * CD, CD, R)),)
+        held = held + (tl.trans(_columns(parts + R, line, 0, BT, DR)),)
     for first in tl.range(0, loop_bound(length, MMA), TILE, disable_licm=True):
         at = first + tl.arange(0, TILE)
         live = at < length
         # the first one stands for those behind the last
         entry = tl.load(chosen + tl.where(live, at, 0)).to(tl.int64)
-        turned = _columns(parts + R, line, 0, BT, DR)
+        q = held[CHUNKS] if HELD else tl.trans(_columns(parts + R, line, 0, BT, DR))
         twice = tl.zeros([TILE, 2 * BH], tl.float32)
         if not EXACT:
             near = _columns(ropes + size.to(tl.int64) * DR, entry * DR, 0, BT, DR)
-            twice = _dot(near, tl.trans(turned), twice, MMA)
+            twice = _dot(near, q, twice, MMA)
         near = _columns(ropes, entry * DR, 0, BT, DR)
-        twice = _dot(near, tl.trans(turned), twice, MMA)
+        twice = _dot(near, q, twice, MMA)
         values, small = (), ()
-        for c in tl.static_range((R + CD - 1) // CD):
-            q = tl.trans(_columns(parts, line, c * CD, CD, R))
+        for c in tl.static_range(CHUNKS):
+            q = held[c] if HELD else tl.trans(_columns(parts, line, c * CD, CD, R))
             if not EXACT:
                 mine = _columns(rest, entry * R, c * CD, CD, R)
                 twice = _dot(mine, q, twice, MMA)
@@ -219,7 +235,7 @@ def _chosen_kernel(
         low = (p - high).to(tl.bfloat16)
         high = high.to(tl.bfloat16)
         moved = ()
-        for c in tl.static_range((R + CD - 1) // CD):
+        for c in tl.static_range(CHUNKS):
             y = acc[c] * factor[None, :]
             if not EXACT:
                 y = _dot(tl.trans(small[c]), high, y, MMA)
@@ -227,7 +243,7 @@ def _chosen_kernel(
             moved = moved + (_dot(tl.trans(values[c]), high, y, MMA),)
         acc = moved
     to = ((head.to(tl.int64) * rows + t) * R)[None, :]
-    for c in tl.static_range((R + CD - 1) // CD):
+    for c in tl.static_range(CHUNKS):
         column = (c * CD + tl.arange(0, CD))[:, None]
         inside = (head < N)[None, :] & (column < R)
         y = acc[c] / total[None, :]
@@ -324,8 +340,8 @@ def attend_chosen(
     _chosen_kernel[(triton.cdiv(n, tile.heads), rows)](
         parts, latents, ropes, chosen, counts, out, scale, latents.shape[1], rows,
         N=n, R=r, DR=dr, TOP_K=chosen.shape[1], BH=tile.heads, TILE=tile.entries,
-        CD=min(tile.chunk, chunk_of(r)), BT=chunk_of(dr), EXACT=exact, MMA=not INTERPRETED,
-        num_warps=tile.warps, num_stages=1,
+        CD=min(tile.chunk, chunk_of(r)), BT=chunk_of(dr), EXACT=exact, HELD=tile.held,
+        MMA=not INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -337,6 +353,8 @@ def _groups(rows: int, most: int) -> Iterator[slice]:
     """
     if most < 1:
         raise ValueError("no room for the latent queries of a row")
+    if most > _EVEN_ROWS:
+        most -= most % _EVEN_ROWS
     for first in range(0, rows, most):
         yield slice(first, min(first + most, rows))
 

@@ -119,11 +119,12 @@ def _chosen(heads: int, capability: int, *, exact: bool) -> Case:
     }  # fmt: skip
     values = {
         "N": heads, "R": 512, "DR": 64, "TOP_K": 2048, "BH": tile.heads, "TILE": tile.entries,
-        "CD": tile.chunk, "BT": 64, "EXACT": exact, "MMA": True,
+        "CD": tile.chunk, "BT": 64, "EXACT": exact, "HELD": tile.held, "MMA": True,
     }  # fmt: skip
     name = f"chosen_attend N={heads} exact={exact} for {capability}"
     return Case(
-        name, chosen_prefill._chosen_kernel, types, values, tile.warps, ONE_STAGE, only=capability,
+        name, chosen_prefill._chosen_kernel, types, values, tile.warps,
+        {"num_stages": tile.stages}, only=capability,
         wants=("HGMMA" if capability == 90 else "HMMA",),
     )  # fmt: skip
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from moet_desk.kernels import reference as ref
 from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.triton import chosen_prefill as kernels
 from moet_desk.kernels.triton.chosen_prefill import chosen_prefill
 from moet_desk.kernels.triton.dense import WeightKind
 from moet_desk.kernels.triton.gemm import gemm_of_heads, split
@@ -75,12 +78,16 @@ class Prompt:
 
 
 @pytest.mark.parametrize("form", KvFormat)
-def test_chosen_prefill__every_format__as_the_twin_and_each_row_alone(form: KvFormat) -> None:
+def test_chosen_prefill__every_format__as_the_twin_and_each_row_alone(
+    form: KvFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(1)
     prompt = Prompt(latent_weight(WeightKind.BF16, 18, 24, 20, 64), form, 16)
     found = prompt.read(slice(0, 6), at_once=6)
     assert relative_error(found, prompt.want) < 3e-5
     assert torch.equal(prompt.read(slice(0, 6), at_once=4), found)
+    monkeypatch.setattr(kernels, "SMALL_TILE", replace(kernels.SMALL_TILE, held=True))
+    assert torch.equal(prompt.read(slice(0, 6), at_once=6), found)
     for t in range(6):
         assert torch.equal(prompt.read(slice(t, t + 1), at_once=1)[0], found[t])
 
