@@ -194,8 +194,8 @@ class ChunkLayer:
             )  # fmt: skip
             if mla.indexer is not None and b.index is not None:
                 mla.indexer.launch_block(
-                    b.index, here, normed, latent, rotation, kv, split=self._split,
-                    sees_all=sees_all,
+                    b.index, here, normed, latent, rotation, kv, split=self._split, start=start,
+                    scores=None if sees_all else b.scores(mixer.rope_dim),
                 )  # fmt: skip
             flat = wide.take(rows, n * head)
             gemm(self._split(latent), mla.w_q, flat)

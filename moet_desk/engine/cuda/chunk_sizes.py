@@ -27,9 +27,6 @@ EXPANDED_BYTES = 512 * MIB
 """Most room for keys and values made from latents; heads are taken in turns when more are needed.
 """
 
-SCORED_ROWS = 8
-"""Rows whose scores an indexer holds at the same time: of a million entries 32 MiB."""
-
 DELTA_BLOCK = 64
 """Tokens whose changes of a state are solved for together, as `kernels.triton.delta_chunk` has it.
 """
@@ -109,7 +106,7 @@ class ChunkShape:
             parts=2 * block * max(spec.hidden, inter, *(part.inputs for part in every)),
             entries=entries,
             per_entry=own.per_entry, kv_rank=own.kv_rank, rope_dim=own.rope_dim,
-            index=_of_indexer(spec, rows, block, context),
+            index=_of_indexer(spec, rows, block),
             streams=_of_streams(spec, rows, block, context),
         )  # fmt: skip
 
@@ -197,13 +194,13 @@ def _of_streams(spec: Spec, rows: int, block: int, context: int) -> int:
     return rows * (width + connections) + pooled
 
 
-def _of_indexer(spec: Spec, rows: int, block: int, context: int) -> int:
-    """Numbers of `IndexBuffers`."""
+def _of_indexer(spec: Spec, rows: int, block: int) -> int:
+    """Numbers of `IndexBuffers`; scores have the room of expanded keys."""
     indexer = indexer_of(spec)
     if indexer is None:
         return 0
     n, d = indexer.n_heads, indexer.head_dim
-    return block * (d + 2 * n * d + n) + SCORED_ROWS * context + rows * (indexer.top_k + 1)
+    return block * (d + 2 * n * d + n) + rows * (indexer.top_k + 1)
 
 
 def _query_width(mixer: Mla) -> int:

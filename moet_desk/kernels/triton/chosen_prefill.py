@@ -288,7 +288,7 @@ def chosen_prefill(
     check_entries(kv, mla_entry_bytes(kv.form, r, dr))
     latents, ropes = decode_latents(kv, entries, r, dr, scratch)
     room = scratch.expanded.view(torch.bfloat16)
-    for own in _groups(rows, rows_that_fit(scratch, n, r, dr)):
+    for own in even_groups(rows, rows_that_fit(scratch, n, r, dr)):
         m = own.stop - own.start
         parts = room[: 2 * m * n * (r + dr)].view(2, m, n, r + dr)
         mixed = room[parts.numel() : parts.numel() + 2 * n * m * r].view(2, n, m, r)
@@ -350,14 +350,14 @@ def rows_that_fit(scratch: PrefillScratch, heads: int, r: int, dr: int) -> int:
     return scratch.expanded.numel() // (heads * (2 * r + dr))
 
 
-def _groups(rows: int, most: int) -> Iterator[slice]:
+def even_groups(rows: int, most: int) -> Iterator[slice]:
     """Rows in groups of about the same size that fit.
 
     Raises:
         ValueError: none fits.
     """
     if most < 1:
-        raise ValueError("no room for the latent queries of a row")
+        raise ValueError("no room for a single row")
     step = _EVEN_ROWS if most >= _EVEN_ROWS else 1
     most -= most % step
     each = triton.cdiv(rows, triton.cdiv(rows, most))

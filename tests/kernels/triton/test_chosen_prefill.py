@@ -112,7 +112,7 @@ def test_chosen_prefill__latents_of_several_tiles__as_the_twin() -> None:
 
 def test_chosen_prefill__too_little_room__refused() -> None:
     prompt = Prompt(latent_weight(WeightKind.BF16, 3, 24, 20, 64), KvFormat.NVFP4, 16)
-    with pytest.raises(ValueError, match="latent queries"):
+    with pytest.raises(ValueError, match="single row"):
         prompt.read(slice(0, 6), at_once=0)
     prompt.seen += 1
     prompt.kv = KvPages(prompt.kv.pages[..., 1:], prompt.kv.table, prompt.form)
