@@ -18,13 +18,15 @@ import torch
 
 from bench.timing import DEVICE, report
 from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kv_sizes import index_form, index_key_bytes
 from moet_desk.kernels.reference import quantize_dense
 from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
 from moet_desk.kernels.triton import chosen_prefill, gemm, prefill_attention
 from moet_desk.kernels.triton.attention import DecodeScratch, gqa_decode, mla_decode
+from moet_desk.kernels.triton.choose import choose
 from moet_desk.kernels.triton.chosen_prefill import ChosenTile
 from moet_desk.kernels.triton.dense import DenseWeight
-from moet_desk.kernels.triton.indexer import chosen_pages
+from moet_desk.kernels.triton.indexer import chosen_pages, index_scores
 from moet_desk.kernels.triton.kv_entries import KvPages, mla_write
 from moet_desk.kernels.triton.latent import LatentWeight, mla_absorb, mla_out
 from moet_desk.kernels.triton.prefill_attention import PrefillScratch, gqa_prefill, mla_prefill
@@ -195,6 +197,8 @@ def chosen(sweep: bool) -> None:
     weight = DenseWeight(*(x.to(DEVICE) for x in quantize_dense(values)))
     up, nope = LatentWeight(weight, heads, dn, dv), q[..., :dn]
     line = partial(report, rows=rows, repeats=5)
+    for asking in (rows, 8):
+        choosing(asking)
     line("decode_latents", [decode])
     flops = 2 * rows * heads * r
     absorb = partial(chosen_prefill.absorb_rows, nope, rope, up, parts)
@@ -226,6 +230,22 @@ def chosen(sweep: bool) -> None:
         mla_out(back, up, out[few])
 
     report("a step's launches", [step], rows=8, repeats=5)
+
+
+def choosing(rows: int) -> None:
+    """An indexer's two launches for rows that see 8,192 entries, as GLM-5.2 has them."""
+    form, seen = KvFormat.NVFP4, 8192
+    own = pages_of(index_form(form), index_key_bytes(form, 128), seen, 1)
+    keys = KvPages(own.pages, own.table.expand(rows, -1), own.form)
+    q, weights = torch.randn(rows, 32, 128, device=DEVICE), torch.randn(rows, 32, device=DEVICE)
+    lengths = torch.full((rows,), seen, dtype=torch.int32, device=DEVICE)
+    scores = torch.zeros(rows, seen, device=DEVICE)
+    named = torch.zeros(rows, 2048, dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    score = partial(index_scores, q, weights, keys, lengths, scores, scale=0.01)
+    report("index_scores", [score], rows=rows, repeats=5)
+    scores.normal_()
+    report("choose", [partial(choose, scores, lengths, None, named, counts)], rows=rows, repeats=5)
 
 
 def main() -> None:
