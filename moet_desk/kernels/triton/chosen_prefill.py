@@ -369,6 +369,6 @@ def even_groups(rows: int, most: int) -> Iterator[slice]:
 def _tile(device: torch.device, *, exact: bool) -> ChosenTile:
     if INTERPRETED:
         return SMALL_TILE
-    if torch.cuda.get_device_capability(device)[0] in (9, 10):
+    if torch.cuda.get_device_capability(device)[0] == 9:  # later ones hold queries elsewhere
         return HOPPER_TILE if exact else HOPPER_PARTS_TILE
     return CARD_TILE if exact else CARD_PARTS_TILE
