@@ -103,7 +103,8 @@ def kernels() -> None:
     from moet_desk.kernels.kinds import Activations
     from moet_desk.kernels.layouts import ExpertLayout
     from moet_desk.kernels.triton.cache import GpuTables, LookupOutput, lookup
-    from moet_desk.kernels.triton.dense import DenseWeight, gemv
+    from moet_desk.kernels.triton.dense import gemv
+    from moet_desk.kernels.triton.dense_weight import DenseWeight
     from moet_desk.kernels.triton.experts import ExpertPool, Tile, experts_down, experts_hidden
     from moet_desk.kernels.triton.fetch import Arena, fetch
     from moet_desk.kernels.triton.quant import planar_shape

@@ -1,8 +1,9 @@
 """Times of attention on a GPU, one JSON line each: a step's, and a prompt chunk's.
 
-    python -m bench.kernels_attention [mla|gqa|prepare|prompts ...] [--sweep]
+    python -m bench.kernels_attention [mla|gqa|prepare|prompts|chosen ...] [--sweep]
 
-Without names all parts run; --sweep tries other tiles of the prompt's kernels on Hopper.
+Without names all parts run; --sweep tries other tiles of the prompt's kernels on Hopper. "chosen" is of
+GLM-5.2's sizes: 512 rows of a prompt that see 2,048 of 8,192 entries, and the step's kernels for 8 of them.
 
 Every figure is the median of CUDA-graph replays, per layer. Pages rotate through several layers'
 worth. Needs a CUDA device; writes nothing.
@@ -17,17 +18,29 @@ import torch
 
 from bench.timing import DEVICE, report
 from moet_desk.kernels.kinds import KvFormat
+from moet_desk.kernels.kv_sizes import index_form, index_key_bytes
+from moet_desk.kernels.reference import quantize_dense
 from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
-from moet_desk.kernels.triton import prefill_attention
+from moet_desk.kernels.triton import chosen_prefill, gemm, prefill_attention
 from moet_desk.kernels.triton.attention import gqa_decode, mla_decode
 from moet_desk.kernels.triton.attention_parts import DecodeScratch
+from moet_desk.kernels.triton.choose import choose
+from moet_desk.kernels.triton.chosen_prefill import ChosenTile
 from moet_desk.kernels.triton.dense_weight import DenseWeight
+from moet_desk.kernels.triton.indexer import chosen_pages, index_scores
 from moet_desk.kernels.triton.kv_entries import KvPages, mla_write
-from moet_desk.kernels.triton.latent import LatentWeight
+from moet_desk.kernels.triton.latent import LatentWeight, mla_absorb, mla_out
 from moet_desk.kernels.triton.prefill_attention import PrefillScratch, gqa_prefill, mla_prefill
 from moet_desk.kernels.triton.prepare import Rotation, mla_prepare, rotate_queries
 
 PAGE = 64
+CHOSEN_TILES = [
+    ChosenTile(heads, entries, 128, warps, stages, held=True)
+    for heads, entries, warps, stages in (
+        (32, 64, 8, 3), (32, 64, 8, 2), (32, 64, 8, 1), (32, 128, 8, 1), (64, 64, 8, 1),
+        (16, 64, 4, 1),
+    )
+]  # fmt: skip
 SHAPES = [(128, 64, 8, 1), (128, 32, 8, 1), (128, 32, 8, 2), (64, 64, 4, 1), (64, 32, 4, 1)]
 
 
@@ -167,12 +180,82 @@ def prompts(sweep: bool) -> None:
         gqa_prompt(4096, 4096, str(shape))
 
 
+def chosen(sweep: bool) -> None:
+    heads, dn, dv, r, dr, rows, top_k, seen = 64, 192, 256, 512, 64, 512, 2048, 8192
+    form = KvFormat.NVFP4
+    kv = pages_of(form, mla_entry_bytes(form, r, dr), seen, 1)
+    q = torch.randn(rows, heads, dn + dr, device=DEVICE)
+    rope, out = q[..., dn:].contiguous(), torch.empty(rows, heads * dv, device=DEVICE)
+    scores = torch.rand(rows, seen, device=DEVICE)
+    places = scores.topk(top_k).indices.sort(1).values.int()
+    counts = torch.full((rows,), top_k, dtype=torch.int32, device=DEVICE)
+    scratch = PrefillScratch.make(seen, r, dr, per_entry=16 * (dn + dv), device=DEVICE)
+    decode = partial(prefill_attention.decode_latents, kv, seen, r, dr, scratch)
+    latents, ropes = decode()
+    parts = torch.empty(2, rows, heads, r + dr, dtype=torch.bfloat16, device=DEVICE)
+    mixed = torch.empty(2, heads, rows, r, dtype=torch.bfloat16, device=DEVICE)
+    values = torch.randn(heads * (dn + dv), r)
+    weight = DenseWeight(*(x.to(DEVICE) for x in quantize_dense(values)))
+    up, nope = LatentWeight(weight, heads, dn, dv), q[..., :dn]
+    line = partial(report, rows=rows, repeats=5)
+    for asking in (rows, 8):
+        choosing(asking)
+    line("decode_latents", [decode])
+    flops = 2 * rows * heads * r
+    absorb = partial(chosen_prefill.absorb_rows, nope, rope, up, parts)
+    line("absorb_rows", [absorb], flops=flops * dn)
+    kept = chosen_prefill.HOPPER_TILE
+    for tile in CHOSEN_TILES if sweep else [kept]:
+        chosen_prefill.HOPPER_TILE = tile
+        attend = partial(
+            chosen_prefill.attend_chosen, parts, latents, ropes, places, counts, mixed,
+            scale=0.06, form=form,
+        )  # fmt: skip
+        line("attend_chosen", [attend], flops=flops // r * top_k * (2 * r + dr), tile=str(tile))
+    chosen_prefill.HOPPER_TILE = kept
+    product = partial(gemm.gemm_of_heads, mixed, weight, out, first=dn, count=dv)
+    line("gemm_of_heads", [product], flops=flops * dv)
+    whole = partial(
+        chosen_prefill.chosen_prefill, nope, rope, kv, up, places, counts, out,
+        entries=seen, scale=0.06, scratch=scratch,
+    )  # fmt: skip
+    line("chosen_prefill", [whole])
+    few = slice(0, 8)
+    pages = chosen_pages(kv, places[few])  # pages lie in the order of the sequence
+    room = DecodeScratch.make(8, heads, r, device=DEVICE)
+    absorbed, back = (torch.empty(8, heads, r, device=DEVICE) for _ in range(2))
+
+    def step() -> None:
+        mla_absorb(nope[few], up, absorbed)
+        mla_decode(absorbed, rope[few], pages, counts[few], back, scale=0.06, scratch=room)
+        mla_out(back, up, out[few])
+
+    report("a step's launches", [step], rows=8, repeats=5)
+
+
+def choosing(rows: int) -> None:
+    """An indexer's two launches for rows that see 8,192 entries, as GLM-5.2 has them."""
+    form, seen = KvFormat.NVFP4, 8192
+    own = pages_of(index_form(form), index_key_bytes(form, 128), seen, 1)
+    keys = KvPages(own.pages, own.table.expand(rows, -1), own.form)
+    q, weights = torch.randn(rows, 32, 128, device=DEVICE), torch.randn(rows, 32, device=DEVICE)
+    lengths = torch.full((rows,), seen, dtype=torch.int32, device=DEVICE)
+    scores = torch.zeros(rows, seen, device=DEVICE)
+    named = torch.zeros(rows, 2048, dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    score = partial(index_scores, q, weights, keys, lengths, scores, scale=0.01)
+    report("index_scores", [score], rows=rows, repeats=5)
+    scores.normal_()
+    report("choose", [partial(choose, scores, lengths, None, named, counts)], rows=rows, repeats=5)
+
+
 def main() -> None:
     parts = {
         "mla": lambda _: mla_steps(),
         "gqa": lambda _: gqa_steps(),
         "prepare": lambda _: preparing(),
         "prompts": prompts,
+        "chosen": chosen,
     }
     parser = argparse.ArgumentParser(description="Times of attention, one JSON line each.")
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default all")

@@ -16,12 +16,15 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexe
 from moet_desk.engine.blocks import indexer
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.chunk_sizes import chunk_bytes
+from moet_desk.engine.cuda.shapes import SHAPES
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import Quality, Sampling
 from moet_desk.engine.model_shape import index_layers, kv_token_bytes
+from moet_desk.engine.spec import Mla
 from moet_desk.errors import MoetError
 from moet_desk.kernels.kinds import KvFormat
 from moet_desk.kernels.reference import choose
+from moet_desk.kernels.triton.chosen_prefill import rows_that_fit
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine import test_kept_prompts as kept_prompts
@@ -291,6 +294,17 @@ def test_chunk_bytes__glm_5_2__as_many_as_the_buffers_have(rows: int, context: i
     made = ChunkBuffers.make(spec, rows, context=context, device=torch.device("meta"))
     assert made.index is not None
     assert chunk_bytes(spec, rows, context=context) == made.n_bytes()
+
+
+@pytest.mark.parametrize("name", ["glm-5.2", "deepseek-v3.2"])
+@pytest.mark.parametrize("context", [2112, 8192, 131_072])
+def test_chunk_buffers__chosen_entries__hundreds_of_rows_at_a_time(name: str, context: int) -> None:
+    spec = SHAPES[name](context).spec
+    made = ChunkBuffers.make(spec, 2048, context=context, device=torch.device("meta"))
+    mixer = spec.attention
+    assert isinstance(mixer, Mla)
+    fit = rows_that_fit(made.attention, mixer.n_heads, mixer.kv_rank, mixer.rope_dim)
+    assert fit >= 480
 
 
 def test_kv_bytes__glm_5_2__entries_and_keys_of_21_layers() -> None:

@@ -46,6 +46,9 @@ def test_scores_and_choice__long_rows__as_the_twins_also_in_a_graph(form: KvForm
     torch.cuda.synchronize()
     assert torch.equal(chosen, eager[1])
     assert counts.tolist() == eager[2].tolist() == [1, 2048, 2048, 2048]
+    named, again = torch.zeros_like(chosen), torch.zeros_like(counts)
+    choose(scores, seen, None, named, again)  # as a prompt does
+    assert torch.equal(again, counts)
     for t, n in enumerate(lengths):
         here = slice(t, t + 1)
         keys = ref.index_read(stored[t], form, D)
@@ -59,6 +62,7 @@ def test_scores_and_choice__long_rows__as_the_twins_also_in_a_graph(form: KvForm
         assert torch.equal(
             chosen[t, : int(counts[t])].cpu(), (table[places // 64] * 64 + places % 64).int()
         )
+        assert torch.equal(named[t, : int(counts[t])].cpu(), places.int())
         one = KvPages(kv.pages, kv.table[here], form)
         alone = torch.empty(1, n).cuda()
         index_scores(q[here], weights[here], one, seen[here], alone, scale=0.015625)

@@ -19,15 +19,14 @@ from moet_desk.engine.cuda.blocks import (
     MlaLaunches,
     MoeLaunches,
 )
-from moet_desk.engine.cuda.buffers import MAX_ROWS, StepBuffers
 from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers, Room, shaped
 from moet_desk.engine.cuda.delta import ChunkStates, GdnLaunches
 from moet_desk.kernels.kinds import Activations
+from moet_desk.kernels.triton.chosen_prefill import chosen_prefill
 from moet_desk.kernels.triton.delta import DeltaMemory
 from moet_desk.kernels.triton.dense_weight import DenseWeight
 from moet_desk.kernels.triton.gates import gated
 from moet_desk.kernels.triton.gemm import gemm, split, swiglu_split
-from moet_desk.kernels.triton.indexer import chosen_pages
 from moet_desk.kernels.triton.kv_entries import KvPages
 from moet_desk.kernels.triton.norms import rms_norm
 from moet_desk.kernels.triton.prefill_attention import gqa_prefill, mla_prefill
@@ -73,7 +72,6 @@ class ChunkLayer:
     Args:
         layer: the step's launches, whose weights are shared.
         buffers: the chunk's.
-        step: the step's, which sparse attention uses for some rows at a time.
         cos, sin: the rope table; eps: of the layer's norms; interleaved: how rope pairs dims.
     """
 
@@ -82,13 +80,12 @@ class ChunkLayer:
         layer: LayerLaunches,
         buffers: ChunkBuffers,
         *,
-        step: StepBuffers,
         cos: Tensor,
         sin: Tensor,
         interleaved: bool,
         eps: float,
     ) -> None:
-        self._layer, self._b, self._step, self._eps = layer, buffers, step, eps
+        self._layer, self._b, self._eps = layer, buffers, eps
         self._cos, self._sin, self._interleaved = cos, sin, interleaved
 
     def launch(
@@ -197,35 +194,25 @@ class ChunkLayer:
             )  # fmt: skip
             if mla.indexer is not None and b.index is not None:
                 mla.indexer.launch_block(
-                    b.index, here, normed, latent, rotation, kv, split=self._split,
-                    sees_all=sees_all,
+                    b.index, here, normed, latent, rotation, kv, split=self._split, start=start,
+                    scores=None if sees_all else b.scores(mixer.rope_dim),
                 )  # fmt: skip
             flat = wide.take(rows, n * head)
             gemm(self._split(latent), mla.w_q, flat)
             queries = flat.view(rows, n, head)
             rotate_queries(queries, q_rope, rotation=rotation)
-        heads = narrow.take(rows, n * mixer.v_dim)
-        if not sees_all:
-            self._mix_chosen(mla, here, queries, q_rope, kv, heads)
-            return heads
-        mla_prefill(
-            queries[..., : mixer.nope_dim], q_rope, kv, mla.w_latent, heads,
-            start=start, scale=mixer.softmax_scale, scratch=b.attention,
-        )  # fmt: skip
+        heads, nope = narrow.take(rows, n * mixer.v_dim), queries[..., : mixer.nope_dim]
+        if b.index is None or sees_all:
+            mla_prefill(
+                nope, q_rope, kv, mla.w_latent, heads,
+                start=start, scale=mixer.softmax_scale, scratch=b.attention,
+            )  # fmt: skip
+        else:
+            chosen_prefill(
+                nope, q_rope, kv, mla.w_latent, b.index.chosen[here], b.index.counts[here], heads,
+                entries=start + rows, scale=mixer.softmax_scale, scratch=b.attention,
+            )  # fmt: skip
         return heads
-
-    def _mix_chosen(
-        self, mla: MlaLaunches, here: slice, queries: Tensor, q_rope: Tensor, kv: KvPages,
-        heads: Tensor,
-    ) -> None:  # fmt: skip
-        """Sparse attention of a block, a step's rows at a time: each sees other entries."""
-        index = self._b.index
-        assert index is not None, "sparse attention has buffers"  # noqa: S101
-        for first in range(0, queries.shape[0], MAX_ROWS):
-            t = slice(first, min(first + MAX_ROWS, queries.shape[0]))
-            own = slice(here.start + t.start, here.start + t.stop)
-            pages = chosen_pages(kv, index.chosen[own])
-            mla.mix(self._step, queries[t], q_rope[t], pages, index.counts[own], heads[t])
 
     def _feed(
         self, ffn: DenseLaunches, normed: Tensor, x: Tensor, w_gate: DenseWeight | None = None

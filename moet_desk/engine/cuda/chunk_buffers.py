@@ -92,7 +92,7 @@ class ChunkBuffers:
             part=new(rows * spec.hidden),
             index=None
             if indexer is None
-            else IndexBuffers.make(indexer, rows, block=block, entries=context, device=device),
+            else IndexBuffers.make(indexer, rows, block=block, entries=0, device=device),
             streams=StreamBuffers.make(
                 spec,
                 rows,
@@ -113,6 +113,12 @@ class ChunkBuffers:
     def block_rows(self) -> int:
         """Most rows of a block."""
         return self.normed.shape[0]
+
+    def scores(self, rope_dim: int) -> Tensor:
+        """Room for an indexer's scores [rows, S]: that of expanded keys, not there yet."""
+        entries = self.attention.ropes.numel() // rope_dim
+        rows = self.attention.expanded.numel() // entries
+        return shaped(self.attention.expanded, rows, entries)
 
     def n_bytes(self) -> int:
         """What all of it takes."""

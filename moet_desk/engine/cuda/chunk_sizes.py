@@ -27,15 +27,12 @@ EXPANDED_BYTES = 512 * MIB
 """Most room for keys and values made from latents; heads are taken in turns when more are needed.
 """
 
-SCORED_ROWS = 8
-"""Rows whose scores an indexer holds at the same time: of a million entries 32 MiB."""
-
 DELTA_BLOCK = 64
 """Tokens whose changes of a state are solved for together, as `kernels.triton.delta_chunk` has it.
 """
 
 SCALE_BLOCK = 128
-"""Rows of an e4m3 weight that share a scale, as `kernels.triton.dense` has it."""
+"""Rows of an e4m3 weight that share a scale, as `kernels.triton.dense_weight` has it."""
 
 STREAM_PARTS = 16
 """Parts in which the products of residual streams are made: 128 programs of 64 rows for the 512
@@ -109,7 +106,7 @@ class ChunkShape:
             parts=2 * block * max(spec.hidden, inter, *(part.inputs for part in every)),
             entries=entries,
             per_entry=own.per_entry, kv_rank=own.kv_rank, rope_dim=own.rope_dim,
-            index=_of_indexer(spec, rows, block, context),
+            index=_of_indexer(spec, rows, block),
             streams=_of_streams(spec, rows, block, context),
         )  # fmt: skip
 
@@ -197,13 +194,13 @@ def _of_streams(spec: Spec, rows: int, block: int, context: int) -> int:
     return rows * (width + connections) + pooled
 
 
-def _of_indexer(spec: Spec, rows: int, block: int, context: int) -> int:
-    """Numbers of `IndexBuffers`."""
+def _of_indexer(spec: Spec, rows: int, block: int) -> int:
+    """Numbers of `IndexBuffers`; scores have the room of expanded keys."""
     indexer = indexer_of(spec)
     if indexer is None:
         return 0
     n, d = indexer.n_heads, indexer.head_dim
-    return block * (d + 2 * n * d + n) + SCORED_ROWS * context + rows * (indexer.top_k + 1)
+    return block * (d + 2 * n * d + n) + rows * (indexer.top_k + 1)
 
 
 def _query_width(mixer: Mla) -> int:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moet_desk.engine.cuda.chunk_sizes import SCORED_ROWS
 from moet_desk.engine.cuda.dense_weights import DenseSource
 from moet_desk.engine.spec import Indexer
 from moet_desk.kernels.triton.choose import choose
+from moet_desk.kernels.triton.chosen_prefill import even_groups
 from moet_desk.kernels.triton.dense import gemv
 from moet_desk.kernels.triton.gemm import gemm
 from moet_desk.kernels.triton.indexer import index_prepare, index_scores
@@ -29,8 +29,9 @@ class IndexBuffers:
 
     Attributes:
         key: [B, D]; queries, turned: [B, N, D]; heads: [B, N]: of a block of B rows.
-        scores: [SCORED_ROWS, S].
-        chosen, counts: int32 [R, K] and [R]: entries that each row looks at.
+        scores: [B, S], of a step's rows; a prompt's have room elsewhere.
+        chosen, counts: int32 [R, K] and [R]: entries that each row looks at, by their numbers in a
+            layer's memory; a prompt's by their places in the sequence.
     """
 
     key: Tensor
@@ -45,7 +46,7 @@ class IndexBuffers:
     def make(
         cls, indexer: Indexer, rows: int, *, block: int, entries: int, device: torch.device
     ) -> IndexBuffers:
-        """Room for `rows` rows, in blocks, of sequences of up to `entries` tokens."""
+        """Room for `rows` rows, in blocks, and for scores of `entries` tokens."""
         n, d = indexer.n_heads, indexer.head_dim
 
         def f32(*shape: int) -> Tensor:
@@ -53,7 +54,7 @@ class IndexBuffers:
 
         return cls(
             key=f32(block, d), queries=f32(block, n, d), turned=f32(block, n, d),
-            heads=f32(block, n), scores=f32(SCORED_ROWS, entries),
+            heads=f32(block, n), scores=f32(block, entries),
             chosen=torch.zeros((rows, indexer.top_k), dtype=torch.int32, device=device),
             counts=torch.zeros(rows, dtype=torch.int32, device=device),
         )  # fmt: skip
@@ -93,7 +94,8 @@ class IndexerLaunches:
         gemv(normed, self._w_heads, b.heads[t])
         gemv(latent, self._w_query, b.queries[t].flatten(1))
         self._prepare(b, rotation, kv)
-        self._choose(b, t, t, kv, lengths)
+        self._score(b, t, kv, lengths, b.scores[t])
+        choose(b.scores[t], lengths, kv, b.chosen[t], b.counts[t])
 
     def launch_block(
         self,
@@ -105,23 +107,26 @@ class IndexerLaunches:
         kv: KvPages,
         *,
         split: Callable[[Tensor], Tensor],
-        sees_all: bool,
+        start: int,
+        scores: Tensor | None,
     ) -> None:
-        """The same for rows `here` of a chunk; with `sees_all`, only their keys are kept."""
+        """The same for rows `here` of a chunk, from position `start` on; without room for scores
+        [rows at a time, S], only their keys are kept.
+        """
         n_rows = normed.shape[0]
         parts, t = split(normed), slice(0, n_rows)
         gemm(parts, self._w_key, b.key[t])
         gemm(parts, self._w_heads, b.heads[t])
         gemm(split(latent), self._w_query, b.queries[t].flatten(1))
         self._prepare(b, rotation, kv)
-        if sees_all:
+        if scores is None:
             return
         lengths = rotation.positions + 1
-        for first in range(0, n_rows, SCORED_ROWS):
-            own = slice(first, min(first + SCORED_ROWS, n_rows))
-            pages = replace(kv, table=kv.table[own])
+        for own in even_groups(n_rows, len(scores)):
+            pages, found = replace(kv, table=kv.table[own]), scores[: own.stop - own.start]
             to = slice(here.start + own.start, here.start + own.stop)
-            self._choose(b, own, to, pages, lengths[own])
+            self._score(b, own, pages, lengths[own], found[:, : start + own.stop])
+            choose(found, lengths[own], None, b.chosen[to], b.counts[to])
 
     def _prepare(self, b: IndexBuffers, rotation: Rotation, kv: KvPages) -> None:
         t, indexer = slice(0, rotation.positions.shape[0]), self._indexer
@@ -131,12 +136,12 @@ class IndexerLaunches:
             rotation=rotation, kv=kv.of_index(),
         )  # fmt: skip
 
-    def _choose(self, b: IndexBuffers, own: slice, to: slice, kv: KvPages, lengths: Tensor) -> None:
-        """For rows `own` of the block, up to `SCORED_ROWS`; rows `to` get their choice."""
+    def _score(
+        self, b: IndexBuffers, own: slice, kv: KvPages, lengths: Tensor, scores: Tensor
+    ) -> None:
+        """For rows `own` of the block."""
         indexer = self._indexer
-        scores = b.scores[: own.stop - own.start]
         index_scores(
             b.turned[own], b.heads[own], kv.of_index(), lengths, scores,
             scale=(indexer.n_heads * indexer.head_dim) ** -0.5,
         )  # fmt: skip
-        choose(scores, lengths, kv, b.chosen[to], b.counts[to])

@@ -79,8 +79,8 @@ class ChunkModel:
             return StreamChunk(layer, b, states=model.pooled_states, scratch=scratch)
         made = [
             ChunkLayer(
-                half, b, step=model.buffers, cos=model.cos, sin=model.sin,
-                interleaved=model.interleaved, eps=model.spec.norm_eps,
+                half, b, cos=model.cos, sin=model.sin, interleaved=model.interleaved,
+                eps=model.spec.norm_eps,
             )
             for half in (layer.halves if isinstance(layer, ShortcutLaunches) else [layer])
         ]  # fmt: skip

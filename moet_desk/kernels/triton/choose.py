@@ -63,6 +63,15 @@ def _seen(x, start, length, LANES: tl.constexpr):
 
 
 @triton.jit
+def _number(table, at, seen, PAGE: tl.constexpr):
+    """Numbers of the entries at places of a sequence; the places where there is no table."""
+    if table is None:
+        return at
+    else:
+        return tl.load(table + at // PAGE, mask=seen, other=0) * PAGE + at % PAGE
+
+
+@triton.jit
 def _entries(table, start, size, first, B: tl.constexpr, LANES: tl.constexpr,
              PAGE: tl.constexpr):  # fmt: skip
     """Numbers of the entries of `_held`, int32."""
@@ -71,7 +80,7 @@ def _entries(table, start, size, first, B: tl.constexpr, LANES: tl.constexpr,
     entry = ()
     for r in tl.static_range(0, RUN, EACH):
         at = start + tl.arange(0, LANES) * RUN + r
-        number = first + tl.load(table + at // PAGE, mask=at < size, other=0) * PAGE + at % PAGE
+        number = first + _number(table, at, at < size, PAGE)
         for i in tl.static_range(EACH):
             entry = entry + (number + i,)
     return entry
@@ -259,7 +268,8 @@ def _choose_kernel(
     line = scores + t * scores_stride
     if ALIGNED:
         line = tl.multiple_of(line, 16)
-    table += t * table_stride
+    if table is not None:
+        table += t * table_stride
     if MOST <= SHORT:  # asked for while nobody knows yet how many there are
         x = _held(line, 0, size, MOST, LANES, ALIGNED)
         entry = _entries(table, 0, table_size * PAGE, first, MOST, LANES, PAGE)
@@ -275,8 +285,7 @@ def _choose_kernel(
         to += near
     if length <= TOP_K:  # nothing was scored
         at = tl.arange(0, BK)
-        page = tl.load(table + at // PAGE, mask=at < length, other=0)
-        tl.store(to + at, first + page * PAGE + at % PAGE, mask=at < length)
+        tl.store(to + at, first + _number(table, at, at < length, PAGE), mask=at < length)
         count = length
     elif MOST <= SHORT:
         count = _choose_held(x, entry, line, length, to, TOP_K, MOST, LANES, COMPILED)
@@ -303,15 +312,18 @@ def _choose_kernel(
     tl.store(counts + t, near + count)
 
 
-def choose(scores: Tensor, lengths: Tensor, kv: KvPages, chosen: Tensor, counts: Tensor) -> None:
+def choose(
+    scores: Tensor, lengths: Tensor, kv: KvPages | None, chosen: Tensor, counts: Tensor
+) -> None:
     """The K highest scores of each row, of equal ones the lowest place, as `reference.choose`; all
     that a row sees, whatever `scores` holds, if these are no more than K.
 
     Args:
         scores: of the entries that each row sees.
         lengths: how many these are.
-        kv: pages of the attention, for where its entries lie.
-        chosen: gets numbers of entries among all of a layer's, in the order of the sequence.
+        kv: pages of the attention, for where its entries lie; None: places are asked for.
+        chosen: gets numbers of entries among all of a layer's, or their places in the sequence, in
+            the order of the sequence.
         counts: gets how many they are.
 
     Shapes:
@@ -345,18 +357,22 @@ def list_chosen(
 
 
 def _launch(
-    scores: Tensor, lengths: Tensor, kv: KvPages, places: Places | None, first: int,
+    scores: Tensor, lengths: Tensor, kv: KvPages | None, places: Places | None, first: int,
     chosen: Tensor, counts: Tensor, *, top_k: int, window: int, ring: int,
 ) -> None:  # fmt: skip
     most = max(32 * _RUN, triton.next_power_of_2(scores.shape[1]))
     short = _SHORT if top_k < _SHORT else _LONG
     warps = max(1, min(_MOST_WARPS, min(most, _LONG) // (32 * _RUN)))
     aligned = not (scores.shape[1] % 4 or scores.stride(0) % 4 or scores.data_ptr() % 16)
+    table, stride, size, page = None, 0, scores.shape[1], 1
+    if kv is not None:
+        table, page = kv.table, kv.page_tokens
+        stride, size = table.stride(0), table.shape[1]
     positions, rings = (None, None) if places is None else (places.positions, places.rings)
     _choose_kernel[(chosen.shape[0],)](
-        scores, scores.stride(0), scores.shape[1], lengths, kv.table, kv.table.stride(0),
-        kv.table.shape[1], positions, rings, first, chosen, chosen.stride(0), counts, TOP_K=top_k,
-        PAGE=kv.page_tokens, WINDOW=window, RING=ring, BK=triton.next_power_of_2(top_k),
+        scores, scores.stride(0), scores.shape[1], lengths, table, stride, size,
+        positions, rings, first, chosen, chosen.stride(0), counts, TOP_K=top_k,
+        PAGE=page, WINDOW=window, RING=ring, BK=triton.next_power_of_2(top_k),
         BW=triton.next_power_of_2(window), LANES=min(32 * warps, short // 4), SHORT=short,
         LONG=_LONG, MOST=most, ALIGNED=aligned, COMPILED=not INTERPRETED, num_warps=warps,
     )  # fmt: skip

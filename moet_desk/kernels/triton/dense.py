@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moet_desk.kernels.triton.dense_weight import DenseWeight, WeightKind, weight_tile
+from moet_desk.kernels.triton.dense_weight import DenseWeight, WeightKind
 from moet_desk.kernels.triton.gemv_tiles import GemvTile, Way, tile_for, way_of
 from moet_desk.kernels.triton.loads import (
     four_floats,
@@ -33,16 +33,6 @@ from moet_desk.kernels.triton.loads import (
 from moet_desk.kernels.triton.norms import norm_warps, normed_row, rms_norm
 from moet_desk.kernels.triton.numbers import has_e4m3, lane_sum, loop_bound
 from moet_desk.kernels.triton.portable import PTX
-
-__all__ = [
-    "DenseWeight",
-    "NormOf",
-    "embed",
-    "gemv",
-    "head_gemv",
-    "swiglu_gemv",
-    "weight_tile",
-]
 
 MAX_ROWS = 8
 """Most rows of one decode step."""

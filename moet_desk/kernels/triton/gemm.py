@@ -112,6 +112,8 @@ def _gemm_kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     INPUTS: tl.constexpr,
+    FIRST: tl.constexpr,
+    PITCH: tl.constexpr,
     KIND: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     MMA: tl.constexpr,
@@ -125,9 +127,10 @@ def _gemm_kernel(
     inside = tl.program_id(0) % (GROUP * columns)
     m = (group * GROUP + inside % height) * BM + tl.arange(0, BM)
     own = inside // height // tl.cdiv(N, BN)  # whose input
-    n = inside // height % tl.cdiv(N, BN) * BN + tl.arange(0, BN)
-    inner = n < N
-    n += own * N
+    column = inside // height % tl.cdiv(N, BN) * BN + tl.arange(0, BN)
+    inner = column < N
+    n = FIRST + own * PITCH + column  # whose row of the weight
+    column += own * N
     k = tl.arange(0, BK)
     line = tl.where(m < M, m, 0).to(tl.int64) + M.to(tl.int64) * own
     x = parts + (line * K)[:, None] + k[None, :]
@@ -155,9 +158,9 @@ def _gemm_kernel(
         acc += product
     acc = tl.trans(acc)
     live = (m < M)[:, None] & inner[None, :]
-    at = (m.to(tl.int64) * out_stride)[:, None] + n[None, :]
+    at = (m.to(tl.int64) * out_stride)[:, None] + column[None, :]
     if bias is not None:
-        acc += tl.load(bias + n, mask=inner, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + column, mask=inner, other=0.0).to(tl.float32)[None, :]
     if residual is not None:
         acc += tl.load(residual + at, mask=live, other=0.0)
     tl.store(out + at, acc, mask=live)
@@ -221,23 +224,39 @@ def gemm_by_group(parts: Tensor, weight: DenseWeight, out: Tensor) -> None:
     _launch(parts, weight, out, None, None, None)
 
 
+def gemm_of_heads(
+    parts: Tensor, weight: DenseWeight, out: Tensor, *, first: int, count: int
+) -> None:
+    """Multiply each head's inputs by `count` of its rows of a weight, from its row `first` on.
+
+    Shapes:
+        parts [2, N, M, K] bfloat16, contiguous; out [M, N * count] float32 (rows may lie apart)
+
+    Raises:
+        ValueError: the parts do not fit the weight.
+    """
+    _launch(parts, weight, out, None, None, None, first=first, count=count)
+
+
 def _launch(
     parts: Tensor, weight: DenseWeight, out: Tensor, bias: Tensor | None,
-    residual: Tensor | None, tile: GemmTile | None,
+    residual: Tensor | None, tile: GemmTile | None, *, first: int = 0, count: int | None = None,
 ) -> None:  # fmt: skip
     groups, rows, k = parts.shape[1:]
-    if k != weight.k or weight.n % groups:
+    pitch = weight.n // groups
+    count = pitch if count is None else count
+    if k != weight.k or weight.n % groups or first + count > pitch:
         raise ValueError(f"{groups} inputs of {k} do not fit a weight of {weight.n} x {weight.k}")
-    count = weight.n // groups
-    tile = tile or tile_for(parts.device, rows, weight.n, k)
+    tile = tile or tile_for(parts.device, rows, groups * count, k)
     if weight.kind is WeightKind.INT8:
         tile = replace(tile, k=GROUP)  # a step of inputs has one scale
     grid = (triton.cdiv(rows, tile.m) * triton.cdiv(count, tile.n) * groups,)
     _gemm_kernel[grid](
         parts, weight.raw, weight.scales, bias, residual, out, out.stride(0), rows,
         N=count, K=k, BM=tile.m, BN=tile.n, BK=tile.k, GROUP=8, INPUTS=groups,
-        KIND=weight.kind.value, SCALE_ROWS=weight.scale_rows, MMA=not INTERPRETED,
-        HARDWARE=has_e4m3(parts.device), num_warps=tile.warps, num_stages=tile.stages,
+        FIRST=first, PITCH=pitch, KIND=weight.kind.value, SCALE_ROWS=weight.scale_rows,
+        MMA=not INTERPRETED, HARDWARE=has_e4m3(parts.device), num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
 
 

@@ -1,10 +1,11 @@
-"""An indexer's work in a step: its key and queries made ready, entries scored.
+"""An indexer's work in a step and in a prompt: its key and queries made ready, entries scored.
 
 Twins: `reference.layer_norm`, `reference.rotate` and `reference.index_write`,
 `reference.index_scores`. What `choose` makes of the scores is a list of entries per row, in the
 order of the sequence: the attention of a step then reads it as a page table of pages of one entry
-(`chosen_pages`), so sparse attention needs no kernel of its own. Launchers allocate nothing
-and ask the device nothing, so they can be captured. Called on the engine thread.
+(`chosen_pages`), so a step's sparse attention needs no kernel of its own; a prompt's is in
+`chosen_prefill`. Launchers allocate nothing and ask the device nothing, so they can be captured.
+Called on the engine thread.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moet_desk.kernels.triton.dense import DenseWeight, head_gemv, weight_tile
+from moet_desk.kernels.triton.dense import head_gemv
+from moet_desk.kernels.triton.dense_weight import DenseWeight, weight_tile
 from moet_desk.kernels.triton.numbers import halving_rows, has_e4m3
 
 

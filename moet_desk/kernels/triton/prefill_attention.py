@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moet_desk.kernels.reference.kv_formats import gqa_entry_bytes, mla_entry_bytes
-from moet_desk.kernels.triton.dense import DenseWeight
+from moet_desk.kernels.triton.dense_weight import DenseWeight
 from moet_desk.kernels.triton.gemm import gemm, store_parts
 from moet_desk.kernels.triton.kv_entries import (
     KvPages,
@@ -99,12 +99,16 @@ def _latents_kernel(
         store_parts(parts, to, size.to(tl.int64) * R, x, live[:, None])
     rope = load_rope(pages, entry, live, ENTRY, R, DR, BR, FORM, HARDWARE)
     j = tl.arange(0, BR)
-    to = ropes + (at * DR)[:, None] + j[None, :]
-    tl.store(to, rope, mask=live[:, None] & (j < DR)[None, :])
+    to = (at.to(tl.int64) * DR)[:, None] + j[None, :]
+    inside = live[:, None] & (j < DR)[None, :]
+    if ropes.dtype.element_ty == tl.bfloat16:
+        store_parts(ropes, to, size.to(tl.int64) * DR, rope, inside)
+    else:
+        tl.store(ropes + to, rope, mask=inside)
 
 
 @triton.jit
-def _close_dot(a, b, acc, EXACT: tl.constexpr, MMA: tl.constexpr):
+def close_dot(a, b, acc, EXACT: tl.constexpr, MMA: tl.constexpr):
     """acc + a x b, small products first; EXACT: bfloat16 holds b."""
     if MMA:
         a_high = bf16_part(a)
@@ -187,19 +191,19 @@ def _mla_prefill_kernel(
         entry = tl.where(seen, at, 0).to(tl.int64)
         mask = seen[:, None] & (j < DR)[None, :]
         k = tl.load(ropes + (entry * DR)[:, None] + j[None, :], mask=mask, other=0.0)
-        scores = _close_dot(turned, tl.trans(k), tl.zeros([BM, TILE], tl.float32), False, MMA)
+        scores = close_dot(turned, tl.trans(k), tl.zeros([BM, TILE], tl.float32), False, MMA)
         base = expanded + ((entry * heads + inner) * (DN + DV))[:, None]
         for c in tl.static_range((DN + CD - 1) // CD):
             d = c * CD + tl.arange(0, CD)
             q = tl.load(q_nope + line + d[None, :], mask=live & (d < DN)[None, :], other=0.0)
             k = tl.load(base + d[None, :], mask=seen[:, None] & (d < DN)[None, :], other=0.0)
-            scores = _close_dot(q, tl.trans(k), scores, False, MMA)
+            scores = close_dot(q, tl.trans(k), scores, False, MMA)
         hidden = at[None, :] > (start + m)[:, None]
         scores = tl.where(hidden, float("-inf"), scores * scale)
         p, factor, largest, total = _softmax_step(scores, largest, total)
         mask = seen[:, None] & (column < DV)[None, :]
         v = tl.load(base + DN + column[None, :], mask=mask, other=0.0)
-        acc = _close_dot(p, v, acc * factor[:, None], False, MMA)
+        acc = close_dot(p, v, acc * factor[:, None], False, MMA)
     to = out + ((row * N + head) * DV)[:, None] + column[None, :]
     y = _finish(acc, largest, total, None, head)
     tl.store(to, y, mask=live & (column < DV)[None, :])
@@ -280,7 +284,7 @@ def _gqa_prefill_kernel(
             d = c * CD + tl.arange(0, CD)
             mask = live & (d < D)[None, :]
             x = tl.load(q + (row * D)[:, None] + d[None, :], mask=mask, other=0.0)
-            scores = _close_dot(x, tl.trans(k), scores, EXACT, MMA)
+            scores = close_dot(x, tl.trans(k), scores, EXACT, MMA)
         age = (start + token)[:, None] - at[None, :]
         scores = tl.where((age < 0) | (age >= window), float("-inf"), scores * scale)
         p, factor, largest, total = _softmax_step(scores, largest, total)
@@ -288,7 +292,7 @@ def _gqa_prefill_kernel(
         moved = ()
         for c in tl.static_range((DV + CV - 1) // CV):
             v = _whole_vectors(base, entry, seen, ENTRY, DV, c * CV, CV, FORM, HARDWARE)
-            moved = moved + (_close_dot(p, v, acc[c] * factor[:, None], EXACT, MMA),)
+            moved = moved + (close_dot(p, v, acc[c] * factor[:, None], EXACT, MMA),)
         acc = moved
     for c in tl.static_range((DV + CV - 1) // CV):
         d = c * CV + tl.arange(0, CV)
@@ -319,7 +323,8 @@ def mla_prefill(
     r, entries = up.weight.k, start + rows
     check_entries(kv, mla_entry_bytes(kv.form, r, dr))
     group = _heads_that_fit(up, scratch.expanded.numel() // entries)
-    parts, ropes = _latents(kv, entries, r, dr, scratch)
+    own = scratch.ropes[: entries * dr].view(-1, dr)
+    parts, ropes = _latents(kv, entries, r, scratch, own)
     width = up.dn + up.dv
     tile_m, tile_s, warps, stages = _shape(q_nope.device, narrow=max(up.dn, up.dv) <= 128)
     for first in range(0, n, group):
@@ -367,15 +372,27 @@ def gqa_prefill(
     )  # fmt: skip
 
 
-def _latents(
+def decode_latents(
     kv: KvPages, entries: int, r: int, dr: int, scratch: PrefillScratch
 ) -> tuple[Tensor, Tensor]:
-    """Entries 0 .. `entries` decoded: latents in two parts [2, S, r], rotary keys [S, dr]."""
-    if scratch.parts.numel() < 2 * entries * r or scratch.ropes.numel() < entries * dr:
+    """Entries 0 .. `entries` decoded, all in two bfloat16 parts: latents [2, S, r], rotary keys
+    [2, S, dr]. Of formats that bfloat16 holds the second parts are zero.
+
+    Raises:
+        ValueError: there is too little room.
+    """
+    ropes = scratch.ropes.view(torch.bfloat16)[: 2 * entries * dr]
+    return _latents(kv, entries, r, scratch, ropes.view(2, -1, dr))
+
+
+def _latents(
+    kv: KvPages, entries: int, r: int, scratch: PrefillScratch, ropes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Entries 0 .. `entries` decoded: latents in two parts [2, S, r], rotary keys as `ropes`."""
+    if scratch.parts.numel() < 2 * entries * r or ropes.shape[-2] < entries:
         raise ValueError(f"no room for {entries} entries")
     parts = scratch.parts[: 2 * entries * r].view(2, entries, r)
-    ropes = scratch.ropes[: entries * dr].view(entries, dr)
-    tile = 32
+    tile, dr = 32, ropes.shape[-1]
     _latents_kernel[(triton.cdiv(entries, tile),)](
         kv.pages, kv.table, parts, ropes, entries,
         R=r, DR=dr, PAGE=kv.page_tokens, ENTRY=kv.entry_bytes, TILE=tile, CHUNK=chunk_of(r),

@@ -102,13 +102,15 @@ def _gqa_prefill(
     )  # fmt: skip
 
 
-def _latents(form: KvFormat) -> Case:
-    types = {"pages": "*u8", "table": "*i32", "parts": "*bf16", "ropes": "*fp32", "size": "i32"}
+def _latents(form: KvFormat, *, parted: bool = False) -> Case:
+    ropes = "*bf16" if parted else "*fp32"
+    types = {"pages": "*u8", "table": "*i32", "parts": "*bf16", "ropes": ropes, "size": "i32"}
     values = {
         "R": 512, "DR": 64, "PAGE": 64, "ENTRY": mla_entry_bytes(form, 512, 64), "TILE": 32,
         "CHUNK": 128, "BR": 64, "FORM": form.value, "HARDWARE": True,
     }  # fmt: skip
-    return Case(f"latents {form.value}", prefill_attention._latents_kernel, types, values, 4)
+    name = f"latents {form.value}{' in parts' if parted else ''}"
+    return Case(name, prefill_attention._latents_kernel, types, values, 4)
 
 
 def _cases() -> Iterator[Case]:
@@ -116,6 +118,7 @@ def _cases() -> Iterator[Case]:
         yield _mla(form, 64, 512, 64)
         yield _mla(form, 128, 512, 64)
         yield _latents(form)
+        yield _latents(form, parted=True)
     for form in KvFormat:
         yield _mla(form, 8, 128, 32)
         yield _gqa(form, 32, 4, 128)

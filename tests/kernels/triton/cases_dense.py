@@ -21,7 +21,9 @@ POINTER = {
 TILES = {90: {4096: gemm.HOPPER_TILE, 8192: gemm.HOPPER_TILE_HIGH}, 120: {4096: gemm.CONSUMER_TILE}}
 
 
-def _weight(kind: WeightKind, *, by_row: bool = False) -> tuple[dict[str, str], dict[str, Any]]:
+def scaled_weight(
+    kind: WeightKind, *, by_row: bool = False
+) -> tuple[dict[str, str], dict[str, Any]]:
     """Signature and constexprs of a weight and its scales."""
     values: dict[str, Any] = {"KIND": kind.value, "HARDWARE": True}
     values["SCALE_ROWS"] = 1 if by_row or kind is WeightKind.INT8 else 128
@@ -36,7 +38,7 @@ def _gemv(
     normed: int = 0,
 ) -> Case:  # fmt: skip
     way = way_of(k, kind, rows, tile_for(n, k, kind, rows, gated=swiglu))
-    types, values = _weight(kind, by_row=by_row)
+    types, values = scaled_weight(kind, by_row=by_row)
     types |= {"x": "*fp32", "x_stride": "i32", "out": "*fp32", "out_stride": "i32"}
     types |= {"width": "i32"}
     values |= {"K": k, "T": rows, "LANES": way.lanes, "AHEAD": way.ahead, "EAGER": way.eager}
@@ -64,7 +66,7 @@ def _gemv(
 def _absorb(
     heads: int, dn: int, dv: int, r: int, rows: int, kind: WeightKind, *, by_row: bool = False
 ) -> Case:
-    types, values = _weight(kind, by_row=by_row)
+    types, values = scaled_weight(kind, by_row=by_row)
     types |= {"q": "*fp32", "q_stride": "i32", "q_pitch": "i32", "out": "*fp32"}
     values |= {"PITCH": dn + dv, "DN": dn, "R": r, "T": rows, "BD": 16, "BR": min(128, r)}
     values |= {"STAGES": 4}
@@ -125,18 +127,21 @@ def _norm(hidden: int) -> Case:
 
 def _gemm(
     kind: WeightKind, capability: int, *, by_row: bool = False, small: bool = False,
-    each: int = 4096, k: int = 4096,
+    each: int = 4096, k: int = 4096, of_heads: bool = False,
 ) -> Case:  # fmt: skip
     tile = gemm.SMALL_TILE if small else TILES[capability][k]
     if kind is WeightKind.INT8:
         tile = replace(tile, k=32)
-    types, values = _weight(kind, by_row=by_row)
+    types, values = scaled_weight(kind, by_row=by_row)
     types |= {"parts": "*bf16", "out": "*fp32", "out_stride": "i32", "M": "i32"}
     values |= {
         "bias": None, "residual": None, "N": each, "K": k, "BM": tile.m, "BN": tile.n,
-        "BK": tile.k, "GROUP": 8, "INPUTS": 4096 // each, "MMA": True,
+        "BK": tile.k, "GROUP": 8, "INPUTS": 4096 // each, "FIRST": 0, "PITCH": each, "MMA": True,
     }  # fmt: skip
     own = " by row" if by_row else " small" if small else " in groups" if each < 4096 else ""
+    if of_heads:  # GLM-5's values
+        k, own = 512, " of heads"
+        values |= {"N": 256, "K": 512, "INPUTS": 64, "FIRST": 192, "PITCH": 448}
     name = f"gemm {kind.value} K={k}{own} for {capability}"
     return Case(
         name, gemm._gemm_kernel, types, values, tile.warps,
@@ -185,6 +190,8 @@ def _cases() -> Iterator[Case]:
     for capability in TILES:
         yield _gemm(WeightKind.FP8, capability, by_row=True)
         yield _gemm(WeightKind.FP8, capability, each=1024)
+        for kind in (WeightKind.INT8, WeightKind.FP8, WeightKind.BF16):
+            yield _gemm(kind, capability, of_heads=True)
 
 
 CASES = list(_cases())

@@ -142,7 +142,7 @@ def test_attention__rows_of_a_step_and_of_a_chunk__near_the_cpu_block(
     chunk = ChunkBuffers.make(model.spec, ROWS, context=8, device=CPU)
     chunk.x.copy_(model.x)
     reading = ChunkLayer(
-        layer, chunk, step=b, cos=model.rope.cos, sin=model.rope.sin, interleaved=False,
+        layer, chunk, cos=model.rope.cos, sin=model.rope.sin, interleaved=False,
         eps=model.spec.norm_eps,
     )  # fmt: skip
     reading._attend(slice(0, ROWS), rotation, kv, HELD)

@@ -96,7 +96,9 @@ def test_scores__nan_in_a_key__shows() -> None:
 
 
 def chosen_by(scores: Tensor, lengths: list[int], top_k: int) -> tuple[list[list[int]], KvPages]:
-    """Numbers of entries, and the pages they are of: 16 bytes each, of which none is read."""
+    """Numbers of entries, and the pages they are of: 16 bytes each, of which none is read. Places
+    must be the same entries'.
+    """
     entries = [torch.zeros(n, 16, dtype=torch.uint8) for n in lengths]
     kv = paged(entries, 16, KvFormat.BF16)
     found = torch.full((len(lengths), top_k), -1, dtype=torch.int32)
@@ -106,6 +108,12 @@ def chosen_by(scores: Tensor, lengths: list[int], top_k: int) -> tuple[list[list
     for line, count in zip(found.tolist(), counts.tolist(), strict=True):
         assert line[count:] == [-1] * (top_k - count)
     lists = [line[:n] for line, n in zip(found.tolist(), counts.tolist(), strict=True)]
+    places, again = torch.full_like(found, -1), torch.zeros_like(counts)
+    choose(scores, seen, None, places, again)
+    assert torch.equal(again, counts)
+    for t, (line, count) in enumerate(zip(places.tolist(), counts.tolist(), strict=True)):
+        assert line[count:] == [-1] * (top_k - count)
+        assert [int(kv.table[t, p // 16]) * 16 + p % 16 for p in line[:count]] == lists[t]
     return lists, kv
 
 
