@@ -8,8 +8,9 @@ model from a hub on loopback, verify it, remove it, and verify the demo's pack, 
 answer must be the one that the same question got before all this began, token for token and character for
 character; every chat must be in the store as it was shown. Memory, open files and threads of the process
 are counted all along, and what is left of them once everything is closed. The answers before come from an
-engine that is closed again, so that a card's memory can be compared as the driver counts it: without an
-engine, before and after. Other programs may use the card meanwhile, but not at these two moments.
+engine that is closed again: what a driver and libraries keep for good (descriptors, a card's memory) is
+there before and after, and the rest can be compared. Other programs may use the card meanwhile, but not at
+these two moments.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,15 @@ def vram_bytes() -> int:
     if torch is None or not torch.cuda.is_initialized():
         return 0
     return int(torch.cuda.memory_allocated())
+
+
+def open_files() -> Counter[str]:
+    """What the process has open, by name."""
+    found = Counter[str]()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the folder's own
+            found[re.sub(r"\d+", "N", str(link.readlink()))] += 1
+    return found
 
 
 def driver_vram_bytes() -> int:
@@ -329,7 +340,6 @@ def _rounds(environment: Mapping[str, str], seen: Seen, stop: Callable[[], bool]
 
 def soak(minutes: float, device: str) -> dict[str, Any]:
     began_s = time.monotonic()
-    before = take_sample(began_s)
     seen, samples = Seen(), []
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
@@ -337,6 +347,7 @@ def soak(minutes: float, device: str) -> dict[str, Any]:
         options = EngineOptions(device=device, save_heat=False, pool_slots=96, fine_slots=48)
         known = answers_alone(pack, options)
         given_out = driver_vram_bytes()
+        before, open_before = take_sample(began_s), open_files()
         handle = start_engine(pack, options)
         handle.wait_ready()
         name = handle.snapshot().device
@@ -370,7 +381,8 @@ def soak(minutes: float, device: str) -> dict[str, Any]:
     time.sleep(0.5)
     more_given_out = driver_vram_bytes() - given_out
     after = take_sample(began_s)
-    return _record(minutes, name, before, samples, after, seen, left, more_given_out)
+    record = _record(minutes, name, before, samples, after, seen, left, more_given_out)
+    return record | {"files_left_open": dict(open_files() - open_before)}
 
 
 def _left_running(handle: EngineHandle) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import time
 from collections.abc import Iterator
@@ -53,9 +54,33 @@ class Driver:
         return 0 if self.held.pop(address, None) is not None else 1
 
 
+def untouched(address: int, n_bytes: int) -> None:
+    """Pages are made when they are used: no test needs gigabytes."""
+
+
+def test_pinned__memory__is_there_before_the_driver_sees_it() -> None:
+    def present(address: int, n_bytes: int) -> int:
+        pages = (ctypes.c_ubyte * (n_bytes // mmap.PAGESIZE))()
+        assert not ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), pages
+        )
+        found.append(sum(page & 1 for page in pages) / len(pages))
+        return 0
+
+    found = list[float]()
+    n_bytes = 5 * 4096 * 1001  # no multiple of large pages
+    pinned = PinnedMemory(present, lambda address: 0)
+    memory = pinned.allocate(n_bytes)
+    assert found == [1.0]
+    assert memory[:4096] == memory[-4096:] == bytes(4096)
+    PinnedMemory(present, lambda address: 0, touch=untouched).allocate(n_bytes)
+    assert found[1] < 0.1
+    pinned.release()
+
+
 def test_pinned__pieces_of_a_gib__all_registered_and_released() -> None:
     driver, seen = Driver(8), list[int]()
-    pinned = PinnedMemory(driver.register, driver.unregister, seen.append)
+    pinned = PinnedMemory(driver.register, driver.unregister, seen.append, untouched)
     pinned.allocate(2 * PIECE_BYTES + 4096)
     assert sorted(driver.held.values()) == [4096, PIECE_BYTES, PIECE_BYTES]
     assert sum(seen) == 2 * PIECE_BYTES + 4096
@@ -67,7 +92,7 @@ def test_pinned__pieces_of_a_gib__all_registered_and_released() -> None:
 
 def test_pinned__pieces__end_where_a_row_does() -> None:
     driver, row = Driver(8), 6_750_208
-    pinned = PinnedMemory(driver.register, driver.unregister)
+    pinned = PinnedMemory(driver.register, driver.unregister, touch=untouched)
     pinned.allocate(400 * row, row)
     sizes = list(driver.held.values())
     assert sum(sizes) == 400 * row
@@ -77,7 +102,7 @@ def test_pinned__pieces__end_where_a_row_does() -> None:
 
 def test_pinned__driver_refuses__nothing_stays_registered_and_numbers_are_told() -> None:
     driver = Driver(2)
-    pinned = PinnedMemory(driver.register, driver.unregister)
+    pinned = PinnedMemory(driver.register, driver.unregister, touch=untouched)
     pinned.allocate(4096)
     with pytest.raises(MoetError) as caught:
         pinned.allocate(3 * PIECE_BYTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -32,14 +33,16 @@ class Again:
 
 
 @contextmanager
-def slow_drive() -> Iterator[Again]:
-    """A read for a step ends when the step has given up; prompts wait for theirs as ever."""
+def slow_drive(read_s: float | None = None) -> Iterator[Again]:
+    """A read for a step ends when the step has given up, or after so many seconds; prompts wait for
+    theirs as ever.
+    """
     again, gave_up = Again(), threading.Event()
     intact, recover = PackReader._fill, StepModel._recover
 
     def slowly(self: PackReader, *given: Any) -> None:
         if not threading.current_thread().name.startswith("io-prompt"):
-            gave_up.wait(MOST_S)
+            gave_up.wait(MOST_S) if read_s is None else time.sleep(read_s)
         intact(self, *given)
 
     def counted(self: StepModel) -> None:
