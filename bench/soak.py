@@ -40,6 +40,7 @@ import psutil
 from moet_desk.api.guard import EndpointOptions
 from moet_desk.api.server import Endpoint
 from moet_desk.cli.bench_record import driver, machine
+from moet_desk.engine.cuda import pinned
 from moet_desk.engine.handle import (
     EngineHandle,
     EngineOptions,
@@ -111,20 +112,18 @@ class Sample:
     rss: int
     fds: int
     threads: int
-    pinned: int  # VmPin and VmLck
+    pinned: int  # of our own mappings, as they were registered with the driver
     vram: int  # that torch's allocator has given out
 
 
 def take_sample(began_s: float) -> Sample:
     process = psutil.Process()
-    status = Path("/proc/self/status").read_text()
-    locked = sum(int(kib) * 1024 for kib in re.findall(r"^Vm(?:Pin|Lck):\s+(\d+) kB", status, re.M))
     return Sample(
         at_s=time.monotonic() - began_s,
         rss=process.memory_info().rss,
         fds=process.num_fds(),
         threads=process.num_threads(),
-        pinned=locked,
+        pinned=sum(PINNED.values()),
         vram=vram_bytes(),
     )
 
@@ -155,6 +154,35 @@ def driver_vram_bytes() -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return int(total - free)
+
+
+PINNED: dict[int, int] = {}
+"""Sizes of the pieces that are registered, by address: the system counts none of them as locked."""
+
+
+class CountedRuntime:
+    """Registers memory as CUDA's runtime does, and counts it."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+
+    def cudaHostRegister(self, address: int, n_bytes: int, how: int) -> int:
+        """See CUDA."""
+        status = int(self._runtime.cudaHostRegister(address, n_bytes, how))
+        if not status:
+            PINNED[address] = n_bytes
+        return status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        """See CUDA."""
+        PINNED.pop(address, None)
+        return int(self._runtime.cudaHostUnregister(address))
+
+
+def count_pinned() -> None:
+    """From now on."""
+    runtime = pinned._runtime
+    pinned._runtime = lambda: CountedRuntime(runtime())
 
 
 # -- what is asked ----------------------------------------------------------------------------------
@@ -476,6 +504,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--record", type=Path, help="write the object there as well")
     given = parser.parse_args()
+    if given.device == "cuda":
+        count_pinned()
     found = soak(given.minutes, given.device)
     gpu = {"gpu": found.pop("engine"), "driver": driver()} if given.device == "cuda" else {}
     record = {**machine(), **gpu, **found}

@@ -85,8 +85,9 @@ class Record:
         if gpu is None:
             cores = self.body.get("cores")
             return f"{cores} cores of a CPU" if cores else "CPU"
-        limit = self.body.get("vram_limit_gib")
-        return f"{gpu}, {limit:g} GiB of it" if limit else str(gpu)
+        limit, ram = self.body.get("vram_limit_gib"), self.body.get("ram_limit_gib")
+        within = f"{gpu}, {limit:g} GiB of it" if limit else str(gpu)
+        return f"{within}, {ram:g} GiB of RAM and a drive" if ram else within
 
     @property
     def link(self) -> str:
