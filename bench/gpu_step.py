@@ -24,7 +24,7 @@ import torch
 
 from bench.timing import per_call_us
 from moet_desk.engine.cuda.loader import load as load_cuda
-from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.sampling import GREEDY
 from moet_desk.store.pack_format import Plane

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.decode import CudaDecoder
-from moet_desk.engine.cuda.step import ERROR_READ, StepModel, StepRow
+from moet_desk.engine.cuda.step import ERROR_READ, StepModel
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.cuda.synthetic import SyntheticLoader
 from moet_desk.engine.draft_control import Fixed
 from moet_desk.engine.draft_estimates import Source

@@ -20,7 +20,7 @@ from moet_desk.engine.cuda import load_pools
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.cuda.pools import DevicePool
-from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.cuda.vmm import GrowableMemory, cuda_driver
 from moet_desk.engine.cuda.vram import CardMemory, VramKeeper
 from moet_desk.engine.engine import Engine

@@ -17,7 +17,7 @@ from moet_desk.engine.cuda import chunk_sizes, expert_stream
 from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
-from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.handle import EngineOptions, Sampling
 from moet_desk.engine.sampling import GREEDY, Draw, Sampler
 from moet_desk.store.pack_format import Plane

@@ -16,7 +16,7 @@ from moet_desk.engine import model_shape
 from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
-from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source

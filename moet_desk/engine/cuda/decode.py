@@ -16,7 +16,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.cuda.step import StepModel
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.drafting import Drafting, Round
 from moet_desk.engine.gate import Gate
 from moet_desk.engine.request import ActiveRequest

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from moet_desk.engine.cuda.buffers import MAX_ROWS
-from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.cuda.step import StepModel
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.store.pack_format import Plane
 

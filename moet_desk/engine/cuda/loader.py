@@ -43,7 +43,8 @@ from moet_desk.engine.cuda.pooled_sizes import pooled_mixers
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
 from moet_desk.engine.cuda.prefill import ChunkModel, CudaPrefiller
 from moet_desk.engine.cuda.residency import CudaResidency
-from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.cuda.step import StepModel
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.cuda.vram import VramKeeper
 from moet_desk.engine.dense_format import DenseFormat, fit_device
 from moet_desk.engine.draft import MtpDrafter

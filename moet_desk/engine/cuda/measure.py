@@ -39,7 +39,8 @@ from moet_desk.engine.cuda.pinned import PinnedMemory
 from moet_desk.engine.cuda.pools import DevicePool, PoolExperts
 from moet_desk.engine.cuda.popularity import find_popularity
 from moet_desk.engine.cuda.prefill import ChunkModel
-from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.cuda.step import StepModel
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.cuda.synthetic import (
     SyntheticHost,
     SyntheticLoader,
@@ -156,7 +157,8 @@ class ShapeBench:
         if server is not None and undo is not None:
             undo.callback(server.close)
         experts = PoolExperts(
-            self.pool, self.pools.get(Plane.FINE), setup.layout, n_layers=n_layers,
+            self.pool, self.pools.get(Plane.FINE), setup.layout,
+            n_layers=len(spec.main_moe_layers),  # the last of which ends a step, with a head too
             mailbox=mailbox, host=self._host, form=self._form, n_named=spec.n_named,
             in_ram=[plane for plane, n in setup.in_ram().items() if n == setup.n_rows],
         )  # fmt: skip

@@ -27,6 +27,7 @@ from moet_desk.kernels.triton.cache import (
     forget,
     grow,
     lookup,
+    rebase,
     release,
     shrink,
     warm_as,
@@ -287,6 +288,11 @@ class PoolExperts:
             pool.arena.place_of.copy_(table)
         if self._mailbox is not None:
             self._mailbox.waited.zero_()
+
+    def rebase(self) -> None:
+        """Between steps, now and then: set the clocks of all tables back (`cache.rebase`)."""
+        for pool in self._pools:
+            rebase(pool.tables)
 
     def layers_ahead(self, rows: int) -> int:
         """Layers with tables whose experts may be asked for together in a step of so many rows: all

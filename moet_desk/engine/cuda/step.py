@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -36,6 +35,7 @@ from moet_desk.engine.cuda.pool_states import PooledStates, PoolMemory
 from moet_desk.engine.cuda.pooled import PooledRows
 from moet_desk.engine.cuda.pools import PoolExperts
 from moet_desk.engine.cuda.shortcut import ShortcutLaunches
+from moet_desk.engine.cuda.step_rows import StepRow, head_runs_of, most_rows, runs_of
 from moet_desk.engine.cuda.streams import (
     StreamHeadLaunches,
     StreamLaunches,
@@ -45,14 +45,13 @@ from moet_desk.engine.cuda.streams import (
     spread,
     streams_of,
 )
-from moet_desk.engine.kv_cache import KvCache, KvSequence
+from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.model import RopeTable
 from moet_desk.engine.model_shape import kv_places
-from moet_desk.engine.recurrent import pending_of
 from moet_desk.engine.sampling import GREEDY, Draw
 from moet_desk.engine.spec import Gdn, MoeFfn, Spec
 from moet_desk.errors import MoetError, fail
-from moet_desk.kernels.triton.cache import MOST_PAIRS
+from moet_desk.kernels.triton.cache import STEPS_BETWEEN_REBASES
 from moet_desk.kernels.triton.delta import DeltaMemory, DeltaRows
 from moet_desk.kernels.triton.dense import embed, gemv
 from moet_desk.kernels.triton.dense_weight import DenseWeight
@@ -76,18 +75,6 @@ REPEAT_S = 15.0
 """How long a step is done again, when it gave up on rows that come after all: a first step of
 GLM-5.2 may need 4 GB from a drive, which is more than a kernel can wait for.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """One row of a step: a token of a sequence, at the end of what the sequence holds.
-
-    `ahead` counts rows of the same sequence before this one in the same step (draft verification).
-    """
-
-    token: int
-    sequence: KvSequence
-    ahead: int = 0
 
 
 class StepModel:
@@ -180,6 +167,7 @@ class StepModel:
         self._graphs: dict[tuple[int, Plane, bool], torch.cuda.CUDAGraph] = {}  # bool: the head
         self._choice_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # rows, any drawn
         self._broken = False  # a step failed, and what it left is not cleared up yet
+        self._n_steps = 0
 
     def run(self, rows: Sequence[StepRow], plane: Plane) -> Tensor:
         """Compute a step and store its KV; the callers move the sequences' lengths on.
@@ -279,6 +267,10 @@ class StepModel:
             self.error.zero_()  # the choice says which rows; nothing else of the step is wrong
         if not head and plane in self.lookahead:
             self.lookahead[plane].review()
+        self._n_steps += 1
+        if self._n_steps % STEPS_BETWEEN_REBASES == 0:
+            for experts in self._experts.values():
+                experts.rebase()
 
     def _attempt(
         self, rows: Sequence[StepRow], plane: Plane, draws: Sequence[Draw], *, head: bool
@@ -492,7 +484,7 @@ class StepModel:
             if self.ngrams is not None:
                 self.ngrams.set_row(i, row.sequence, position, row.token)
         if self._states is not None:
-            self._inputs.set_runs(_runs_of_head(rows) if head else _runs(rows))
+            self._inputs.set_runs(head_runs_of(rows) if head else runs_of(rows))
         for i, draw in enumerate(draws):
             self._inputs.set_draw(i, draw)
 
@@ -540,37 +532,6 @@ def _tables(layers: Iterable[object]) -> dict[int, Tensor]:
     """Tables that name the experts of tokens, by MoE layer."""
     ffns = (layer.ffn for layer in layers if isinstance(layer, StreamLaunches))
     return {ffn.moe_layer: ffn.table for ffn in ffns if ffn.table is not None}
-
-
-def _runs(rows: Sequence[StepRow]) -> list[list[int]]:
-    """The table of runs, as `kernels.triton.delta` has it; states move on to the rows' beginning.
-
-    Raises:
-        ValueError: as `pending_of`, or rows of a sequence do not follow each other.
-    """
-    lines: list[list[int]] = []
-    for i, row in enumerate(rows):
-        sequence, first = row.sequence, i - row.ahead
-        if first < 0 or any(other.sequence is not sequence for other in rows[first:i]):
-            raise ValueError("rows of a sequence with states must follow each other")
-        if row.ahead:
-            lines[first][-1] += 1
-            lines.append([lines[first][0], 0, row.ahead, 0])
-        else:
-            assert sequence.slot is not None, "a sequence of such a model has a slot"  # noqa: S101
-            lines.append([sequence.slot, pending_of(sequence.base, sequence.length), 0, 1])
-            sequence.base = sequence.length
-    return lines
-
-
-def _runs_of_head(rows: Sequence[StepRow]) -> list[list[int]]:
-    """The same for the MTP head, whose states, if it has some, lie where positions say."""
-    return [[row.sequence.slot or 0, 0, 0, 0] for row in rows]
-
-
-def most_rows(top_k: int) -> int:
-    """Rows that a step can have: a look-up takes so many pairs of a token and an expert."""
-    return min(MAX_ROWS, MOST_PAIRS // top_k)
 
 
 def _recorded(launch: Callable[[], None]) -> torch.cuda.CUDAGraph:

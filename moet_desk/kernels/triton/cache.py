@@ -24,7 +24,9 @@ MOST_PAIRS = 64
 """Pairs (token, chosen expert) of one step and layer."""
 
 STEPS_BETWEEN_REBASES = 1 << 20
-"""After so many steps call `rebase`: float32 warmth then still tells 1/100 of a half-life apart."""
+"""After so many steps call `rebase`: float32 warmth then still tells 1/100 of a half-life apart,
+and `now`, 32 bits wide, is far from its end.
+"""
 
 EXP2_TERMS = (0.69589012, 0.22486496, 0.07924492)
 """2**r = 1 + a r + b r^2 + c r^3 for r in 0..1, within 1.5e-4."""

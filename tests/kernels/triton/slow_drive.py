@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from moet_desk.engine.cuda.loader import CudaCore
-from moet_desk.engine.cuda.step import StepModel, StepRow
+from moet_desk.engine.cuda.step import StepModel
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.kernels.triton import fetch
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_reader import PackReader

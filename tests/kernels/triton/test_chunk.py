@@ -17,7 +17,7 @@ from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
 from moet_desk.engine.cuda.prefill import CudaPrefiller
-from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.handle import EngineOptions, GenerateRequest
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.kernels.triton.grouped import cut_batches

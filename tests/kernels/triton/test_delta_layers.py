@@ -14,7 +14,7 @@ from moet_desk.engine.cuda.chunk_buffers import Room
 from moet_desk.engine.cuda.delta import ChunkStates, DeltaBuffers, DeviceStates, GdnLaunches
 from moet_desk.engine.cuda.dense_weights import DenseLoader
 from moet_desk.engine.cuda.expert_stream import Reading
-from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.kv_cache import KvCache
 from moet_desk.engine.spec import Gdn

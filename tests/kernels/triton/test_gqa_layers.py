@@ -19,7 +19,7 @@ from moet_desk.engine.cuda.chunk_buffers import ChunkBuffers
 from moet_desk.engine.cuda.dense_weights import DenseLoader
 from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.loader import load as load_cuda
-from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.families import spec_for
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.kv_cache import KvCache

@@ -16,7 +16,7 @@ from torch import Tensor
 from moet_desk.engine.cuda import load_pools, pools
 from moet_desk.engine.cuda.loader import CudaCore
 from moet_desk.engine.cuda.loader import load as load_cuda
-from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.cuda.vram import CardMemory
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.kernels.triton.cache import forget

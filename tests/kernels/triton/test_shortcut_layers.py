@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moet_desk.engine.cuda.expert_stream import Reading
-from moet_desk.engine.cuda.step import StepRow, most_rows
+from moet_desk.engine.cuda.step_rows import StepRow, most_rows
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
 from tests.engine.oracle import loaded, logits_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moet_desk.engine.cuda.loader import load as load_cuda
-from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.handle import EngineOptions
 from moet_desk.engine.promotion import Promotion
 from moet_desk.store.pack_format import Plane

@@ -17,7 +17,7 @@ from moet_desk.engine.cuda import blocks, products, step, stream_chunk, streams
 from moet_desk.engine.cuda.draft import DeviceHead
 from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.loader import CudaCore
-from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.draft import CpuHead, state_of
 from moet_desk.engine.kv_cache import KvSequence
 from moet_desk.kernels.triton.dense import NormOf

@@ -1,13 +1,16 @@
-"""Steps whose rows come too late for one wait, on a device's launches, interpreted."""
+"""Steps over few slots on a device's launches, interpreted: rows that come too late for one wait,
+and clocks that are set back.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from moet_desk.engine.cuda import step
-from moet_desk.engine.cuda.step import StepRow
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.errors import MoetError
 from moet_desk.store.pack_format import Plane
 from tests.conftest import pack_source
@@ -51,3 +54,24 @@ def test_step__too_slow_for_all_attempts__fails_and_the_next_one_is_right(
             late = core.model.run([StepRow(7, sequence)], Plane.BASE).clone()
             assert again.count == 1  # what the failed one gave up on has come
         assert (core.model.run([StepRow(7, sequence)], Plane.BASE) == late).all()
+
+
+def test_steps__clocks_set_back_meanwhile__same_bits_and_slots(
+    pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for every in (step.STEPS_BETWEEN_REBASES, 2):
+        monkeypatch.setattr(step, "STEPS_BETWEEN_REBASES", every)
+        with on_device(pack, pool_slots=8, max_running=1) as core:
+            sequence, logits = core.kv.reserve(8), []
+            assert sequence is not None
+            before = int(core.residency._pools[Plane.BASE].tables.clock)
+            for token in (7, 21, 3, 9, 40):
+                logits.append(core.model.run([StepRow(token, sequence)], Plane.BASE).clone())
+                sequence.length += 1
+            tables = core.residency._pools[Plane.BASE].tables
+            found.append((torch.cat(logits), tables.slot_of.clone(), int(tables.clock) - before))
+    (want, slots, steps), (again, same, left) = found
+    assert torch.equal(want, again)
+    assert torch.equal(slots, same)
+    assert (steps, left) == (5, 1)
