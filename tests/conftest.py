@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples in every run; `bench.fuzz` looks for new ones.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Test processes run side by side: more threads each would only wait for one another, spinning.
 torch.set_num_threads(1)

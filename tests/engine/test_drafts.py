@@ -207,8 +207,8 @@ def wanted(demo_pack: Path) -> list[Answer]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(DRAFTS[0], id="mtp 3", marks=pytest.mark.slow),
-        pytest.param(DRAFTS[1], id="mtp 2, few slots"),
+        pytest.param(DRAFTS[0], id="mtp 3", marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(DRAFTS[1], id="mtp 2, few slots", marks=pytest.mark.slow),
         pytest.param(DRAFTS[2], id="lookup 4"),
     ],
 )

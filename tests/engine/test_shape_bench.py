@@ -506,6 +506,7 @@ def test_measure__guesses__steps_that_check_them_and_the_head() -> None:
     assert dense_read_bytes(setup.shape, 1) == dense_read_bytes(bare, 1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_measure__exact_steps__every_fp4_row_from_ram() -> None:
     setup = replace(tiny(RESERVE_BYTES + 2**27), plane=Plane.FINE, prefill=0, warm=0)

@@ -569,6 +569,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "offset 2**64-1": (one_tensor(offset=(1 << 64) - 1), "out of range"),
     "offset is odd": (one_tensor(offset=3), "multiple of 32"),
     "half a block": (one_tensor(kind=8, shape=(33,)), "not whole Q8_0 blocks"),
+    "no dimensions": (one_tensor(kind=8, shape=()), "rows of 1, not whole Q8_0 blocks"),
 }
 
 

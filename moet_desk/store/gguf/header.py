@@ -173,8 +173,9 @@ class _Reader:
         if not 0 < n_weights < _MAX_SIZE or offset >= _MAX_SIZE:
             raise damaged(self._file, f"tensor {name} has a size out of range")
         per_block, block_bytes = BLOCK_SIZES[dtype]
-        if (shape[-1] if shape else 1) % per_block:
-            reason = f"tensor {name} has rows of {shape[-1]}, not whole {dtype} blocks"
+        width = shape[-1] if shape else 1
+        if width % per_block:
+            reason = f"tensor {name} has rows of {width}, not whole {dtype} blocks"
             raise damaged(self._file, reason)
         return GgufEntry(name, dtype, shape, offset, n_weights // per_block * block_bytes)
 

@@ -187,6 +187,7 @@ def test_prefiller__turns_end_at_layers__other_steps_between_change_nothing(pack
         assert torch.equal(request.logits, want)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("pack", ["plain_rope"], indirect=True)
 def test_prefiller__balanced_and_unsure__last_token_and_its_kv_at_fp4(roomy: Roomy) -> None:

@@ -23,7 +23,9 @@ OPTIONS: dict[str, Any] = {"kv_format": "f32", "context": 64, "ram_bytes": 10**9
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plane", list(Plane), ids=lambda plane: plane.name)
-@pytest.mark.parametrize("config", ["v3_groups_yarn", "plain_rope"])
+@pytest.mark.parametrize(
+    "config", ["v3_groups_yarn", pytest.param("plain_rope", marks=pytest.mark.long)]
+)
 def test_step__tiny_model__equals_the_cpu_engine(config: str, plane: Plane, tmp_path: Path) -> None:
     save_source(random_model(CONFIGS[config], 0.25), tmp_path / "source")
     pack = pack_source(tmp_path / "source", tmp_path / "pack")
