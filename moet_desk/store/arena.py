@@ -34,7 +34,7 @@ ABSENT = -1
 
 @dataclass(slots=True)
 class ArenaCounters:
-    """Rows given out and bytes read since the start."""
+    """Rows given out, and bytes read for them, since the start."""
 
     from_ram: int = 0
     from_nvme: int = 0
@@ -152,7 +152,10 @@ class Arena:
             if not scan:
                 region.place_of_row.move_to_end(row)
             return region.rows[place]
-        return region.rows[self._read(region, plane, row, scan=scan)]
+        place = self._read(region, plane, row, scan=scan)
+        self.counters.from_nvme += 1
+        self.counters.bytes_read += region.stride
+        return region.rows[place]
 
     def holds(self, plane: Plane, row: int) -> bool:
         return row in self._regions[plane].place_of_row
@@ -178,7 +181,9 @@ class Arena:
     def preload(
         self, plane: Plane, rows: Iterable[int], *, progress: Callable[[int], None]
     ) -> None:
-        """Fill free places with `rows` in order; stops when the arena is full."""
+        """Fill free places with `rows` in order; stops when the arena is full. Nobody asked for
+        them, so they do not count.
+        """
         region = self._regions[plane]
         for row in rows:
             if not region.free:
@@ -301,8 +306,6 @@ class Arena:
             if place < region.places:
                 region.free.append(place)
             raise
-        self.counters.from_nvme += 1
-        self.counters.bytes_read += region.stride
         if place < region.places:
             region.place_of_row[row] = place
             region.table[row] = place
