@@ -131,10 +131,10 @@ class CudaResidency:
     def restore_heat(self, heat: Iterable[tuple[int, float]]) -> None:
         """Take over saved heat as the pools' warmth."""
         for pool in self._pools.values():
-            warmth = pool.tables.warmth.cpu()
+            warmth, now = pool.tables.warmth.cpu(), float(pool.tables.clock) / HALF_LIFE
             for row, value in heat:
                 if 0 <= row < warmth.numel() and value > 0:
-                    warmth[row] = float(np.log2(value))
+                    warmth[row] = float(np.log2(value)) + now
             pool.tables.warmth.copy_(warmth)
 
     # -- hot FP4 set (engine/hot_set.py) -----------------------------------------------------
