@@ -31,10 +31,10 @@ from moet_desk.store.pack_meta import (
     read_meta,
     unreadable,
 )
-from moet_desk.store.pack_rows import row_digest
 from moet_desk.store.quant_formats import decode
 from moet_desk.store.read_tensors import ReadFile
 from moet_desk.store.reads import open_again
+from moet_desk.store.row_parts import RowParts
 from moet_desk.store.row_table import RowTable
 from moet_desk.store.sources import TensorIndex
 from moet_desk.store.stored_tensors import Format
@@ -72,6 +72,7 @@ class PackReader:
         self._digests = digests
         self._fds = dict(fds)
         self._direct_fds = dict(direct_fds)
+        self._parts = RowParts()
 
     @classmethod
     def open(cls, path: Path, *, direct: bool = False) -> PackReader:
@@ -142,11 +143,15 @@ class PackReader:
         stride = self.meta.stride(plane)
         if not 0 <= row < self.meta.n_rows or len(view) != stride:
             raise ValueError(f"row {row} into {len(view)} bytes, stride {stride}")
+
+        def fill(part: memoryview, offset: int) -> None:
+            self._fill(plane, part, row * stride + offset)
+
         try:
-            self._fill(plane, view, row * stride)
+            digest = self._parts.read(fill, view)
         except OSError as error:
             raise self.unreadable_row(row, error.strerror or str(error)) from error
-        if verify and row_digest(view) != self._digests.of(plane, row):
+        if verify and digest != self._digests.of(plane, row):
             raise damaged_rows(self.path, self.meta, [(plane, row)])
 
     def expect(self, plane: Plane, row: int) -> None:
@@ -230,6 +235,7 @@ class PackReader:
 
     def close(self) -> None:
         """Close the files; nothing can be read any more."""
+        self._parts.close()
         _close(self._fds)
         _close(self._direct_fds)
         self._dense_file.close()

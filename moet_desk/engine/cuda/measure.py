@@ -70,7 +70,7 @@ PROMPTS = 4
 
 PROMPTS_S = 30.0
 
-TRACED_PROMPT_S = 5.0
+TRACED_PROMPT_S = 8.0
 """A prompt that takes longer is not traced: what the profiler keeps of it would take minutes."""
 
 

@@ -7,6 +7,7 @@ Owned by the thread that measures; `read_row` may be called by several at once.
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import time
@@ -26,6 +27,7 @@ from moet_desk.store.arena import plain_memory
 from moet_desk.store.durable import check_space
 from moet_desk.store.pack_format import Plane
 from moet_desk.store.pack_rows import row_digest
+from moet_desk.store.row_parts import RowParts
 from moet_desk.units import GIB
 
 FILE_BYTES = 4 * GIB
@@ -81,6 +83,7 @@ class SyntheticDrive:
         self._fds: dict[Plane, int] = {}
         self._cached: dict[Plane, int] = {}  # descriptors that read through the page cache
         self._reads_cached = False
+        self._parts = RowParts()
         self._digests: dict[Plane, list[bytes]] = {}
         self.direct = True
         for plane, count in places.items():
@@ -113,12 +116,17 @@ class SyntheticDrive:
             MoetError: MD-NVME-04.
         """
         stride, place = self.meta.stride(plane), row % len(self._digests[plane])
+        fd = (self._cached if self._reads_cached else self._fds)[plane]
+
+        def fill(part: memoryview, offset: int) -> None:
+            if os.preadv(fd, [part], place * stride + offset) != len(part):
+                raise OSError(errno.EIO, "the file ends before this row")
+
         try:
-            fds = self._cached if self._reads_cached else self._fds
-            n_read = os.preadv(fds[plane], [out], place * stride)
+            digest = self._parts.read(fill, out)
         except OSError as error:
             raise self.unreadable_row(row, error.strerror or str(error)) from error
-        if n_read != stride or row_digest(out) != self._digests[plane][place]:
+        if digest != self._digests[plane][place]:
             raise self.unreadable_row(row, "the bytes are not those that were written")
 
     @contextmanager
@@ -155,6 +163,7 @@ class SyntheticDrive:
 
     def close(self) -> None:
         """Remove the files."""
+        self._parts.close()
         for fds in (self._fds, self._cached):
             for fd in fds.values():
                 os.close(fd)

@@ -66,7 +66,7 @@ def test_steps__clocks_set_back_meanwhile__same_bits_and_slots(
             sequence, logits = core.kv.reserve(8), []
             assert sequence is not None
             before = int(core.residency._pools[Plane.BASE].tables.clock)
-            for token in (7, 21, 3, 9, 40):
+            for token in (7, 21, 3):
                 logits.append(core.model.run([StepRow(token, sequence)], Plane.BASE).clone())
                 sequence.length += 1
             tables = core.residency._pools[Plane.BASE].tables
@@ -74,4 +74,4 @@ def test_steps__clocks_set_back_meanwhile__same_bits_and_slots(
     (want, slots, steps), (again, same, left) = found
     assert torch.equal(want, again)
     assert torch.equal(slots, same)
-    assert (steps, left) == (5, 1)
+    assert (steps, left) == (3, 1)

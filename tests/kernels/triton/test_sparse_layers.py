@@ -56,6 +56,7 @@ def test_engine__prompt_in_chunks_then_a_step__near_the_cpu_engine(tmp_path: Pat
         assert torch.equal(mixed[1], together[0])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_engine__prompt_in_odd_chunks__every_row_near_the_cpu_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

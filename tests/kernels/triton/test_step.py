@@ -80,7 +80,7 @@ def test_step__rows_brought_ahead_for_the_next_layer__same_bits(tmp_path: Path) 
         sequence = core.kv.reserve(8)
         assert sequence is not None
         found = logits[lookahead] = []
-        for token in IDS:
+        for token in IDS[:2]:
             found.append(core.model.run([StepRow(token, sequence)], Plane.BASE).clone())
             sequence.length += 1
         brought, needed = core.pools[Plane.BASE].tables.ahead.sum(0).tolist()
