@@ -79,7 +79,7 @@ class HotSet:
         if budget is None or now_s < self._next_s:
             return 0
         fill = self._tier.fine_fill(idle=idle)
-        base_bytes = max(0, fill.base_bytes - self._base_bytes)  # a device's count wraps
+        base_bytes = fill.base_bytes - self._base_bytes
         elapsed_s = (now_s - self._last_s) * (IDLE_TIMES if idle else 1)
         self._allowance = self._allowance.later(budget, elapsed_s=elapsed_s, base_bytes=base_bytes)
         self._last_s, self._base_bytes = now_s, fill.base_bytes

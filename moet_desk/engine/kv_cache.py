@@ -159,6 +159,11 @@ class KvCache:
         return int(self._pages.shape[0])
 
     @property
+    def state_bytes(self) -> int:
+        """Of what `take_out` gives: the states, an MTP head's among them if it has one here."""
+        return self._state_bytes
+
+    @property
     def forgets(self) -> bool:
         """Whether a sequence cannot go back to any length."""
         return self.has_rings or bool(self._recurrent or self._slots)

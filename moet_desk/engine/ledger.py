@@ -100,7 +100,7 @@ def uses_between(
     more = after - before
     more[more < 0.02 + 0.005 * after] = 0.0  # float32 logarithms are no finer
     total = more.sum(axis=1)
-    lookups = np.maximum(lookups, 0)  # the device's counters wrap
+    lookups = np.maximum(lookups, 0)  # a count of 32 bits may begin anew
     share = np.divide(lookups, total, out=np.zeros_like(total), where=total > 0)
     uses: NDArray[np.float32] = (more * share[:, None]).astype(np.float32).reshape(-1)
     return uses

@@ -439,8 +439,8 @@ class Serving:
             str(part)
             for part in (
                 core.reader.meta.identity, core.device, core.kv.form.value, core.kv.n_layers,
-                core.dense_format.value, core.prefiller.chunk, core.prefiller.prompts.name,
-                options.activations,
+                core.kv.state_bytes, core.dense_format.value, core.prefiller.chunk,
+                core.prefiller.prompts.name, options.activations,
                 options.codebook.name, torch.get_num_threads(), torch.__version__, __version__,
             )
         )  # fmt: skip

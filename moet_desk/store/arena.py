@@ -40,7 +40,7 @@ ABSENT = -1
 
 @dataclass(slots=True)
 class ArenaCounters:
-    """Rows given out and bytes read since the start."""
+    """Rows given out, and bytes read for them, since the start."""
 
     from_ram: int = 0
     from_nvme: int = 0
@@ -158,7 +158,10 @@ class Arena:
             if not scan:
                 region.place_of_row.move_to_end(row)
             return region.rows[place]
-        return region.rows[self._read(region, plane, row, scan=scan)]
+        place = self._read(region, plane, row, scan=scan)
+        self.counters.from_nvme += 1
+        self.counters.bytes_read += region.stride
+        return region.rows[place]
 
     def holds(self, plane: Plane, row: int) -> bool:
         return row in self._regions[plane].place_of_row
@@ -184,7 +187,8 @@ class Arena:
     def preload(
         self, plane: Plane, rows: Iterable[int], *, progress: Callable[[int], None]
     ) -> None:
-        """Fill free places with `rows` in order; stops when the arena is full.
+        """Fill free places with `rows` in order; stops when the arena is full. Nobody asked for
+        them, so they do not count.
 
         Args:
             plane: whose rows.
@@ -194,13 +198,15 @@ class Arena:
         Raises:
             MoetError: as `bring`.
         """
-        region = self._regions[plane]
+        region, counters = self._regions[plane], self.counters
+        counted = counters.from_nvme, counters.bytes_read
         missing = [row for row in rows if row not in region.place_of_row][: len(region.free)]
         with ThreadPoolExecutor(PRELOADING, thread_name_prefix="io-load") as readers:
             for at in range(0, len(missing), PRELOADED_ROWS):
                 some = missing[at : at + PRELOADED_ROWS]
                 self.bring(plane, some, keep=(), run=readers)
                 progress(len(some) * region.stride)
+        counters.from_nvme, counters.bytes_read = counted
         self.forget_times()  # nobody waits for one of these; loading shows its own times
 
     def forget_times(self) -> None:
@@ -316,8 +322,6 @@ class Arena:
             if place < region.places:
                 region.free.append(place)
             raise
-        self.counters.from_nvme += 1
-        self.counters.bytes_read += region.stride
         if place < region.places:
             region.place_of_row[row] = place
             region.table[row] = place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moet_desk.engine.cuda import mailbox_server
 from moet_desk.engine.cuda.loader import fast_reading, load
 from moet_desk.engine.cuda.mailbox_server import MailboxServer
 from moet_desk.engine.cuda.pinned import PIECE_BYTES, PinnedMemory
@@ -185,6 +187,35 @@ def test_mailbox__read_fails__answered_as_failed_and_the_next_one_works(
     assert arena.counters.read_errors == 1
     assert ask(words, [33], kept=[]) == Answer.READ
     assert server.take_error() is None
+
+
+def test_close__a_read_that_does_not_end__is_not_waited_for(
+    demo_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drive that answers no more must not keep the program from ending."""
+    began, ends = threading.Event(), threading.Event()
+
+    def hanging(self: PackReader, plane: Plane, row: int, out: memoryview) -> None:
+        began.set()
+        ends.wait()
+
+    monkeypatch.setattr(PackReader, "read_row", hanging)
+    monkeypatch.setattr(mailbox_server, "CLOSE_S", 0.05)
+    reader, page = PackReader.open(demo_pack), mmap.mmap(-1, MAILBOX.n_bytes)
+    server = MailboxServer(page, Arena(reader, base_rows=6, fine_rows=4))
+    words = np.frombuffer(page, dtype=np.int32)
+    words[MAILBOX.rows : MAILBOX.rows + 2] = 3, 70
+    words[MAILBOX.n_rows], words[MAILBOX.posted] = 2, 1
+    assert began.wait(10)
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    closing.join(10)
+    in_time = not closing.is_alive()
+    ends.set()
+    closing.join()
+    server._thread.join()
+    reader.close()
+    assert in_time
 
 
 SHAPES = st.builds(

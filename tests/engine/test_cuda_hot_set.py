@@ -65,6 +65,17 @@ def test_turn__saved_heat__hottest_rows_lie_in_4_bit_slots(demo_pack: Path) -> N
         assert all(tiers[row // 32][row % 32] == Tier.FINE for row, _ in HOT)
 
 
+def test_restore_heat__steps_were_made_already__heat_is_what_was_saved(demo_pack: Path) -> None:
+    """Loading on a card makes some, of which clocks differ by pool."""
+    with loaded(demo_pack, fine_slots=36) as core:
+        for plane, clock in ((Plane.BASE, 10), (Plane.FINE, 5)):
+            core.pools[plane].tables.clock.fill_(clock)
+        core.residency.restore_heat(HOT)
+        assert core.residency.hottest() == HOT
+        fine = core.residency._warmth(Plane.FINE)
+        assert np.exp2(fine)[HOT[0][0]] == pytest.approx(HOT[0][1])
+
+
 def test_promote__taken_slots__the_replaced_rows_lose_theirs(demo_pack: Path) -> None:
     with loaded(demo_pack, fine_slots=36) as core:
         core.residency.promote([Promotion(row) for row in range(36)])

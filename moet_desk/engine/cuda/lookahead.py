@@ -111,7 +111,9 @@ class Lookahead:
         if self._steps < _REVIEW_STEPS:
             return
         counts = torch.stack([pool.tables.ahead.sum(0) for pool in self._pools]).sum(0).tolist()
-        brought, needed = (now - then for now, then in zip(counts, self._counted, strict=True))
+        # The device's numbers are 32 bits wide and begin anew.
+        pairs = zip(counts, self._counted, strict=True)
+        brought, needed = ((now - then) % 2**32 for now, then in pairs)
         self.most.fill_(self._control.note(brought, needed, self._steps))
         self._steps, self._counted = 0, tuple(counts)
 

@@ -29,6 +29,9 @@ READERS = 8
 """Threads that read rows side by side (prior art: a single reader gets a third of a drive's rate).
 """
 
+CLOSE_S = 1.0
+"""How long the end of the server waits for a read."""
+
 _IDLE_S = 0.0005
 """Between looks while no step is announced; during one the thread looks all the time."""
 
@@ -77,10 +80,12 @@ class MailboxServer:
         return True
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads; one whose read does not end is left to itself."""
         self._stop.set()
-        self._thread.join()
-        self._readers.shutdown()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            log.warning("a read for a step has not ended and is left behind")
+        self._readers.shutdown(wait=False)
 
     def _serve(self) -> None:
         last = int(self._words[MAILBOX.done])

@@ -26,6 +26,7 @@ from moet_desk.kernels.triton.cache import (
     claim,
     forget,
     grow,
+    let_go,
     lookup,
     rebase,
     release,
@@ -288,6 +289,11 @@ class PoolExperts:
             pool.arena.place_of.copy_(table)
         if self._mailbox is not None:
             self._mailbox.waited.zero_()
+
+    def let_go(self) -> None:
+        """Launch what lets the next look-up take slots of all rows that were looked up before."""
+        for pool in self._pools:
+            let_go(pool.tables)
 
     def rebase(self) -> None:
         """Between steps, now and then: set the clocks of all tables back (`cache.rebase`)."""

@@ -31,8 +31,51 @@ PROMOTED_BYTES_PER_S = GIB
 STORIES_EVERY_S = 0.2
 """Between two looks at what happened to each expert: 0.35 ms for 11,000 of them (2026-11-30)."""
 
+RECENT_LOOKUPS = 2048
+"""Window of the shares shown, in look-ups of a layer: 256 tokens that use 8 experts there."""
+
 _LOOKUPS, _HITS, _MISSES, _EVICTIONS, _AHEAD = range(5)
 """Columns of `_counts`."""
+
+
+class _Totals:
+    """Counters of a device, 32 bits wide, as numbers that go on when those begin anew."""
+
+    def __init__(self) -> None:
+        self._seen: NDArray[np.int64] | None = None
+
+    def of(self, seen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The totals, now that the device has counted so far. Often enough: before any of them has
+        counted 2^32 more.
+        """
+        if self._seen is None:
+            self._seen = np.zeros_like(seen)
+            self._sums = np.zeros_like(seen)
+        self._sums += (seen - self._seen) % 2**32
+        self._seen = seen
+        return self._sums.copy()
+
+
+class _Recent:
+    """Parts of recent look-ups [..., P], from totals of each part. What is `window` look-ups ago
+    counts for a third.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._seen: NDArray[np.int64] | None = None
+
+    def of(self, totals: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The parts, now that the totals are these."""
+        if self._seen is None:
+            self._seen, self._parts = np.zeros_like(totals), np.zeros(totals.shape)
+        more = np.maximum(totals - self._seen, 0)
+        count = more.sum(-1, keepdims=True)
+        keep = (1.0 - 1.0 / self._window) ** count
+        # As if they had come one by one, each of them a little of every part.
+        self._parts = self._parts * keep + more * (1.0 - keep) * self._window / np.maximum(count, 1)
+        self._seen = totals
+        return self._parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +113,9 @@ class CudaResidency:
         self._began = time.monotonic()
         self._ledger = Ledger(len(moe_layers) * self._n_experts, exact=False)
         self._told: _Picture | None = None
+        self._totals = {plane: (_Totals(), _Totals()) for plane in self._pools}
+        self._by_layer = _Recent(RECENT_LOOKUPS)
+        self._by_tier = _Recent(RECENT_LOOKUPS * len(moe_layers))
 
     @property
     def wait_s(self) -> float:
@@ -85,10 +131,10 @@ class CudaResidency:
     def restore_heat(self, heat: Iterable[tuple[int, float]]) -> None:
         """Take over saved heat as the pools' warmth."""
         for pool in self._pools.values():
-            warmth = pool.tables.warmth.cpu()
+            warmth, now = pool.tables.warmth.cpu(), float(pool.tables.clock) / HALF_LIFE
             for row, value in heat:
                 if 0 <= row < warmth.numel() and value > 0:
-                    warmth[row] = float(np.log2(value))
+                    warmth[row] = float(np.log2(value)) + now
             pool.tables.warmth.copy_(warmth)
 
     # -- hot FP4 set (engine/hot_set.py) -----------------------------------------------------
@@ -174,7 +220,8 @@ class CudaResidency:
                 old.generations[i] + (tier_rows[i] != old.tiers[i] or heat_rows[i] != old.heat[i])
                 for i in range(n_layers)
             )
-        shares = tuple(float(c[_HITS] / c[_LOOKUPS]) if c[_LOOKUPS] else None for c in counts)
+        recent = self._by_layer.of(counts[:, (_HITS, _MISSES)])
+        shares = tuple(float(hits / (hits + m)) if hits + m else None for hits, m in recent)
         self._view = CacheView(
             self._moe_layers, self._n_experts, tier_rows, heat_rows, generations, shares,
             stories=self._stories(tiers, heat, counts[:, _LOOKUPS]),
@@ -244,15 +291,14 @@ class CudaResidency:
         )
 
     def tier_share(self) -> tuple[float, float, float, float] | None:
-        """Share of all look-ups that each tier answered, in the order of `Tier`."""
-        counters = self.counters(step_s=0.0)
-        fine = counters.hits_fine
-        total = counters.lookups + fine
-        if not total:
+        """Share of recent look-ups of steps that each tier answered, in the order of `Tier`."""
+        base, fine = (self._counts(plane).sum(0) for plane in (Plane.BASE, Plane.FINE))
+        nvme, missed = self._arena.counters.from_nvme, base[_MISSES] + fine[_MISSES]
+        totals = np.array([nvme, missed - nvme, base[_HITS], fine[_HITS]])
+        parts = self._by_tier.of(totals)
+        if not parts.sum():
             return None
-        nvme, ram = counters.from_nvme, max(0, counters.from_ram)
-        parts = (nvme, ram, counters.hits_base, fine)
-        return tuple(part / max(1, sum(parts)) for part in parts)  # type: ignore[return-value]
+        return tuple((parts / parts.sum()).tolist())
 
     def _counts(self, plane: Plane) -> NDArray[np.int64]:
         """By layer: look-ups, hits, misses, evictions, and rows that were brought ahead. One that a
@@ -260,9 +306,11 @@ class CudaResidency:
         """
         if plane not in self._pools:
             return np.zeros((len(self._moe_layers), 5), np.int64)
-        tables = self._pools[plane].tables
-        ahead = tables.ahead.cpu().numpy().astype(np.int64)
-        counts = tables.counters.cpu().numpy().astype(np.int64)
+        tables, totals = self._pools[plane].tables, self._totals[plane]
+        counts, ahead = (
+            total.of(of_device.cpu().numpy().astype(np.int64))
+            for total, of_device in zip(totals, (tables.counters, tables.ahead), strict=True)
+        )
         brought, needed = ahead[:, :1], ahead[:, 1:]
         moved = np.concatenate([0 * needed, -needed, needed, 0 * needed], 1)
         return np.concatenate([counts + moved, brought - needed], 1)

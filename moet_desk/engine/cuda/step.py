@@ -386,6 +386,7 @@ class StepModel:
         """All launches of the MTP head, from the input lines to the logits."""
         head, b, t = self.head, self.buffers, slice(0, rows)
         assert head is not None, "`guess` looked"  # noqa: S101
+        self._experts[plane].let_go()  # between two steps its look-ups all have one `now`
         ids, positions, lengths, table = self._inputs.unpack(rows)
         rotation = Rotation(positions, self.cos, self.sin, self.interleaved)
         embed(ids, self.embedding, b.x[t])

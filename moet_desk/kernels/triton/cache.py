@@ -334,7 +334,7 @@ def lookup(
         ids: int32 [T, K], distinct within a token; below 0 for a pair that does not count.
         tables: changed in place.
         layer: MoE layer, from 0. A (step, layer) must come only once, or its calls must together
-            fit the pool.
+            fit the pool, or `let_go` must come between them.
         out: written.
         ends_step: the clock moves on; for the last look-up of a step.
         before: layers right before this one whose rows are still needed in this step, so that their
@@ -454,6 +454,11 @@ def warm_as(tables: GpuTables, other: GpuTables, rows: Sequence[int]) -> None:
     index = torch.tensor(rows, dtype=torch.int64, device=tables.owner.device)
     ahead = (tables.clock - other.clock).float() / HALF_LIFE
     tables.warmth[index] = torch.maximum(tables.warmth[index], other.warmth[index] + ahead)
+
+
+def let_go(tables: GpuTables) -> None:
+    """Let the look-ups that follow take any slot, at whatever `now` it was used: one launch."""
+    tables.last_used.clamp_(max=0)  # those of a `now` are above 0, FREE stays
 
 
 def rebase(tables: GpuTables) -> None:

@@ -203,14 +203,17 @@ def _post_kernel(
     missing = i < tl.load(miss_n)
     row = tl.load(miss_row + i, mask=missing, other=0)
     place = tl.load(place_of + row, mask=missing, other=0)
-    late = (missing & (place < 0)).to(tl.int32)
-    kept = (missing & (place >= 0)).to(tl.int32)
+    failed = tl.load(error)
+    # Once a step gave up, the host may be reading other rows into places that are known here.
+    here = (place >= 0) & (failed == 0)
+    kept = (missing & here).to(tl.int32)
+    late = missing.to(tl.int32) - kept
     at = tl.cumsum(late, 0) - 1
     n_late = tl.sum(late, 0)
     tl.store(late_row + at, row, mask=late > 0)
     tl.store(late_slot + at, tl.load(miss_slot + i, mask=late > 0), mask=late > 0)
     tl.store(late_n, n_late)
-    if (n_late > 0) & (tl.load(error) == 0):
+    if (n_late > 0) & (failed == 0):
         words = box.to(tl.int64).to(tl.pointer_type(tl.int32))
         tl.store(words + _ROWS + at, row, mask=late > 0)
         tl.store(words + _KEPT + tl.cumsum(kept, 0) - 1, row, mask=kept > 0)
@@ -314,7 +317,9 @@ def post(
 ) -> None:
     """List the missing rows that are on disk and, if there are any, ask the host for them.
 
-    The base rows of layer 0 begin a step: its time to wait starts anew.
+    The base rows of layer 0 begin a step: its time to wait starts anew. In a step that failed, all
+    missing rows are listed and nobody is asked: `wait` empties their slots, whatever `fetch` put
+    there.
     """
     _post_kernel[(1,)](
         mailbox.address, mailbox.sequence, mailbox.late_n, mailbox.late_row, mailbox.late_slot,
@@ -332,8 +337,9 @@ def wait(
 
     If the host cannot read them or the step has waited too long, the error word gets a bit, the
     rows' slots become free again and `late_n` 0; later waits of the step then do not spin. The host
-    may still be reading into places whose change the device did not note: before the next step it
-    writes `arena.place_of` anew.
+    may still be reading into places whose change the device did not note: the step's later layers
+    keep no row that was fetched from the arena, and before the next step the host writes
+    `arena.place_of` anew.
     """
     _wait_kernel[(1,)](
         mailbox.address, mailbox.sequence, mailbox.late_n, mailbox.late_row, mailbox.late_slot,

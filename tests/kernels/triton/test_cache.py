@@ -17,6 +17,7 @@ from moet_desk.kernels.triton.cache import (
     claim,
     forget,
     grow,
+    let_go,
     lookup,
     rebase,
     release,
@@ -120,6 +121,21 @@ def test_lookup__rows_of_a_later_time_than_now__may_go() -> None:
     check_lookup(torch.tensor([[0, 1]], dtype=torch.int32), tables, 2, ends_step=False)
     check_lookup(torch.tensor([[5, 6]], dtype=torch.int32), tables, 0, ends_step=False)
     assert resident(tables) == {5, 6}
+
+
+def test_let_go__look_ups_of_one_now__do_not_need_the_slots_of_all() -> None:
+    """The MTP head looks up for one guess after another until the clock moves on."""
+    tables = GpuTables.empty(3, 32, 12, device="cpu")
+    claim(tables, range(70, 74))
+    for first in (0, 8, 16, 24, 0):
+        let_go(tables)
+        ids = torch.arange(first, first + 8, dtype=torch.int32).view(2, 4)
+        check_lookup(ids, tables, 2, ends_step=False)
+        assert int((tables.last_used > 0).sum()) == 8
+    let_go(tables)
+    release(tables, [3])
+    let_go(tables)
+    assert tables.last_used.tolist() == [0] * 3 + [-1] + [0] * 8
 
 
 def test_lookup__pairs_that_do_not_count__left_out() -> None:

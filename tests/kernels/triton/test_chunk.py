@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moet_desk import plan
 from moet_desk.engine.cuda import chunk_sizes, expert_stream
 from moet_desk.engine.cuda.expert_stream import Reading
 from moet_desk.engine.cuda.loader import CudaCore
@@ -113,6 +114,7 @@ def test_chunks__small_tiers__same_bits(
     with on_device(pack, pool_slots=least, fine_slots=least) as core:
         for reading in (Reading.FAST, Reading.EXACT, Reading.FAST):
             assert torch.equal(read_anew(core, reading), want[reading])
+    monkeypatch.setattr(plan, "STEP_ROWS", 2)  # else RAM holds all rows of so few
     with on_device(pack, pool_slots=least, fine_slots=least, arena_rows=1) as core:
         assert torch.equal(read_anew(core, Reading.FAST_FP4), want[Reading.FAST_FP4])
         counters = core.residency.counters(step_s=0.0)

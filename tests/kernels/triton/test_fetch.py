@@ -211,3 +211,21 @@ def test_mailbox_layout__words__apart_and_within_a_page() -> None:
     assert all(b - a >= MAILBOX.most_rows for a, b in pairwise(ends))
     assert MAILBOX.done * 4 % 64 == 0
     assert MAILBOX.n_bytes == 4096
+
+
+def test_step__gave_up__later_layers_take_no_place_that_it_may_have_lost(world: World) -> None:
+    """The host gives row 3's place to another one, whose read then fails or comes too late: the
+    device still believes that row 3 lies there.
+    """
+
+    class Overwriting(Host):
+        def _read(self, request: Request) -> tuple[list[int], list[int]]:
+            world.places[int(world.arena.place_of[3])] = world.rows[request.rows[0]]
+            return [], []
+
+    with Overwriting(world, status=Answer.FAILED):
+        world.step([2, 9])
+    world.step([3, 5])  # of the same step
+    assert int(world.mailbox.error) == READ_FAILED
+    world.check_pool()
+    assert world.tables.slot_of[[3, 5]].tolist() == [-1, -1]

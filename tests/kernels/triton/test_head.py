@@ -10,6 +10,7 @@ import torch
 
 from moet_desk.engine.cuda.draft import DeviceHead
 from moet_desk.engine.cuda.head import halves
+from moet_desk.engine.cuda.step_rows import StepRow
 from moet_desk.engine.draft import CpuHead, state_of
 from moet_desk.engine.handle import GenerateRequest
 from moet_desk.engine.sampling import Chosen, Draw
@@ -112,6 +113,24 @@ def test_head__prompt_in_chunks_and_steps__near_the_cpu_engine(pack: Path) -> No
         assert (found[0] - want_state).abs().max() < 2e-3 * want_state.std()
         assert guess == int(logits.argmax())
         assert state.sequence.length == len(IDS) - 1
+
+
+@pytest.mark.slow
+def test_head__guesses_between_two_steps__each_may_take_the_slots_of_those_before(
+    pack: Path,
+) -> None:
+    """Else there are soon none left where they are few, and the look-up looks for one for ever."""
+    with on_device(pack, drafts="mtp") as core:
+        sequence = core.kv.reserve(4)
+        assert sequence is not None
+        tables, top_k = core.pools[Plane.BASE].tables, core.spec.moe_ffn.router.top_k
+        asked: set[int] = set()
+        for token, states in zip((5, 200, 77), torch.randn(3, 1, core.spec.hidden), strict=True):
+            core.model.guess([StepRow(token, sequence)], Plane.BASE, states)
+            in_use = tables.owner[tables.last_used > 0].tolist()
+            assert len(in_use) == top_k
+            asked.update(in_use)
+        assert len(asked) > top_k
 
 
 @pytest.mark.long

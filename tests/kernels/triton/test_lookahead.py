@@ -217,3 +217,15 @@ def test_review__hardly_anything_was_needed__nothing_more_is_brought() -> None:
         assert int(steps.lookahead.most) == K
         steps.lookahead.review()
     assert int(steps.lookahead.most) == 0
+
+
+def test_review__counters_of_the_device_began_anew__decides_as_ever() -> None:
+    steps = Steps(12, (Plane.BASE,), ahead=True)
+    ahead = steps.pools[0].tables.ahead
+    ahead[1] = 2**31 - 100
+    for more in (0, 500):
+        ahead[1] += torch.tensor([more, 0], dtype=torch.int32)
+        for _ in range(64):
+            steps.lookahead.review()
+    assert int(ahead[1, 0]) < 0
+    assert int(steps.lookahead.most) == 0
