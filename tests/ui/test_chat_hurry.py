@@ -1,4 +1,4 @@
-"""Keys and clicks that come before the screen has drawn what the last ones changed."""
+"""Keys and clicks that come before what the last ones changed is drawn or in its place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from textual.widgets import Input
+from textual.widgets import Input, TextArea
 
 from moet_desk.engine.scripted import Script
 from moet_desk.ui.widgets.blocks import Block
@@ -112,3 +112,26 @@ async def test_find__another_chat_is_opened__its_line_closes() -> None:
         await stage.settle(pilot)
         assert stage.app.chat.query_one(FindLine).query_one(Input).value == "first"
         assert "nothing found" in dump(stage.app)
+
+
+@pytest.mark.parametrize("n_lines", [4, 8])
+@pytest.mark.parametrize("in_options", [False, True])
+async def test_undo__the_last_line_goes_and_the_scroll_bar_with_it__the_app_goes_on(
+    n_lines: int, in_options: bool
+) -> None:
+    stage = Stage(Script(answers=ANSWERS))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        if in_options:
+            await pilot.press("ctrl+s")
+            await stage.settle(pilot)
+        area = stage.app.screen.query_one(TextArea)
+        area.focus()
+        for _ in range(n_lines):
+            await pilot.press("a", "enter" if in_options else "ctrl+j")
+        await pilot.press("ctrl+z")
+        await stage.settle(pilot)
+        assert area.text == "a\n" * (n_lines - 1) + "a"
+        assert area.cursor_location == (n_lines - 1, 1)
+        await pilot.press("ctrl+y", "ctrl+z", "b")
+        assert area.text.endswith("a\nab")
