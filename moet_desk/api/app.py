@@ -357,10 +357,12 @@ async def _moet_error(http: Request, error: Exception) -> JSONResponse:
 
 
 async def _http_error(http: Request, error: Exception) -> JSONResponse:
-    status = error.status_code if isinstance(error, HTTPException) else 404
+    status, headers = 404, None
+    if isinstance(error, HTTPException):
+        status, headers = error.status_code, error.headers  # a 405 says what is allowed
     problem = fail("MD-API-10", address=f"{http.method} {http.url.path}")
     call_of(http.scope).failed(problem)
-    return error_response(problem, http.url.path, status=status)
+    return error_response(problem, http.url.path, status, headers)
 
 
 async def _client_gone(http: Request, error: Exception) -> Response:

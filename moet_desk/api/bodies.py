@@ -71,6 +71,7 @@ def model_body(model: ModelInfo, name: str, *, created: int) -> dict[str, Any]:
         "type": "model",
         "display_name": model.name,
         "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
+        "lifecycle": "active",
         "context_length": model.context,
         "max_model_len": model.context,
         "family": model.family,

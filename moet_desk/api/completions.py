@@ -176,6 +176,7 @@ class CompletionWriter:
     ) -> None:
         self._shared = shared
         self._echoes = echoes
+        self._n_prompts = len(request.prompts)
         self._wants_logprobs = request.logprobs is not None
         self._wants_usage = request.wants_usage
         self._places: dict[int, _Places] = {}
@@ -183,7 +184,7 @@ class CompletionWriter:
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """See `relay.Writer`."""
         choices = [self._choice(answer, self._echo(answer) + answer.text()) for answer in answers]
-        usage = usage_body(total_usage(answers))
+        usage = usage_body(total_usage(answers, self._n_prompts))
         return self._shared.wrap("text_completion", choices, usage=usage)
 
     def start(self, answers: Sequence[Answer]) -> bytes:
@@ -201,7 +202,7 @@ class CompletionWriter:
         """See `relay.Writer`."""
         if not self._wants_usage:
             return DONE
-        usage = usage_body(total_usage(answers))
+        usage = usage_body(total_usage(answers, self._n_prompts))
         return sse(self._shared.wrap("text_completion", [], usage=usage)) + DONE
 
     def failed(self, error: MoetError) -> bytes:

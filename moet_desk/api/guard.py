@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -128,9 +129,14 @@ def check_key(headers: Headers, options: EndpointOptions) -> None:
 _RETRY_AFTER_S = {"MD-ENG-06": 1, "MD-ENG-07": 5}  # full now; loading takes longer
 
 
-def error_response(error: MoetError, path: str, status: int | None = None) -> JSONResponse:
+def error_response(
+    error: MoetError,
+    path: str,
+    status: int | None = None,
+    more_headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
     """An error as HTTP response, in the words of the protocol that `path` belongs to."""
-    headers = {}
+    headers = dict(more_headers or {})
     if error.spec.http == 401:
         headers["www-authenticate"] = "Bearer"
     if error.code in _RETRY_AFTER_S:

@@ -132,17 +132,20 @@ def _finish_word(finished: Finished, deltas: Deltas) -> str:
     return finished.reason.value
 
 
-def total_usage(answers: Sequence[Answer]) -> Usage:
-    """Counts of all answers of a call; the prompt counts once."""
+def total_usage(answers: Sequence[Answer], n_prompts: int = 1) -> Usage:
+    """Counts of all answers of a call, which are in the order of its prompts. Each prompt counts
+    once, however many answers it has.
+    """
     each = [answer.finished.usage for answer in answers if answer.finished is not None]
     first = each[0]
     if len(each) == 1:
         return first
     balanced = first.rerun_tokens is not None
+    of_prompts = each[:: len(each) // n_prompts]
     return Usage(
-        prompt_tokens=first.prompt_tokens,
+        prompt_tokens=sum(usage.prompt_tokens for usage in of_prompts),
         completion_tokens=sum(usage.completion_tokens for usage in each),
-        cached_tokens=first.cached_tokens,
+        cached_tokens=sum(usage.cached_tokens for usage in of_prompts),
         rerun_tokens=sum(usage.rerun_tokens or 0 for usage in each) if balanced else None,
         rerun_s=sum(usage.rerun_s or 0.0 for usage in each) if balanced else None,
         opportunistic=first.opportunistic,

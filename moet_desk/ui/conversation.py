@@ -6,7 +6,8 @@ its text is saved every second, so a killed process loses at most that. UI threa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -201,22 +202,36 @@ class Conversation:
         return True
 
     def edit(self, turn: Turn, draft: Draft) -> bool:
-        """Send a message of the user again in other words, on a branch of its own. False: an answer
-        is being written, or no model is ready.
+        """Send a message of the user again in other words, on a branch of its own, wherever the
+        message is. False: an answer is being written, or no model is ready.
 
         Raises:
             MoetError: the store cannot take it; nothing was sent.
         """
-        if self.busy or self._bridge.phase is not Phase.READY or turn not in self.turns:
+        if self.busy or self._bridge.phase is not Phase.READY or turn.id not in self._tree:
             return False
-        kept = self.turns
-        self.turns = kept[: kept.index(turn)]
-        try:
+        before = self._tree.path_to(turn.id)[:-1]
+        with self._branching(before, asked_at=len(before)):
             self._start(draft)
-        except MoetError:
-            self.turns = kept
-            raise
         return True
+
+    @contextmanager
+    def _branching(self, turns: list[Turn], *, asked_at: int) -> Iterator[None]:
+        """What is added goes on from these; the branch comes back if the store cannot take it.
+
+        Args:
+            turns: where it goes on.
+            asked_at: where the message is that is answered; what is left out may not reach it.
+        """
+        kept = self.turns, self.forgotten
+        self.turns = turns
+        if self.forgotten > asked_at:
+            self.forgotten = 0
+        try:
+            yield
+        except MoetError:
+            self.turns, self.forgotten = kept
+            raise
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -314,17 +329,14 @@ class Conversation:
         """
         if self.busy or self._bridge.phase is not Phase.READY or not self.turns:
             return False
+        if turn is not None and turn not in self.turns:
+            return False
         at = len(self.turns) - 1 if turn is None else self.turns.index(turn)
         end = at if self.turns[at].role == "assistant" else at + 1
         if end == 0 or self.turns[end - 1].role != "user":
             return False
-        kept = self.turns
-        self.turns = kept[:end]
-        try:
+        with self._branching(self.turns[:end], asked_at=end - 1):
             self._answer()
-        except MoetError:
-            self.turns = kept
-            raise
         return True
 
     def forget_oldest(self) -> int:

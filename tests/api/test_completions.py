@@ -51,14 +51,19 @@ def test_request__all_parameters__reach_the_engine(
 def test_several_prompts_and_answers__numbered_and_counted(
     client: openai.OpenAI, engine: FakeEngine, stream: bool
 ) -> None:
-    answer = ask(client, ["p", "q"], n=2, seed=8, stream=stream)
-    choices = [c for chunk in answer for c in chunk.choices] if stream else answer.choices
+    counted = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = ask(client, ["p", "q"], n=2, seed=8, stream=stream, **counted)
+    chunks = list(answer) if stream else [answer]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
     texts: dict[int, str] = {}
     for choice in choices:
         texts[choice.index] = texts.get(choice.index, "") + choice.text
     assert texts == dict.fromkeys(range(4), "Hello")
     assert [got.prompt for got in engine.requests] == ["p", "p", "q", "q"]
     assert [got.sampling.seed for got in engine.requests] == [8, 9, 8, 9]
+    # Every prompt has 7 tokens and counts once, every answer 2.
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (14, 8, 22)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -141,6 +141,7 @@ def test_models__listed_in_this_protocol_too(claude: anthropic.Anthropic) -> Non
     (listed,) = claude.models.list(limit=5)
     assert (listed.id, listed.type, listed.display_name) == ("fake", "model", "fake")
     assert listed.created_at.year > 2020
+    assert listed.lifecycle == "active"
 
 
 def test_key__as_this_client_sends_it(endpoint: Any, claude: anthropic.Anthropic) -> None:

@@ -37,6 +37,7 @@ def test_text__whole_and_streamed__are_the_same(client: openai.OpenAI, engine: F
     answer = ask(client, instructions="Be brief.", metadata={"a": "b"})
     assert (answer.status, answer.output_text) == ("completed", "한국어 글자 😀 done")
     assert (answer.usage.input_tokens, answer.usage.total_tokens) == (7, 20)
+    assert answer.usage.input_tokens_details.cache_write_tokens == 0
     assert (answer.instructions, answer.metadata) == ("Be brief.", {"a": "b"})
     events = list(ask(client, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from moet_desk.api.guard import EndpointOptions
@@ -259,6 +260,22 @@ def test_unknown_address__error_object(
     got, answer = get(endpoint, path, method=method)
     assert got == status
     assert answer["error"]["moet_code"] == "MD-API-10"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", {"POST"}),
+        ("POST", "/health", {"GET", "HEAD"}),
+        ("POST", "/v1/responses/resp_1", {"GET", "HEAD", "DELETE"}),
+    ],
+)
+def test_wrong_method__says_what_is_allowed(
+    endpoint: Endpoint, method: str, path: str, allowed: set[str]
+) -> None:
+    answer = httpx.request(method, endpoint.address + path)
+    assert answer.status_code == 405
+    assert set(answer.headers["allow"].split(", ")) == allowed
 
 
 def test_health__counts_requests(endpoint: Endpoint) -> None:

@@ -205,6 +205,24 @@ async def test_ctrl_c__selection_then_stop_then_quit() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("key", "columns"), [("f2", 4), ("f5", 2), ("f5", 1)])
+async def test_window_of_no_columns_to_speak_of__the_app_goes_on(key: str, columns: int) -> None:
+    """A pane of a terminal that is dragged shut, and open again."""
+    stage = Stage(Script(answers=("One two.",)))
+    async with stage.open() as pilot:
+        await stage.ready(pilot)
+        await pilot.press(key)
+        await stage.settle(pilot)
+        before = dump(stage.app)
+        await pilot.resize_terminal(columns, 24)
+        await stage.settle(pilot)
+        assert dump(stage.app) != before
+        await pilot.resize_terminal(80, 24)
+        await stage.settle(pilot)
+        assert dump(stage.app) == before
+
+
+@pytest.mark.asyncio
 async def test_small_window__notice_while_everything_goes_on() -> None:
     stage = Stage(Script(answers=("Written behind the notice.",)))
     async with stage.open(40, 12) as pilot:

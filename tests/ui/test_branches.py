@@ -97,6 +97,44 @@ def test_retry__an_earlier_answer__what_followed_stays_behind_the_old_one() -> N
     assert talk.context_used == used
 
 
+def test_edit__a_message_of_another_branch__sent_beside_it() -> None:
+    desk = Desk(Script(answers=("A.", "B.", "C.", "D.")))
+    talked(desk, "one", "two")
+    talk = desk.conversation
+    two = talk.turns[2]
+    assert talk.edit(talk.turns[0], Draft("uno"))
+    desk.finish()
+    assert two not in talk.turns
+    assert talk.edit(two, Draft("due"))
+    desk.finish()
+    assert texts(desk) == ["one", "A.", "due", "D."]
+    assert talk.branch_of(talk.turns[2]) == (2, 2)
+
+
+def sent(desk: Desk) -> list[str]:
+    return [str(message["content"]) for message in desk.conversation.request().messages or ()]
+
+
+def test_oldest_left_out__an_older_message_is_answered_again__is_sent() -> None:
+    """What is left out of a long branch may not be all of a shorter one."""
+    desk = Desk(Script(answers=("A.", "B.", "C.", "D.", "E.", "F.")))
+    talked(desk, "one", "two", "three")
+    talk = desk.conversation
+    one, two, three = talk.turns[::2]
+    talk.forget_oldest()
+    assert sent(desk) == ["three", "C."]
+    assert talk.edit(three, Draft("tre"))
+    desk.finish()
+    assert sent(desk) == ["tre", "D."]
+    assert talk.retry(two)
+    desk.finish()
+    assert sent(desk) == ["one", "A.", "two", "E."]
+    talk.forget_oldest()
+    assert talk.edit(one, Draft("uno"))
+    desk.finish()
+    assert sent(desk) == ["uno", "F."]
+
+
 def test_edit__store_is_full__nothing_sent_and_the_branch_stays() -> None:
     class Full(FakeChats):
         full = False

@@ -258,6 +258,8 @@ class ChatScreen(ChatView):
 
     async def _show_other_chat(self) -> None:
         self._edited = None
+        self._found = []  # of the chat that was open
+        self.query_one(FindLine).display = False
         self._put_draft(self._conversation.draft)
         await self._draw_chat()
         self.prompt.focus()
@@ -371,6 +373,8 @@ class ChatScreen(ChatView):
             await self._move(self.transcript.cursor, by)
 
     async def _move(self, turn: Turn, by: int) -> None:
+        if turn not in self._conversation.turns:
+            return  # a second click, on a block that is about to leave
         at = self._conversation.turns.index(turn)
         if self._conversation.move(turn, by):
             await self._draw_turns()

@@ -14,6 +14,7 @@ from textual.widgets import Button, Input, Static, TextArea
 from moet_desk.engine.handle import ModelInfo, Quality
 from moet_desk.ui.chat_records import Wishes
 from moet_desk.ui.theme import Glyphs
+from moet_desk.ui.widgets.text_field import TextField
 from moet_desk.ui.wish_fields import FIELDS, QUALITIES, WishField, effort_choices
 
 
@@ -89,7 +90,7 @@ class ChatOptions(ModalScreen[dict[str, Any] | None]):
             frame.border_subtitle = "Ctrl+S saves, Esc leaves all as it was"
             with VerticalScroll(can_focus=False):
                 yield Static("What the model is told before the first message", markup=False)
-                yield TextArea(
+                yield TextField(
                     wishes.system, id="system", tab_behavior="focus", highlight_cursor_line=False
                 )
                 quality = Choice(QUALITIES, wishes.quality.value, glyphs=glyphs, name="quality")

@@ -7,14 +7,14 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
-from textual.widgets import TextArea
 
 from moet_desk.ui.attachments import is_long
+from moet_desk.ui.widgets.text_field import TextField
 
 _IN_ORDER = frozenset({"chat.send", "chat.newline"})
 
 
-class Prompt(TextArea):
+class Prompt(TextField):
     """Where messages are written. Posts `Sent`, `Scrolled`, `Pasted` and `ErasedBehind`.
 
     A sent text leaves the prompt at once, so that what is typed next is not lost; `give_back` puts

@@ -91,12 +91,12 @@ class Transcript(Growing, LeanScroll, VerticalScroll, can_focus=True):
         """Draw a chat that has changed at its end, or another one; goes to the end."""
         async with self._placing:
             await self._sync(turns)
-        if self._cursor is not None and self._cursor not in self._turns:
-            self.set_cursor(None)
         self.call_after_refresh(self.follow)
 
     async def _sync(self, turns: Sequence[Turn]) -> None:
         before, self._turns = self._turns, list(turns)
+        if self._cursor not in self._turns:
+            self.set_cursor(None)  # at once: a key may move it while blocks come and go
         pairs = zip(before, turns, strict=False)
         same = next(
             (i for i, (a, b) in enumerate(pairs) if a is not b), min(len(before), len(turns))
@@ -118,7 +118,11 @@ class Transcript(Growing, LeanScroll, VerticalScroll, can_focus=True):
             await block.seek(wanted if turn is not None and block.turn is turn else "")
 
     async def show_at(self, turn: Turn) -> None:
-        """Bring a message into the window, put the cursor there and scroll to it."""
+        """Bring a message into the window, put the cursor there and scroll to it; nothing if it is
+        no part of the chat any more, or not yet.
+        """
+        if turn not in self._turns:
+            return
         if self.block_of(turn) is None:
             at = self._turns.index(turn)
             async with self._placing:
