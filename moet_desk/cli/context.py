@@ -159,13 +159,19 @@ class Size(click.ParamType[int]):
 
     name = "size"
 
+    def __init__(self, *, at_least: int = 0) -> None:
+        self._at_least = at_least
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         from moet_desk.units import parse_bytes
 
         try:
-            return value if isinstance(value, int) else parse_bytes(value)
+            n_bytes = value if isinstance(value, int) else parse_bytes(value)
         except ValueError as error:
             raise click.BadParameter(str(error), ctx, param) from error
+        if n_bytes < self._at_least:
+            raise click.BadParameter(f"{value!r} is too small", ctx, param)
+        return n_bytes
 
 
 def machine_option(command: _Decorated) -> _Decorated:

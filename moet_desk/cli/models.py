@@ -16,6 +16,7 @@ from moet_desk.cli.output import (
     Format,
     print_document,
     print_event,
+    print_result,
     print_table,
     report_error,
     say,
@@ -170,7 +171,7 @@ def show(invocation: Invocation, model: str) -> None:
     if found.error is not None:
         details["error"] = found.error.to_dict()
     if invocation.format is not Format.HUMAN:
-        print_document(details)
+        print_result(invocation.format, "model", details)
         return
     details["state"] = _state(found)
     if details.get("gate_tau") is None:
@@ -215,7 +216,7 @@ def rm(invocation: Invocation, model: str, *, yes: bool) -> int:
     if invocation.format is Format.HUMAN:
         invocation.say(f"Deleted {model}; {show_disk(freed)} are free again.")
     else:
-        print_document({"model": model, "freed_bytes": freed})
+        print_result(invocation.format, "removed", {"model": model, "freed_bytes": freed})
     return ExitCode.OK
 
 

@@ -66,6 +66,14 @@ def print_event(event: str, **fields: Any) -> None:
     _write_json({"schema": SCHEMA, "event": event, **fields})
 
 
+def print_result(wanted: Format, event: str, fields: Mapping[str, Any]) -> None:
+    """All that a command prints for programs: a document, or the same as one event on one line."""
+    if wanted is Format.NDJSON:
+        print_event(event, **fields)
+    else:
+        print_document(fields)
+
+
 def print_text(text: str) -> None:
     """Data for people on stdout."""
     _write(harmless(text) if sys.stdout.isatty() else text)

@@ -115,6 +115,37 @@ def test_settings_file__value_that_json_does_not_know__error_document(
     assert not any(bad in result.out for bad in (": NaN", ": Infinity"))
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["pull a/b --limit-rate 0", "handoff vllm olmoe-1b-7b --gpu-memory 0"],
+)
+def test_size__nothing__is_not_taken_for_no_limit(moet: Command, command: str) -> None:
+    result = moet(*command.split(), "--json")
+    assert (result.code, result.error_code) == (ExitCode.USAGE, "MD-CLI-01")
+    assert "too small" in result.err
+
+
+@pytest.mark.parametrize(
+    ("command", "event"),
+    [
+        ("version", "version"),
+        ("config list", "settings"),
+        ("config get ui.theme", "setting"),
+        ("config set ui.theme moet-light", "setting"),
+        ("config paths", "paths"),
+        ("handoff vllm olmoe-1b-7b", "handoff"),
+        ("launch aider", "launch"),
+    ],
+)
+def test_ndjson__a_document_is_one_event_on_one_line(
+    moet: Command, command: str, event: str
+) -> None:
+    (printed,) = moet(*command.split(), "--format", "ndjson").events
+    document = moet(*command.split(), "--json").document
+    assert printed.pop("event") == event
+    assert printed == document
+
+
 @pytest.mark.parametrize("size", ["9" * 400, "9999999999TiB"])
 def test_size__beyond_all_computers__said(moet: Command, size: str) -> None:
     result = moet("plan", "demo", "--vram", size, "--json")
