@@ -353,7 +353,7 @@ def certificates() -> Path | None:
 
 def hub_endpoint() -> str:
     """Return the address of the hub, as its library takes it from the environment."""
-    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
 def names_hub_token() -> bool:

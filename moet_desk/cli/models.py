@@ -21,7 +21,7 @@ from moet_desk.cli.output import (
     report_error,
     say,
 )
-from moet_desk.errors import ExitCode, MoetError
+from moet_desk.errors import ExitCode, MoetError, fail
 from moet_desk.units import show_disk
 
 if TYPE_CHECKING:
@@ -196,7 +196,11 @@ def show(invocation: Invocation, model: str) -> None:
 def rm(invocation: Invocation, model: str, *, yes: bool) -> int:
     """Delete MODEL from this computer, and what was downloaded for it. Chats are kept."""
     from moet_desk.store import pull_state
+    from moet_desk.store.jobs import JobStore
 
+    job = JobStore(invocation.locations.jobs_dir).running(model)
+    if job is not None:  # it may not have locked the pack yet, and would begin anew
+        raise fail("MD-PACK-09", path=job.record.id, pid=job.pid)
     source = invocation.locations.sources_dir / model
     fetched = model in pull_state.downloads(invocation.locations.sources_dir)
     n_bytes = pull_state.disk_bytes(source) if fetched else 0

@@ -180,6 +180,11 @@ class JobStore:
     def __init__(self, jobs_dir: Path) -> None:
         self.jobs_dir = jobs_dir
 
+    def running(self, model: str) -> JobView | None:
+        """A job that works on this model now."""
+        views = (view for view in self.jobs() if view.record.model == model)
+        return next((view for view in views if view.pid), None)
+
     def start(self, kind: str, model: str, arguments: Sequence[str]) -> Job:
         """Start a job, or attach to it if it runs already.
 
@@ -279,7 +284,7 @@ class JobStore:
         if not pid and newest.get("event") not in _DONE_EVENTS and error is None:
             error = _crashed(None, self._path(record.id, ".log"))
         counted: dict[str, Any] = next(
-            (event for event in reversed(events) if "total_bytes" in event), {}
+            (event for event in reversed(events) if "total_bytes" in event and _counts(event)), {}
         )
         return JobView(
             record=record,
@@ -293,6 +298,11 @@ class JobStore:
             reason=None if pid else error,
             latest={str(event.get("event", "")): event for event in events},
         )
+
+
+def _counts(event: dict[str, Any]) -> bool:
+    """Whether an event counts bytes of the model; "finish" says 0 or 1 of 1."""
+    return event.get("event") != "finish"
 
 
 def _state(pid: int, newest: dict[str, Any], error: MoetError | None, silent_s: float) -> JobState:
