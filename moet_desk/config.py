@@ -314,12 +314,17 @@ def _replace(path: Path, text: str, old: str, *, private: bool) -> None:
 def _write(path: Path, text: str, mode: int) -> None:
     partial = path.with_name(path.name + ".partial")
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        os.fchmod(fd, mode)  # one that was left behind may have another
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            os.fchmod(fd, mode)  # one that was left behind may have another
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)  # it may hold a key, and the disk may be full
+        raise
 
 
 # -- the environment -------------------------------------------------------------------------

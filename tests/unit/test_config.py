@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
@@ -256,6 +257,22 @@ def test_save__file_is_a_link__stays_one_and_what_it_names_is_written(tmp_path: 
     assert link.is_symlink()
     assert real.read_text().startswith("# mine\n")
     assert load(link, environment={}).settings.ui.theme == "moet-light"
+
+
+def test_save__disk_is_full__old_one_is_whole_and_nothing_lies_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _write(tmp_path, '[endpoint]\nkey = "a secret"\n')
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(MoetError) as caught:
+        save_setting(path, "ui.theme", "moet-light")
+    assert caught.value.code == "MD-DISK-02"
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == '[endpoint]\nkey = "a secret"\n'
 
 
 def test_save__by_many_at_once__nothing_is_lost(tmp_path: Path) -> None:
