@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from moet_desk.cli import main as run_command
-
 
 def main() -> None:
     """Entry point of `moet-desk` and of `python -m moet_desk`."""
-    sys.exit(run_command())
+    try:
+        from moet_desk.cli import main as run_command  # Ctrl+C may come while it is imported
+
+        status = run_command()
+    except KeyboardInterrupt:
+        status = 130  # ExitCode.INTERRUPTED
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ default. Loads and saves; the list of settings is in `settings`, folders and ter
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tomllib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -217,7 +219,8 @@ def _record(values: Mapping[str, Any]) -> Settings:
 def save_setting(config_file: Path, name: str, value: Any) -> Any:
     """Put one value into the settings file, keeping its comments and order.
 
-    The old file stays beside it as config.toml.bak; the new one replaces it in one step.
+    The old file stays beside it as config.toml.bak; the new one replaces it in one step. Several
+    processes may do so at once.
 
     Args:
         config_file: made if it does not exist.
@@ -231,10 +234,39 @@ def save_setting(config_file: Path, name: str, value: Any) -> Any:
         MoetError: MD-CFG-01 the file has an error and is left alone, MD-CFG-02, MD-CFG-03,
             MD-DISK-02 or MD-DISK-03 it cannot be written.
     """
-    import tomlkit  # slow to import, and rarely needed
-
     setting = find_setting(name)
     typed = None if value is None else convert(setting, value, source="the command line")
+    config_file = Path(os.path.realpath(config_file))  # a link stays one: what it names changes
+    with _alone(config_file):
+        _change(config_file, setting, value, typed)
+    return setting.default if value is None else typed
+
+
+@contextmanager
+def _alone(config_file: Path) -> Iterator[None]:
+    """Change a settings file while no other process does: what that one set is not lost.
+
+    The folder is locked, because the file is replaced.
+
+    Raises:
+        MoetError: MD-DISK-02 or MD-DISK-03, the folder cannot be made.
+    """
+    try:
+        config_file.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(config_file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as problem:
+        raise unwritable(config_file, problem, done="nothing") from problem
+    try:
+        with suppress(OSError):  # some network file systems lock no folder
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _change(config_file: Path, setting: Setting, value: Any, typed: Any) -> None:
+    import tomlkit  # slow to import, and rarely needed
+
     read_toml(config_file)  # refuses a broken file with line and column
     old = config_file.read_text("utf-8") if config_file.exists() else ""
     document = tomlkit.parse(old)
@@ -250,7 +282,6 @@ def save_setting(config_file: Path, name: str, value: Any) -> Any:
     endpoint = document.get("endpoint")
     holds_key = isinstance(endpoint, Mapping) and bool(endpoint.get("key"))
     _replace(config_file, tomlkit.dumps(document), old, private=holds_key)
-    return setting.default if value is None else typed
 
 
 def _remove(table: MutableMapping[str, Any], path: list[str]) -> None:
@@ -272,7 +303,6 @@ def _to_toml(setting: Setting, value: Any) -> Any:
 
 def _replace(path: Path, text: str, old: str, *, private: bool) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         mode = path.stat().st_mode & 0o777 if path.exists() and not private else 0o600
         if old:
             _write(path.with_name(path.name + ".bak"), old, mode)
@@ -284,12 +314,17 @@ def _replace(path: Path, text: str, old: str, *, private: bool) -> None:
 def _write(path: Path, text: str, mode: int) -> None:
     partial = path.with_name(path.name + ".partial")
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        os.fchmod(fd, mode)  # one that was left behind may have another
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            os.fchmod(fd, mode)  # one that was left behind may have another
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)  # it may hold a key, and the disk may be full
+        raise
 
 
 # -- the environment -------------------------------------------------------------------------
@@ -323,7 +358,7 @@ def certificates() -> Path | None:
 
 def hub_endpoint() -> str:
     """Return the address of the hub, as its library takes it from the environment."""
-    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
 def names_hub_token() -> bool:

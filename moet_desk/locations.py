@@ -11,6 +11,8 @@ from pathlib import Path
 
 import platformdirs
 
+from moet_desk.errors import MoetError, fail
+
 APP_NAME = "moet-desk"
 DATA_DIR_VARIABLE = "MOET_DESK_DATA_DIR"
 CONNECT_KEY_VARIABLE = "MOET_DESK_CONNECT_KEY"
@@ -94,14 +96,40 @@ def locate(environment: Mapping[str, str], data_dir: Path | None = None) -> Loca
     """Return the locations for `--data-dir`, else MOET_DESK_DATA_DIR, else this system's own.
 
     A data folder of one's own holds the settings file too, so that nothing outside is touched.
+
+    Raises:
+        MoetError: MD-CFG-03, a path begins with the home folder of nobody.
     """
     chosen = data_dir or (Path(named) if (named := environment.get(DATA_DIR_VARIABLE)) else None)
     if chosen is not None:
-        folder = chosen.expanduser().absolute()
+        folder = at_home(chosen, DATA_DIR_VARIABLE if data_dir is None else "--data-dir").absolute()
         return Locations(data_dir=folder, config_file=folder / "config.toml")
-    return Locations(
-        data_dir=platformdirs.user_data_path(APP_NAME, appauthor=False),
-        config_file=platformdirs.user_config_path(APP_NAME, appauthor=False) / "config.toml",
+    try:
+        return Locations(
+            data_dir=platformdirs.user_data_path(APP_NAME, appauthor=False),
+            config_file=platformdirs.user_config_path(APP_NAME, appauthor=False) / "config.toml",
+        )
+    except RuntimeError as problem:  # a user id that nobody knows, as in some containers
+        reason = "this user has no home folder; set HOME, or give --data-dir"
+        raise _homeless("HOME", "", reason) from problem
+
+
+def at_home(path: Path, name: str) -> Path:
+    """A path with the home folder in place of a ~; `name` says where it was given.
+
+    Raises:
+        MoetError: MD-CFG-03, there is no such user.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as problem:
+        raise _homeless(name, str(path), "there is no such user") from problem
+
+
+def _homeless(name: str, value: str, reason: str) -> MoetError:
+    default = "a folder of this user"
+    return fail(
+        "MD-CFG-03", name=name, value=value, source="this call", reason=reason, default=default
     )
 
 

@@ -31,7 +31,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in _FACTOR_OF_SUFFIX:
         raise ValueError(f"{text!r} is not a size; write it like 32GiB or 1.5GB")
-    return round(float(match[1]) * _FACTOR_OF_SUFFIX[match[2].lower()])
+    n_bytes = float(match[1]) * _FACTOR_OF_SUFFIX[match[2].lower()]
+    if n_bytes >= 2**63:
+        raise ValueError(f"{match[0]!r} is too large")
+    return round(n_bytes)
 
 
 def _scaled(value: float, step: int, names: tuple[str, ...]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ import click
 from moet_desk import __version__
 from moet_desk.cli.context import Invocation, global_options
 from moet_desk.cli.output import Format, be_plain, report_error
+from moet_desk.cli.streams import forget, make_usable
 from moet_desk.errors import ExitCode, MoetError, fail
 
 PROGRAM = "moet-desk"
@@ -141,12 +141,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code. Never raises, never prints a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     invocation = Invocation()
+    make_usable()
     be_plain(False)
     try:
         status = cli.main(given, prog_name=PROGRAM, standalone_mode=False, obj=invocation)
         return int(status or 0)
     except _PipeClosed:
-        _forget_stdout()
+        forget(sys.stdout)
         return ExitCode.OK
     except (click.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
@@ -164,14 +165,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _format_in(arguments: Sequence[str], otherwise: Format) -> Format:
-    """The format that arguments ask for which could not be read to their end."""
-    if "--json" in arguments:
-        return Format.JSON
-    wants_lines = "ndjson" in arguments or "--format=ndjson" in arguments
-    return Format.NDJSON if wants_lines else otherwise
-
-
-def _forget_stdout() -> None:
-    """Let the interpreter's flush at exit go nowhere instead of complaining."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """The format that arguments ask for which could not be read to their end; the last one
+    counts.
+    """
+    wanted, before = otherwise.value, ""
+    for argument in arguments:
+        if argument == "--":
+            break
+        if argument == "--json":
+            wanted = Format.JSON.value
+        elif before == "--format":
+            wanted = argument
+        elif argument.startswith("--format="):
+            wanted = argument.partition("=")[2]
+        before = argument
+    return next((known for known in Format if known.value == wanted), otherwise)

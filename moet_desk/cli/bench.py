@@ -34,7 +34,7 @@ from moet_desk.cli.context import (
     output_options,
 )
 from moet_desk.cli.engine import opened_engine
-from moet_desk.cli.output import Format, print_document, print_text
+from moet_desk.cli.output import Format, print_result, print_text
 from moet_desk.engine.handle import EngineHandle, EngineOptions, GenerateRequest, Quality, Sampling
 from moet_desk.store.library import DEMO, embedded_source
 from moet_desk.telemetry import CPU, DraftChoice, DraftCounters, Finished, TextDelta, TierCounters
@@ -147,7 +147,7 @@ def bench(
     if invocation.format is Format.HUMAN:
         print_text(_for_people(record))
     else:
-        print_document(record)
+        print_result(invocation.format, "bench", record)
 
 
 def _refuse(ctx: click.Context, names: Iterable[str], why: str) -> None:

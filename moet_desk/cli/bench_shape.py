@@ -16,7 +16,7 @@ import click
 from moet_desk import hardware
 from moet_desk.cli.bench_record import command_line, driver, machine, peak_rss, rounded
 from moet_desk.cli.context import Invocation, Size
-from moet_desk.cli.output import Format, print_document, print_text
+from moet_desk.cli.output import Format, print_result, print_text
 from moet_desk.engine.cuda.shapes import SHAPES, Shape
 from moet_desk.errors import fail
 from moet_desk.store.pack_format import Plane
@@ -131,7 +131,7 @@ def bench_shape(invocation: Invocation, name: str, wishes: ShapeWishes) -> None:
     if invocation.format is Format.HUMAN:
         print_text(for_people(record))
     else:
-        print_document(record)
+        print_result(invocation.format, "bench", record)
 
 
 def _with_drafts(shape: Shape, wishes: ShapeWishes) -> Shape:

@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from moet_desk.settings import Settings
     from moet_desk.store.library import Library
 
-_PATH = click.Path(path_type=Path)
+
+class _Path(click.Path):
+    """A path; an empty one, of a variable that is not set, is not the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            raise click.BadParameter("it is empty", ctx, param)
+        return super().convert(value, param, ctx)
+
+
+_PATH = _Path(path_type=Path)
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
@@ -50,9 +60,12 @@ class Invocation:
         from dataclasses import replace
 
         from moet_desk.config import locate
+        from moet_desk.locations import at_home
 
         found = locate(self.data_dir)
-        return found if self.config is None else replace(found, config_file=self.config)
+        if self.config is None:
+            return found
+        return replace(found, config_file=at_home(self.config, "--config"))
 
     @functools.cached_property
     def library(self) -> Library:
@@ -101,7 +114,7 @@ class Invocation:
     def bug(self, error: Exception) -> MoetError:
         """The catalogue error for an exception nobody expected; its traceback goes to the log."""
         path = "none could be written"
-        with suppress(OSError, MoetError):  # a drive that fails may hold this program too
+        with suppress(Exception):  # a drive that fails may hold this program too
             from moet_desk.runtime import write_crash
 
             path = str(write_crash(self.locations, error))
@@ -146,13 +159,19 @@ class Size(click.ParamType[int]):
 
     name = "size"
 
+    def __init__(self, *, at_least: int = 0) -> None:
+        self._at_least = at_least
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         from moet_desk.units import parse_bytes
 
         try:
-            return value if isinstance(value, int) else parse_bytes(value)
+            n_bytes = value if isinstance(value, int) else parse_bytes(value)
         except ValueError as error:
             raise click.BadParameter(str(error), ctx, param) from error
+        if n_bytes < self._at_least:
+            raise click.BadParameter(f"{value!r} is too small", ctx, param)
+        return n_bytes
 
 
 def machine_option(command: _Decorated) -> _Decorated:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moet_desk.cli.streams import is_text
 from moet_desk.errors import MoetError, fail
 
 ASSISTANT, END = "<|assistant|>", "<|end|>"
@@ -136,6 +137,8 @@ def _string(path: Path, number: int, entry: dict[str, Any], name: str) -> str:
     value = entry.get(name)
     if not isinstance(value, str):
         raise bad_line(path, number, f'it has no "{name}" that is a string')
+    if not is_text(value):
+        raise bad_line(path, number, f'"{name}" holds half a character (a lone \\u surrogate)')
     return value
 
 

@@ -13,7 +13,7 @@ import click
 
 from moet_desk.catalogue import CatalogueEntry, find_entry
 from moet_desk.cli.context import Invocation, Size, global_options, output_options
-from moet_desk.cli.output import Format, print_document, print_text
+from moet_desk.cli.output import Format, print_result, print_text
 from moet_desk.cli.plan import complete_known
 from moet_desk.errors import ExitCode, fail
 from moet_desk.kernels.kinds import KvFormat
@@ -137,7 +137,7 @@ def handoff() -> None:
 @click.argument("model", shell_complete=complete_known)
 @click.option("--gpus", type=click.IntRange(min=1), help="Of one computer; else as many as needed.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Computers; else as many as needed.")
-@click.option("--gpu-memory", type=Size(), help="Of one GPU; 80GiB by default.")
+@click.option("--gpu-memory", type=Size(at_least=1), help="Of one GPU; 80GiB by default.")
 @click.option("--context", type=click.IntRange(min=64), help="Tokens; else the model's own.")
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), help="Write it to this new file too."
@@ -174,7 +174,9 @@ def vllm(
     if invocation.format is Format.HUMAN:
         print_text(text.rstrip("\n"))
     else:
-        print_document(
+        print_result(
+            invocation.format,
+            "handoff",
             {
                 "model": entry.name,
                 "gpus": sizing.gpus,
@@ -184,7 +186,7 @@ def vllm(
                 "kv_bytes": sizing.kv,
                 "is_estimate": True,
                 "config": text,
-            }
+            },
         )
     if not sizing.fits:
         invocation.say("By this estimate it does not fit; see the notes in it.")

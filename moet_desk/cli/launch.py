@@ -26,7 +26,7 @@ from moet_desk.agents import (
     is_cloud_key,
 )
 from moet_desk.cli.context import Invocation, output_options
-from moet_desk.cli.output import Format, print_document, print_text
+from moet_desk.cli.output import Format, print_result, print_text
 from moet_desk.errors import fail
 from moet_desk.errors.disk import unwritable
 
@@ -126,14 +126,16 @@ def _show(
     }
     files = {str(path): _without_key(text, setup) for path, text in setup.files.items()}
     if invocation.format is not Format.HUMAN:
-        print_document(
+        print_result(
+            invocation.format,
+            "launch",
             {
                 "command": command,
                 "variables": variables,
                 "files": files,
                 "removed_variables": removed,
                 "endpoint_answers": answers,
-            }
+            },
         )
         return
     lines = ["# This is what --run does; nothing was written or started."]

@@ -7,7 +7,7 @@ import sys
 import click
 
 from moet_desk.cli.context import Invocation, output_options
-from moet_desk.cli.output import Format, print_document
+from moet_desk.cli.output import Format, print_result
 from moet_desk.errors import ExitCode
 
 
@@ -32,5 +32,5 @@ def login(invocation: Invocation) -> int:
     if invocation.format is Format.HUMAN:
         invocation.say(f"Signed in to {hub.host}.")
     else:
-        print_document({"hub": hub.host, "signed_in": True})
+        print_result(invocation.format, "login", {"hub": hub.host, "signed_in": True})
     return ExitCode.OK

@@ -16,11 +16,12 @@ from moet_desk.cli.output import (
     Format,
     print_document,
     print_event,
+    print_result,
     print_table,
     report_error,
     say,
 )
-from moet_desk.errors import ExitCode, MoetError
+from moet_desk.errors import ExitCode, MoetError, fail
 from moet_desk.units import show_disk
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def show(invocation: Invocation, model: str) -> None:
     if found.error is not None:
         details["error"] = found.error.to_dict()
     if invocation.format is not Format.HUMAN:
-        print_document(details)
+        print_result(invocation.format, "model", details)
         return
     details["state"] = _state(found)
     if details.get("gate_tau") is None:
@@ -195,7 +196,11 @@ def show(invocation: Invocation, model: str) -> None:
 def rm(invocation: Invocation, model: str, *, yes: bool) -> int:
     """Delete MODEL from this computer, and what was downloaded for it. Chats are kept."""
     from moet_desk.store import pull_state
+    from moet_desk.store.jobs import JobStore
 
+    job = JobStore(invocation.locations.jobs_dir).running(model)
+    if job is not None:  # it may not have locked the pack yet, and would begin anew
+        raise fail("MD-PACK-09", path=job.record.id, pid=job.pid)
     source = invocation.locations.sources_dir / model
     fetched = model in pull_state.downloads(invocation.locations.sources_dir)
     n_bytes = pull_state.disk_bytes(source) if fetched else 0
@@ -215,7 +220,7 @@ def rm(invocation: Invocation, model: str, *, yes: bool) -> int:
     if invocation.format is Format.HUMAN:
         invocation.say(f"Deleted {model}; {show_disk(freed)} are free again.")
     else:
-        print_document({"model": model, "freed_bytes": freed})
+        print_result(invocation.format, "removed", {"model": model, "freed_bytes": freed})
     return ExitCode.OK
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+from moet_desk.cli.streams import forget, harmless, takes_unicode, write_words
 from moet_desk.errors import MoetError
 from moet_desk.units import show_duration
 
@@ -57,17 +58,25 @@ class Format(Enum):
 
 def print_document(document: Mapping[str, Any]) -> None:
     """One JSON document on stdout."""
-    _write(json.dumps({"schema": SCHEMA, **document}, ensure_ascii=False, indent=1))
+    _write_json({"schema": SCHEMA, **document}, indent=1)
 
 
 def print_event(event: str, **fields: Any) -> None:
     """One JSON event on a line of its own, at once."""
-    _write(json.dumps({"schema": SCHEMA, "event": event, **fields}, ensure_ascii=False))
+    _write_json({"schema": SCHEMA, "event": event, **fields})
+
+
+def print_result(wanted: Format, event: str, fields: Mapping[str, Any]) -> None:
+    """All that a command prints for programs: a document, or the same as one event on one line."""
+    if wanted is Format.NDJSON:
+        print_event(event, **fields)
+    else:
+        print_document(fields)
 
 
 def print_text(text: str) -> None:
     """Data for people on stdout."""
-    _write(text)
+    _write(harmless(text) if sys.stdout.isatty() else text)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -75,13 +84,12 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        _write("  ".join(cells).rstrip())
+        print_text("  ".join(cells).rstrip())
 
 
 def say(text: str) -> None:
     """Words on stderr."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    write_words(text + "\n")
 
 
 def report_error(error: MoetError, wanted: Format) -> int:
@@ -89,15 +97,24 @@ def report_error(error: MoetError, wanted: Format) -> int:
     mark = "✗" if (sys.stderr.encoding or "").lower().startswith("utf") else "x"
     mark = "Error:" if is_plain() else mark
     lines = [f"{mark} {error.title}  {error.code}", f"  {error.cause}", f"  Do: {error.do}"]
+    # facts may come from a model's files, which must not steer the terminal
+    say(harmless("\n".join([*lines, f"  {error.safe}"] if error.safe else lines)))
     try:
-        say("\n".join([*lines, f"  {error.safe}"] if error.safe else lines))
         if wanted is Format.JSON:
             print_document({"error": error.to_dict()})
         elif wanted is Format.NDJSON:
             print_event("error", error=error.to_dict())
-    except BrokenPipeError:
-        pass
+        sys.stdout.flush()
+    except OSError:  # its reader has gone, or the disk below it is full: the words were said
+        forget(sys.stdout)
     return error.spec.exit
+
+
+def _write_json(document: Mapping[str, Any], indent: int | None = None) -> None:
+    text = json.dumps(document, ensure_ascii=False, indent=indent)
+    if not takes_unicode(text):
+        text = json.dumps(document, indent=indent)
+    _write(text)
 
 
 def _write(text: str) -> None:
@@ -141,17 +158,15 @@ class Meter:
         self._last_s = now_s
         text = self._line(done, total, figures, now_s - self._since_s)
         if self._on_terminal:
-            sys.stderr.write(f"\r\x1b[K{text}")
+            write_words(f"\r\x1b[K{text}")
             self._open = True
         else:
-            sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+            write_words(text + "\n")
 
     def close(self) -> None:
         """End the line that is being redrawn."""
         if self._open:
-            sys.stderr.write("\n")
-            sys.stderr.flush()
+            write_words("\n")
         self._open = False
 
     def _line(self, done: int, total: int, figures: str, seconds: float) -> str:

@@ -37,7 +37,7 @@ YES_COVERS_BYTES = 10 * GB
 @click.option("--name", help="Name of the model here; the repository's by default.")
 @click.option("--revision", default="", help="Branch, tag or commit; pinned when the pull begins.")
 @click.option("--reclaim", is_flag=True, help="Delete each file as soon as its rows are packed.")
-@click.option("--limit-rate", type=Size(), help="Bytes per second at most, like 20MB.")
+@click.option("--limit-rate", type=Size(at_least=1), help="Bytes per second at most, like 20MB.")
 @click.option(
     "--parallel",
     type=click.IntRange(1, 8),

@@ -30,6 +30,7 @@ from moet_desk.cli.output import (
     prints_lines,
     say,
 )
+from moet_desk.cli.streams import harmless, is_text
 from moet_desk.engine.handle import EngineHandle, GenerateRequest, Quality, Sampling
 from moet_desk.errors import ExitCode, MoetError
 from moet_desk.telemetry import EngineState
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
     from moet_desk.settings import Settings
 
 QUIT_WORDS = ("/quit", "/exit")
-
-# Text for a terminal must not steer it: no control characters but newline and tab.
-_CONTROLS = dict.fromkeys(set(range(32)) - {9, 10} | set(range(127, 160)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +117,8 @@ def run(
         raise click.UsageError("-i and --plain print plain text only")
     if plain:
         be_plain(True)
+    _check_text("--system", system or "")
+    _check_text("--stop", *stop)
     question = _question(invocation, model, prompt, interactive=interactive)
     if raw and question.interactive:
         raise click.UsageError("--raw needs a prompt and no -i")
@@ -183,16 +183,23 @@ def _question(
         names = {DEMO, *(pack.name for pack in invocation.library.packs())}
         if model not in names:
             model, prompt = None, model
+    _check_text("PROMPT", prompt or "")
     on_terminal = sys.stdin.isatty()
     if interactive or (prompt is None and on_terminal):
         if prompt is not None:
             raise click.UsageError("-i takes no PROMPT")
         return Question(model or DEMO, "", interactive=True)
     piped = "" if on_terminal else sys.stdin.read()
+    _check_text("what was piped in", piped)
     text = "\n\n".join(part for part in (prompt, piped.rstrip("\n")) if part)
     if not text:
         raise click.UsageError("There is no prompt, and nothing was piped in")
     return Question(model or DEMO, text, interactive=False)
+
+
+def _check_text(name: str, *given: str) -> None:
+    if not all(map(is_text, given)):
+        raise click.UsageError(f"{name}: this is not text in UTF-8")
 
 
 def _base_request(
@@ -262,7 +269,7 @@ def _ask_plainly(handle: EngineHandle, request: GenerateRequest) -> Answer:
 
 
 def _print_piece(text: str) -> None:
-    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
@@ -323,6 +330,9 @@ def _talk(
         if line is None or line.strip() in QUIT_WORDS:
             return ExitCode.OK
         if not line.strip():
+            continue
+        if not is_text(line):
+            say("This line is not text in UTF-8; it was not asked.")
             continue
         turn = {"role": "user", "content": line}
         request = replace(base, messages=[*messages, turn])

@@ -6,7 +6,7 @@ import click
 
 from moet_desk import __version__
 from moet_desk.cli.context import Invocation, global_options, output_options
-from moet_desk.cli.output import Format, print_document, print_table, print_text
+from moet_desk.cli.output import Format, print_result, print_table, print_text
 
 
 @click.group()
@@ -51,7 +51,8 @@ def list_settings(invocation: Invocation) -> None:
                 "help": setting.help,
             }
         )
-    print_document({"settings": listed, "keys": loaded.settings.keys})
+    document = {"settings": listed, "keys": loaded.settings.keys}
+    print_result(invocation.format, "settings", document)
 
 
 @config.command("get")
@@ -71,7 +72,8 @@ def get_setting(invocation: Invocation, name: str) -> None:
         print_text(value if setting.is_secret else setting.show(value))
     else:
         source = loaded.source_of(name).kind.value
-        print_document({"name": name, "value": value, "source": source})
+        document = {"name": name, "value": value, "source": source}
+        print_result(invocation.format, "setting", document)
 
 
 @config.command("set")
@@ -91,7 +93,8 @@ def set_setting(invocation: Invocation, name: str, value: str | None, *, unset: 
     typed = save_setting(invocation.locations.config_file, name, value)
     if invocation.format is not Format.HUMAN:
         shown = setting.show(typed) if setting.is_secret else typed
-        print_document({"name": name, "value": shown, "applies": setting.applies.value})
+        document = {"name": name, "value": shown, "applies": setting.applies.value}
+        print_result(invocation.format, "setting", document)
         return
     invocation.say(f"{name} = {setting.show(typed)}   (counts: {setting.applies.value})")
     source = invocation.load_settings().source_of(name)
@@ -115,7 +118,8 @@ def show_paths(invocation: Invocation) -> None:
     if invocation.format is Format.HUMAN:
         print_table([["What", "Where"], *([name, str(path)] for name, path in paths.items())])
     else:
-        print_document({name: str(path) for name, path in paths.items()})
+        document = {name: str(path) for name, path in paths.items()}
+        print_result(invocation.format, "paths", document)
 
 
 @click.command()
@@ -126,7 +130,7 @@ def version(invocation: Invocation) -> None:
     if invocation.format is Format.HUMAN:
         print_text(f"moet-desk {__version__}")
     else:
-        print_document({"version": __version__})
+        print_result(invocation.format, "version", {"version": __version__})
 
 
 @click.command()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -134,9 +135,9 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, header: Header, *, most_bytes: int = MOST_BYTES) -> None:
-        self.path = path
+        self.path = Path(os.path.realpath(path))  # a link stays one
         self._most = most_bytes
-        self._part = path.with_name(path.name + ".part")
+        self._part = self.path.with_name(self.path.name + ".part")
         self._n_rows = len(header.layers) * header.n_experts
         self._cells = np.zeros(self._n_rows, np.uint8)
         self._sums: dict[str, NDArray[np.float64]] = {
@@ -145,6 +146,9 @@ class TraceWriter:
         self._last_s, self._uses_s = 0.0, -USES_EVERY_S
         self._exact = header.exact
         self.full = False
+        if self.path.exists() and not self.path.is_file():
+            # a device would be replaced, a folder only be noticed at the end
+            raise fail("MD-TRACE-05", path=str(path), reason="it is a folder or a device")
         try:
             self._file: BinaryIO = self._part.open("wb")
         except OSError as error:

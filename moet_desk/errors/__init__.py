@@ -11,6 +11,7 @@ Imports nothing else of ours and may be used from any thread.
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -49,6 +50,17 @@ class _Facts(dict[str, Any]):
         return "?"
 
 
+def _as_json(fact: Any) -> Any:
+    """A fact as JSON has it; what a file held may be a date or not a number."""
+    if isinstance(fact, Mapping):
+        return {str(name): _as_json(value) for name, value in fact.items()}
+    if isinstance(fact, list | tuple):
+        return [_as_json(value) for value in fact]
+    if fact is None or isinstance(fact, bool | int | str):
+        return fact
+    return fact if isinstance(fact, float) and math.isfinite(fact) else str(fact)
+
+
 class MoetError(Exception):
     """A failure from the catalogue. Raise it through `fail(code, ...)`.
 
@@ -85,7 +97,8 @@ class MoetError(Exception):
     def to_dict(self) -> dict[str, Any]:
         """The error as the `error` object of `--json` output."""
         words = {"code": self.code, "title": self.title, "cause": self.cause, "do": self.do}
-        return {**words, "safe": self.safe, "severity": self.spec.severity.value, **self.facts}
+        facts = {name: _as_json(fact) for name, fact in self.facts.items()}
+        return {**words, "safe": self.safe, "severity": self.spec.severity.value, **facts}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.spec, self.facts))

@@ -58,6 +58,9 @@ class Listing:
         return next((file for file in self.files if file.name == name), None)
 
 
+_DEFAULT_ENDPOINT = "https://huggingface.co"
+
+
 class Passing(Exception):
     """A failure that may be gone when it is tried again.
 
@@ -78,11 +81,24 @@ def is_repo(text: str) -> bool:
 
 
 class Hub:
-    """One hub, by default the one of HF_ENDPOINT with the token that the user signed in with."""
+    """One hub, by default the one of HF_ENDPOINT with the token that the user signed in with.
+
+    Making one raises MD-CFG-03 if HF_ENDPOINT is no address.
+    """
 
     def __init__(self, endpoint: str | None = None, *, timeout: httpx2.Timeout = _TIMEOUT) -> None:
-        self.endpoint = endpoint or constants.ENDPOINT
+        self.endpoint = endpoint or constants.ENDPOINT or _DEFAULT_ENDPOINT  # a variable left empty
         self.host = urlsplit(self.endpoint).netloc
+        if not self.host or urlsplit(self.endpoint).scheme not in ("http", "https"):
+            # asking it would fail like a network that is down, and be tried for minutes
+            raise fail(
+                "MD-CFG-03",
+                name="HF_ENDPOINT",
+                value=self.endpoint,
+                source="the environment",
+                reason="it must be an address like https://huggingface.co",
+                default=_DEFAULT_ENDPOINT,
+            )
         self._timeout = timeout
         self._headers = build_hf_headers(library_name="moet-desk", library_version=__version__)
         self._api = huggingface_hub.HfApi(

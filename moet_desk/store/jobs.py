@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import re
 import signal
@@ -180,6 +181,11 @@ class JobStore:
     def __init__(self, jobs_dir: Path) -> None:
         self.jobs_dir = jobs_dir
 
+    def running(self, model: str) -> JobView | None:
+        """A job that works on this model now."""
+        views = (view for view in self.jobs() if view.record.model == model)
+        return next((view for view in views if view.pid), None)
+
     def start(self, kind: str, model: str, arguments: Sequence[str]) -> Job:
         """Start a job, or attach to it if it runs already.
 
@@ -279,20 +285,31 @@ class JobStore:
         if not pid and newest.get("event") not in _DONE_EVENTS and error is None:
             error = _crashed(None, self._path(record.id, ".log"))
         counted: dict[str, Any] = next(
-            (event for event in reversed(events) if "total_bytes" in event), {}
+            (event for event in reversed(events) if "total_bytes" in event and _counts(event)), {}
         )
         return JobView(
             record=record,
             state=_state(pid, newest, error, silent_s),
             pid=pid,
             phase=str(newest.get("event", "")),
-            done_bytes=counted.get("done_bytes", counted.get("bytes")),
-            total_bytes=counted.get("total_bytes"),
-            rate=counted.get("rate_bytes_per_s") if pid else None,
+            done_bytes=_number(counted.get("done_bytes", counted.get("bytes"))),
+            total_bytes=_number(counted.get("total_bytes")),
+            rate=_number(counted.get("rate_bytes_per_s")) if pid else None,
             silent_s=silent_s,
             reason=None if pid else error,
             latest={str(event.get("event", "")): event for event in events},
         )
+
+
+def _number(value: Any) -> Any:
+    """A figure of an event; None for what is none, as in a damaged file."""
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_one and math.isfinite(value) else None
+
+
+def _counts(event: dict[str, Any]) -> bool:
+    """Whether an event counts bytes of the model; "finish" says 0 or 1 of 1."""
+    return event.get("event") != "finish"
 
 
 def _state(pid: int, newest: dict[str, Any], error: MoetError | None, silent_s: float) -> JobState:
@@ -393,7 +410,9 @@ def error_of(event: dict[str, Any]) -> MoetError | None:
 
 
 def _crashed(status: int | None, log: Path) -> MoetError:
-    lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = log.read_text(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     if status == -signal.SIGKILL or (status is None and not last):
         ended = "ended without a word" if status is None else "was killed (signal 9)"

@@ -155,6 +155,7 @@ def test_eval__needle__share_for_every_size_and_depth(
         (b'{"text": "\xff"}', "MD-EVAL-01", "byte 10 is not UTF-8"),
         (b'{"text": "<|assistant|>ok"}\n{"text"\n', "MD-EVAL-02", "line 2: it is not JSON"),
         (b"[1]\n", "MD-EVAL-02", "line 1: it is not a JSON object"),
+        (b'{"text": "<|assistant|>a\\ud800"}\n', "MD-EVAL-02", 'line 1: "text" holds half a'),
         (b'\n{"text": 7}\n', "MD-EVAL-02", 'line 2: it has no "text" that is a string'),
     ],
 )

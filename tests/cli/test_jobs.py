@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from moet_desk.store.jobs import Job, JobState, JobStore, start_pack
 from moet_desk.store.library import Library, embedded_source
-from tests.cli.conftest import environment
+from tests.cli.conftest import Command, environment
 
 
 def run_to_end(job: Job, timeout_s: float = 60) -> list[dict[str, Any]]:
@@ -73,6 +74,21 @@ def test_window_dies__job_goes_on_and_the_next_window_waits_for_it(data_dir: Pat
     events = run_to_end(second)
     assert second.error is None
     assert events[-1]["state"] == "ready"
+
+
+@pytest.mark.parametrize("bad", ['"a"', "NaN", "[]", "true", "1e999"])
+def test_ps__damaged_events__job_is_shown_without_figures(
+    moet: Command, data_dir: Path, bad: str
+) -> None:
+    jobs = data_dir / "jobs"
+    jobs.mkdir(parents=True)
+    record = {"id": "pull-x", "kind": "pull", "model": "x", "arguments": []}
+    (jobs / "pull-x.json").write_text(json.dumps(record))
+    event = f'{{"event":"download","done_bytes":{bad},"total_bytes":{bad}}}'
+    (jobs / "pull-x.ndjson").write_text(event + "\n")
+    (job,) = moet("ps", "--json").document["jobs"]
+    assert (job["state"], job["done_bytes"], job["total_bytes"]) == ("paused", None, None)
+    assert "pull-x" in moet("ps").out
 
 
 def test_wrong_arguments__error_from_the_catalogue(tmp_path: Path) -> None:

@@ -76,6 +76,82 @@ def test_wrong_usage__error_document_on_stdout(moet: Command, wanted: list[str])
     assert result.error_code == "MD-CLI-01"
 
 
+@pytest.mark.parametrize(
+    "wanted", [["--json"], ["--format", "json"], ["--format=json"], ["--json", "--format=ndjson"]]
+)
+def test_unknown_option__before_the_format__error_document_all_the_same(
+    moet: Command, wanted: list[str]
+) -> None:
+    result = moet("ls", "--nonsense", *wanted)
+    assert result.error_code == "MD-CLI-01"
+    is_line = result.out.count("\n") == 1
+    assert is_line is (wanted[-1] == "--format=ndjson")
+
+
+@pytest.mark.parametrize("arguments", [["--data-dir", "~nobody-of-this-name"], ["--data-dir", ""]])
+def test_data_dir__cannot_be__said(moet: Command, arguments: list[str]) -> None:
+    result = moet(*arguments, "ls", "--json")
+    assert result.code == ExitCode.USAGE
+    assert result.error_code in ("MD-CFG-03", "MD-CLI-01")
+
+
+def test_config__home_folder_in_its_path(
+    moet: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shown = moet("--config=~/mine.toml", "config", "paths", "--json").document
+    assert shown["config_file"] == str(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize("value", ["2020-01-01", "nan", "[1979-05-27T07:32:00Z]", "{a = inf}"])
+def test_settings_file__value_that_json_does_not_know__error_document(
+    moet: Command, data_dir: Path, value: str
+) -> None:
+    data_dir.mkdir()
+    (data_dir / "config.toml").write_text(f"[ui]\ntheme = {value}\n")
+    result = moet("config", "list", "--json")
+    assert result.code == ExitCode.USAGE
+    assert result.error_code == "MD-CFG-03"
+    assert not any(bad in result.out for bad in (": NaN", ": Infinity"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["pull a/b --limit-rate 0", "handoff vllm olmoe-1b-7b --gpu-memory 0"],
+)
+def test_size__nothing__is_not_taken_for_no_limit(moet: Command, command: str) -> None:
+    result = moet(*command.split(), "--json")
+    assert (result.code, result.error_code) == (ExitCode.USAGE, "MD-CLI-01")
+    assert "too small" in result.err
+
+
+@pytest.mark.parametrize(
+    ("command", "event"),
+    [
+        ("version", "version"),
+        ("config list", "settings"),
+        ("config get ui.theme", "setting"),
+        ("config set ui.theme moet-light", "setting"),
+        ("config paths", "paths"),
+        ("handoff vllm olmoe-1b-7b", "handoff"),
+        ("launch aider", "launch"),
+    ],
+)
+def test_ndjson__a_document_is_one_event_on_one_line(
+    moet: Command, command: str, event: str
+) -> None:
+    (printed,) = moet(*command.split(), "--format", "ndjson").events
+    document = moet(*command.split(), "--json").document
+    assert printed.pop("event") == event
+    assert printed == document
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "9999999999TiB"])
+def test_size__beyond_all_computers__said(moet: Command, size: str) -> None:
+    result = moet("plan", "demo", "--vram", size, "--json")
+    assert (result.code, result.error_code) == (ExitCode.USAGE, "MD-CLI-01")
+
+
 @pytest.mark.parametrize("code", sorted(CATALOGUE))
 def test_catalogue_error__exit_code_and_four_lines(
     moet: Command, monkeypatch: pytest.MonkeyPatch, code: str

@@ -133,6 +133,8 @@ def test_show__what_it_is(moet: Command, packed: Path) -> None:
     shown = moet("show", "demo").out
     assert "MB" in shown
     assert document["identity"] in shown
+    (event,) = moet("show", "--format", "ndjson").events
+    assert event == {"event": "model", **document}
 
 
 def test_ls__no_models__says_what_comes_with_the_program(moet: Command) -> None:
@@ -180,7 +182,8 @@ def test_rm__asks_or_wants_yes_and_leaves_foreign_files(moet: Command, packed: P
 
 
 def test_rm__whole_folder_goes(moet: Command, packed: Path) -> None:
-    moet("rm", "demo", "--yes")
+    (event,) = moet("rm", "demo", "--yes", "--format", "ndjson").events
+    assert (event["event"], event["model"]) == ("removed", "demo")
     assert list(packed.parent.iterdir()) == []
 
 

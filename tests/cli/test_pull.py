@@ -16,6 +16,7 @@ import pytest
 
 from moet_desk.cli import pull as pull_command
 from moet_desk.errors import ExitCode
+from moet_desk.store.hub import Hub
 from tests.cli.conftest import Command, HubOf, environment
 from tests.store.deepseek import write_deepseek
 from tests.store.hub_server import Fault, HubServer, Repo
@@ -300,6 +301,8 @@ def test_job__paused_resumed_killed_resumed__done(
         *("pull", NAME, "--yes", "--reclaim", "--limit-rate", "20kB", "--background", "--json")
     )
     assert started.document["job"] == "pull-tiny"
+    # it has just begun and holds no lock of the pack, which would let it begin anew afterwards
+    assert moet("rm", "tiny", "--yes", "--json").error_code == "MD-PACK-09"
     running = wait_for(moet, lambda job: job["pid"] and job["total_bytes"])
     assert (running["state"], running["pid"]) == ("running", started.document["pid"])
     assert running["total_bytes"] > 0
@@ -321,7 +324,12 @@ def test_job__paused_resumed_killed_resumed__done(
     record = data_dir / "jobs" / "pull-tiny.json"
     record.write_text(record.read_text().replace("20000", "100000000"))
     moet("jobs", "resume", "pull-tiny")
-    assert wait_for(moet, lambda job: job["state"] == "done")["reason"] is None
+    done = wait_for(moet, lambda job: job["state"] == "done")
+    assert done["reason"] is None
+    pack_bytes = moet("show", "tiny", "--json").document["bytes"]
+    assert (
+        done["done_bytes"] == done["total_bytes"] > pack_bytes // 2
+    )  # of the model, not of "finish"
     assert moet("verify", "tiny").code == 0
     assert not (data_dir / "sources" / "tiny").exists()
     assert moet("jobs", "pause", "pull-tiny", "--json").error_code == "MD-JOB-02"
@@ -341,3 +349,18 @@ def test_job__hub_goes_away__paused_with_the_reason(
     hub.faults = lambda path, n: None
     moet("jobs", "resume", "pull-tiny")
     wait_for(moet, lambda job: job["state"] == "done")
+
+
+@pytest.mark.parametrize("address", ["huggingface.co", "ftp://hub.example", "https://"])
+def test_pull__hub_is_no_address__said_at_once(
+    moet: Command, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    result = moet("pull", NAME, "--yes", "--json")
+    assert (result.code, result.error_code) == (ExitCode.USAGE, "MD-CFG-03")
+    assert result.document["error"]["name"] == "HF_ENDPOINT"
+
+
+def test_hub__variable_is_empty__the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "")
+    assert Hub().host == "huggingface.co"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -157,6 +158,34 @@ def test_writer__no_such_folder__catalogue_error(tmp_path: Path) -> None:
     with pytest.raises(MoetError) as caught:
         TraceWriter(tmp_path / "none" / "a.mdtrace", header())
     assert caught.value.code == "MD-TRACE-05"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to a pipe"])
+def test_writer__something_else_of_that_name__refused_at_once_and_it_stays(
+    tmp_path: Path, kind: str
+) -> None:
+    """Renaming a finished recording over /dev/stdout or a pipe would delete that."""
+    path = other = tmp_path / "a"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    if kind == "link to a pipe":
+        other = tmp_path / "b"
+        other.symlink_to(path)
+    with pytest.raises(MoetError) as caught:
+        TraceWriter(other, header())
+    assert caught.value.code == "MD-TRACE-05"
+    assert not path.is_file()
+    assert {entry.name for entry in tmp_path.iterdir()} == {path.name, other.name}
+
+
+def test_writer__name_is_a_link__stays_one(tmp_path: Path) -> None:
+    link, real = tmp_path / "link", tmp_path / "a.mdtrace"
+    link.symlink_to(real)
+    TraceWriter(link, header()).close()
+    assert link.is_symlink()
+    assert real.stat().st_size > 0
 
 
 def repacked(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +247,48 @@ def test_save__refused__file_is_untouched(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_save__file_is_a_link__stays_one_and_what_it_names_is_written(tmp_path: Path) -> None:
+    real = tmp_path / "dotfiles" / "mine.toml"
+    real.parent.mkdir()
+    real.write_text("# mine\n")
+    link = tmp_path / "config.toml"
+    link.symlink_to(real)
+    save_setting(link, "ui.theme", "moet-light")
+    assert link.is_symlink()
+    assert real.read_text().startswith("# mine\n")
+    assert load(link, environment={}).settings.ui.theme == "moet-light"
+
+
+def test_save__disk_is_full__old_one_is_whole_and_nothing_lies_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _write(tmp_path, '[endpoint]\nkey = "a secret"\n')
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(MoetError) as caught:
+        save_setting(path, "ui.theme", "moet-light")
+    assert caught.value.code == "MD-DISK-02"
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == '[endpoint]\nkey = "a secret"\n'
+
+
+def test_save__by_many_at_once__nothing_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    ready = threading.Barrier(8)
+
+    def save(number: int) -> None:
+        ready.wait()
+        save_setting(path, f"keys.chat.k{number}", "f9")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(save, range(8)))
+    kept = load(path, environment={}).settings.keys
+    assert sorted(kept) == [f"chat.k{number}" for number in range(8)]
+
+
 def test_save__folder_is_a_file__catalogue_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MoetError) as caught:
@@ -268,6 +313,18 @@ def test_locate__no_wish__this_systems_folders() -> None:
     assert "moet-desk" in str(found.data_dir)
     assert found.config_file.name == "config.toml"
     assert found.data_dir.is_absolute()
+
+
+def test_locate__no_home_folder__said_instead_of_a_folder_named_tilde(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(MoetError) as caught:
+        locations.locate({})
+    assert caught.value.code == "MD-CFG-03"
 
 
 def test_read_terminal__environment__facts() -> None:
