@@ -125,14 +125,13 @@ class PackReader:
             self._direct_fds = _open_direct(self.path)
         return self.direct
 
-    def read_row(self, plane: Plane, row: int, out: RowBuffer, *, verify: bool = True) -> None:
-        """Fill `out` with one padded row.
+    def read_row(self, plane: Plane, row: int, out: RowBuffer) -> None:
+        """Fill `out` with one padded row and check it.
 
         Args:
             plane: base or fine.
             row: layer * n_experts + expert, layers counted among MoE layers.
             out: writable, exactly one stride of this plane.
-            verify: compare with the stored digest.
 
         Raises:
             MoetError: MD-NVME-04 the read failed, MD-PACK-04 the bytes are not those packed. `out`
@@ -151,7 +150,7 @@ class PackReader:
             digest = self._parts.read(fill, view)
         except OSError as error:
             raise self.unreadable_row(row, error.strerror or str(error)) from error
-        if verify and digest != self._digests.of(plane, row):
+        if digest != self._digests.of(plane, row):
             raise damaged_rows(self.path, self.meta, [(plane, row)])
 
     def expect(self, plane: Plane, row: int) -> None:
